@@ -1,7 +1,7 @@
 """Training loops as a person would write them with PyTorch's own engines, to compare with.
 
 The same model class, loss kernel, optimizer and batches as outpace's, and nothing around them.
-Each maker is given a prepared job (`outpace.launch.assemble.Prepared`) and returns a function that
+Each maker is given a prepared job (`outpace.jobs.train.build.Prepared`) and returns a function that
 turns a batch into gradients and their norm, clipped, and says the loss.
 """
 
@@ -85,7 +85,7 @@ def _pipeline(job) -> tuple[nn.Module, Step]:
 
     from outpace.nn.loss import linear_loss_sum
     from outpace.nn.parts import Part, take_part
-    from outpace.planner.stages import layers_per_stage
+    from outpace.planner.pipeline.stages import layers_per_stage
 
     plan, spec, seq_len = job.plan, job.materials.spec, job.materials.seq_len
     rank, last = job.ranks.rank, plan.pp - 1

@@ -64,35 +64,37 @@ def main(path: Path, rounds: int) -> None:
     import torch
 
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.contender import Contender, everyone, plans
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
-    from outpace.probe.machine import identify
+    from outpace.experiment.strategy_run import StrategyRun, gather_from_ranks, plans
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
+    from outpace.probing.hardware.machine import identify
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
-    from outpace.train.synthetic import Course
+    from outpace.training.synthetic import SyntheticTraining
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     assert ranks is not None
     contest = Contest(**json.loads(path.read_text()))
-    course = Course(
+    course = SyntheticTraining(
         ModelSpec.parse(contest.model, "contest"), contest.global_batch, contest.seq_len
     )
     machine = identify(find_accelerator)
     contenders = {}
-    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
         for name, fields in contest.entries.items():
             rest = dict(fields)
             plan = next(plans(rest.pop("strategy"), course, ranks, machine))
             assert isinstance(plan, Plan), plan
-            contenders[name] = Contender(Plan(**{**plan.model_dump(), **rest}), course, groups)
+            contenders[name] = StrategyRun(Plan(**{**plan.model_dump(), **rest}), course, groups)
         took: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds):
             for name in contenders if number % 2 == 0 else reversed(contenders):
                 step = contenders[name].step()
                 took[name].append((step.seconds, step.busy_s))
-        said = everyone(groups, (took, {k: c.weight.peak_bytes for k, c in contenders.items()}))
+        said = gather_from_ranks(
+            groups, (took, {k: c.cost.peak_bytes for k, c in contenders.items()})
+        )
     if ranks.rank == 0:
         found = {
             name: {

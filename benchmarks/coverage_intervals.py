@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-LEVEL = 0.9
+from outpace.planner.calibration.prediction_interval import LEAST_COVERAGE, LEVEL, kind_name
+
 KEPT = Path(__file__).parent.parent / "outpace" / "catalog" / "residuals.json"
 
 
@@ -58,6 +59,76 @@ def _interval(ratios: Mapping[str, Sequence[float]], level: float) -> tuple[floa
     low = values[order][min(np.searchsorted(shares, tail), len(values) - 1)]
     high = values[order][min(np.searchsorted(shares, 1 - tail), len(values) - 1)]
     return float(low), float(high)
+
+
+# Of a kind that has an interval of its own: sources, and rows of all of them.
+LEAST_SOURCES, LEAST_ROWS = 3, 20
+# Whose experts are a loop in Python, where plans have grouped products.
+_LOOPS = ("Trainer",)
+
+
+def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the intervals of kinds with enough sources and rows, and of all dense and all MoE.
+
+    `rows` of score_board.py. A kind is a chip's architecture, and whether a model has experts.
+    """
+    found = {}
+    for name, ratios in _by_kind(rows):
+        if name in (kind_name(None, False), kind_name(None, True)):
+            found[name] = _widened(residuals(ratios), ratios)
+        elif _is_enough(ratios):
+            spread = residuals(ratios)
+            if spread["coverage"] >= LEAST_COVERAGE:
+                found[name] = spread
+    return found
+
+
+def without_interval(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the other kinds of which there are rows: how many, and what the sources cover.
+
+    A coverage of None: too few to ask.
+    """
+    found: dict[str, Any] = {}
+    for name, ratios in _by_kind(rows):
+        whole = name in (kind_name(None, False), kind_name(None, True))
+        covers = residuals(ratios)["coverage"] if _is_enough(ratios) else None
+        if not whole and (covers is None or covers < LEAST_COVERAGE):
+            count = sum(map(len, ratios.values()))
+            found[name] = {"rows": count, "sources": len(ratios), "coverage": covers}
+    return found
+
+
+def _is_enough(ratios: Mapping[str, Sequence[float]]) -> bool:
+    return len(ratios) >= LEAST_SOURCES and sum(map(len, ratios.values())) >= LEAST_ROWS
+
+
+def _by_kind(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, list[float]]]]:
+    """Return measured over predicted of each kind, by source."""
+    kinds: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        experts, ratio = row["mlp"] == "experts", row["measured_s"] / row["predicted_s"]
+        # Intervals are of plans, which train everything.
+        if row["trained"] != "full" or (experts and row["stack"] in _LOOPS):
+            continue
+        for name in (kind_name(row["chip"], experts), kind_name(None, experts)):
+            kinds.setdefault(name, {}).setdefault(row["source"], []).append(ratio)
+    return sorted(kinds.items())
+
+
+def _widened(spread: dict[str, Any], ratios: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return an interval of all that was seen, where sources do not foretell each other."""
+    if spread["coverage"] >= LEAST_COVERAGE:
+        return spread
+    seen = [ratio for own in ratios.values() for ratio in own]
+    return spread | {"low": round(min(seen), 4), "high": round(max(seen), 4)}
+
+
+def keep_kinds(found: Mapping[str, Mapping[str, Any]], without: Mapping[str, Any]) -> None:
+    """Write the intervals of kinds there, and why others are `without` one."""
+    both = json.loads(KEPT.read_text(encoding="utf-8"))
+    both["kinds"] = {name: kept(spread) for name, spread in found.items()}
+    both["without_interval"] = without
+    KEPT.write_text(json.dumps(both, indent=1) + "\n", encoding="utf-8")
 
 
 def kept(spread: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,9 @@ MOMENTS = ("starts", "computes", "waits", "saves")
 KILLS_IN_A_RUN = 5
 KILLS, SAVES, DAMAGES = 200, 50, 20
 TESTS = ("tests/hosts/test_faults.py", "tests/hosts/test_hosts.py", "tests/hosts/test_slurm.py",
-         "tests/launch/test_faults.py", "tests/launch/test_local.py", "tests/launch/test_oom.py",
-         "tests/launch/test_processes.py", "tests/launch/test_shared.py")  # fmt: skip
+         "tests/launch/test_faults.py", "tests/launch/test_local.py",
+         "tests/launch/test_processes.py", "tests/jobs/ranks/test_oom_guard.py",
+         "tests/jobs/ranks/test_shared_filesystem.py")  # fmt: skip
 _LIMIT_S = 400
 
 

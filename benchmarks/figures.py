@@ -1,4 +1,4 @@
-"""Write the recorded figures into README.md and docs, between their markers.
+"""Write the recorded figures into README.md and docs, between their markers, and measured steps.
 
     python benchmarks/figures.py            # rewrite
     python benchmarks/figures.py --check    # exit 1 when a page does not say what is recorded
@@ -21,12 +21,14 @@ import figures_compare
 import figures_faults
 import figures_finals
 import figures_gpu
+import figures_kinds
 import figures_levers
 import figures_performance
 import figures_probe
 import figures_seeds
 import figures_versions
 import figures_zoo
+import measured_steps
 from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
@@ -249,6 +251,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_levers.WRITERS,
     **figures_finals.WRITERS,
     **figures_gpu.WRITERS,
+    **figures_kinds.WRITERS,
     **figures_performance.WRITERS,
     **figures_probe.WRITERS,
     **figures_seeds.WRITERS,
@@ -296,6 +299,11 @@ def main() -> int:
             stale.append(name)
             if not arguments.check:
                 page.write_text(filled, encoding="utf-8")
+    made, kept = measured_steps.text(), measured_steps.KEPT
+    if not kept.exists() or kept.read_text(encoding="utf-8") != made:
+        stale.append(kept.name)
+        if not arguments.check:
+            kept.write_text(made, encoding="utf-8")
     if arguments.check and stale:
         print(f"{', '.join(stale)}: run python benchmarks/figures.py", file=sys.stderr)
         return 1

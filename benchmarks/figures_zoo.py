@@ -1,48 +1,94 @@
 """What was recorded of custom modules, as Markdown: their outcomes, and what they cost."""
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pages import stand, table
 
-_MARKS = {"equal": "=", "cut": "c", "resumed": "r", "draws": "d"}
+_MARKS = {"equal": "=", "cut": "c", "draws": "d"}
+_OUTCOMES = {  # misses first
+    "wrong": "wrong (✗)", "state": "with state in no buffer, which is told (s)",
+    "cut": "otherwise by the cut of the batch alone (c)", "draws": "that draw (d)",
+    "refused": "refused", "equal": "equal (=)",
+}  # fmt: skip
+# What of a sentence is of the module, the strategy or the batch: quoted, in parentheses, figures,
+# and names with dots or capitals.
+_DETAILS = (
+    (r"\([^()]*\)", "(…)"), (r"'[^']*'", "…"), (r"\{[^{}]*\}", "…"),
+    (r"\b(ddp|ring|zero\d|hsdp|mp|gpipe|1f1b|interleaved|loopedbfs|zbv?|dualpipev|tp)\b", "…"),
+    (r"\S*[\w*]\.[\w*]\S*", "…"), (r"(?<=[a-z] )_?[A-Z]\w+|^\w+(?= has no )", "…"),
+    (r"[\d.]+", "…"), (r"…(?:,? (?:and )?…)+", "…"),
+)  # fmt: skip
 
 
 def zoo(result: dict[str, Any]) -> str:
-    """A row a module, a column a strategy; below it the sentences of refusals."""
-    modules = result["modules"]
+    """A row a module, a column a strategy; below it the kinds of refusals, by frequency."""
+    modules = dict(sorted(result["modules"].items(), key=_by_misses))
     strategies = list(dict.fromkeys(s for one in modules.values() for s in one["cells"]))
     strategies = [name for name in strategies if name != "all"]
-    sentences: dict[str, int] = {}
+    everything = [cell for one in modules.values() for cell in one["cells"].values()]
+    kinds = count_sentences(everything)
+    numbers = {kind: number for number, kind in enumerate(kinds, start=1)}
     rows = []
     for name, one in modules.items():
         cells = one["cells"]
-        shown = [_cell(cells.get(s) or cells.get("all", ""), sentences) for s in strategies]
+        shown = [_cell(cells.get(s) or cells.get("all", ""), numbers) for s in strategies]
         rows.append([name.replace("_", " "), *shown])
-    everything = [cell for one in modules.values() for cell in one["cells"].values()]
     counted = ", ".join(
-        f"{sum(cell.startswith(kind) for cell in everything)} {words}"
-        for kind, words in (
-            ("equal", "equal (=)"), ("cut", "otherwise by the cut of the batch alone (c)"),
-            ("resumed", "equal but for what a checkpoint does not hold (r)"),
-            ("draws", "that draw (d)"), ("refused", "refused"), ("wrong", "wrong (✗)"),
-        )
-    )  # fmt: skip
-    said = "".join(f"{number}. {sentence}\n" for sentence, number in sentences.items())
+        f"{sum(_outcome(cell) == outcome for cell in everything)} {words}"
+        for outcome, words in reversed(_OUTCOMES.items())
+    )
+    said = "".join(
+        f"{numbers[kind]}. ({len(cells)} cells) {cells[0]}\n" for kind, cells in kinds.items()
+    )
     return (
         f"{len(modules)} modules, two processes, {result['samples']} samples: {counted}. Numbers "
-        f"are refusals, below.\n\n{table(['module', *strategies], rows)}\n{said}{stand(result)}"
+        "are sentences, below: of each kind the first, with the names and figures of its module."
+        f"\n\n{table(['module', *strategies], rows)}\n{said}{_commits(modules)}{stand(result)}"
     )
 
 
-def _cell(outcome: str, sentences: dict[str, int]) -> str:
-    if outcome in _MARKS:
-        return _MARKS[outcome]
-    kind, _, sentence = outcome.partition(": ")
-    if not sentence:
+def count_sentences(cells: Iterable[str]) -> dict[str, list[str]]:
+    """The sentences of cells by kind, that is but for names and figures: most frequent first."""
+    kinds: dict[str, list[str]] = {}
+    for cell in cells:
+        sentence = cell.partition(": ")[2]
+        if sentence:
+            kinds.setdefault(_kind(sentence), []).append(sentence)
+    return dict(sorted(kinds.items(), key=lambda one: -len(one[1])))
+
+
+def _kind(sentence: str) -> str:
+    for pattern, shown in _DETAILS:
+        sentence = re.sub(pattern, shown, sentence)
+    return sentence
+
+
+def _outcome(cell: str) -> str:
+    return cell.partition(":")[0]
+
+
+def _by_misses(module: tuple[str, dict[str, Any]]) -> list[int]:
+    cells = [_outcome(cell) for cell in module[1]["cells"].values()]
+    return [-cells.count(outcome) for outcome in _OUTCOMES]
+
+
+def _cell(cell: str, numbers: dict[str, int]) -> str:
+    outcome, _, sentence = cell.partition(": ")
+    number = f"{numbers[_kind(sentence)]}" if sentence else ""
+    marks = {**_MARKS, "refused": number, "state": f"s {number}", "wrong": f"✗ {number}"}
+    return marks.get(outcome, "")
+
+
+def _commits(modules: dict[str, Any]) -> str:
+    """Say how many cells are of which commit, where they are of several."""
+    counts = Counter(commit[:10] for one in modules.values() for commit in one["commits"].values())
+    if len(counts) == 1:
         return ""
-    number = sentences.setdefault(sentence, len(sentences) + 1)
-    return str(number) if kind == "refused" else f"✗ {number}"
+    named = ", ".join(f"{count} of {commit}" for commit, count in counts.most_common())
+    return f"\nCells were made at several commits: {named}.\n"
 
 
 def own_modules(result: dict[str, Any]) -> str:

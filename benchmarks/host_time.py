@@ -38,11 +38,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
 from outpace.nn import block, kept_products
-from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
+from outpace.nn.model_options import apply_options
 from outpace.nn.transformer import Transformer
 from outpace.optim import build
 from outpace.optim.build import leave_compiler_out, make_optimizer
@@ -51,8 +51,8 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, fill_axes
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.accounting import Costs, Ledger
-from outpace.train.step import Stepper
+from outpace.training.accounting import Costs, Ledger
+from outpace.training.step import Stepper
 
 LAYERS, WIDTH, HEADS, TOKENS, VOCAB = 12, 24, 2, 16, 64
 LR, CLIP = 1e-3, 1.0
@@ -138,7 +138,7 @@ def make_stepper(case: Case, ranks: Ranks, control: dist.ProcessGroup | None) ->
         one.attention.mix, one.attention.joins = block.fused_attention, True
     objective = LanguageModelObjective(model, "plain", mixed.dtype)
     objective.runs_on = "cuda"
-    apply_levers(model, plan)
+    apply_options(model, plan)
     layout = apply(Request(objective, plan, ranks, CPU))
     leave_compiler_out()
     settings = TrainSettings(lr=LR)
@@ -272,7 +272,7 @@ def measure(
 
 def worker(name: str, rounds: int, out: Path) -> None:
     """One rank of a case."""
-    from outpace.launch.environment import ranks_from
+    from outpace.launch.launcher_env import ranks_from
 
     torch.set_num_threads(1)
     case, ranks = CASES[name], ranks_from(os.environ) or Ranks()
@@ -280,7 +280,7 @@ def worker(name: str, rounds: int, out: Path) -> None:
         if case.processes == 1:
             found = measure(case, rounds, ranks, None)
         else:
-            with process_groups(ranks, CPU, 300.0, 0) as groups:
+            with process_groups(ranks, CPU, 300.0) as groups:
                 # Alone on its host DDP has torch's exchange, as on CUDA, and not that of a CPU.
                 alone = ranks.model_copy(update={"local_world_size": 1})
                 found = measure(case, rounds, alone, groups.control)

@@ -41,8 +41,8 @@ def worker(out: Path, repeats: int) -> None:
     """One rank of a job: every schedule in every shape."""
     import torch
 
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
     from outpace.records.pipelines import SCHEDULES
 
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def worker(out: Path, repeats: int) -> None:
     assert ranks is not None
     make = computing if ranks.world_size == COMPUTING else waiting
     found = []
-    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
         for strategy in SCHEDULES:
             for shape in LAYERS if make is computing else SHAPES:
                 seen = make(strategy, shape, groups, repeats)
@@ -67,7 +67,7 @@ def microbatches(strategy: str, ranks: int) -> int:
 def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[str, Any]]:
     """Steps of a pipeline, each beside what it should have been; the first is a warm-up."""
     from outpace.experiment.idle import judge, watch
-    from outpace.planner.tables import orders
+    from outpace.planner.pipeline.schedules import orders
 
     ranks = groups.ranks.world_size
     todo = orders(strategy, ranks, microbatches(strategy, ranks))
@@ -78,7 +78,7 @@ def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[s
 def waiting(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]]:
     """Stages that wait."""
     from outpace.experiment.idle import waiting_pipeline
-    from outpace.planner.play import StageTime
+    from outpace.planner.pipeline.simulator import StageTime
     from outpace.records.pipelines import SCHEDULES
 
     ranks, per_rank = groups.ranks.world_size, SCHEDULES[strategy].stages_per_rank
@@ -129,7 +129,7 @@ def run(processes: int, repeats: int) -> list[dict[str, Any]]:
         one.update({
             "microbatches": microbatches(one["strategy"], processes),
             "measured": middle, "low": low, "high": high,
-            "formula": one["repeats"][0]["formula"], "played": one["repeats"][0]["played"],
+            "formula": one["repeats"][0]["formula"], "played": one["repeats"][0]["simulated"],
             "replayed": statistics.median(repeat["replayed"] for repeat in one["repeats"]),
         })  # fmt: skip
     return found

@@ -29,23 +29,23 @@ def worker(out: Path) -> None:
     """One rank of a job: a batch under every schedule, with and without checkpointing."""
     import torch
 
-    from outpace.experiment.contender import everyone
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
-    from outpace.planner.play import most_in_flight
-    from outpace.planner.tables import orders
+    from outpace.experiment.strategy_run import gather_from_ranks
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
+    from outpace.planner.pipeline.schedules import orders
+    from outpace.planner.pipeline.simulator import most_in_flight
     from outpace.records.pipelines import SCHEDULES
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     assert ranks is not None
     found = []
-    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
         for strategy, schedule in SCHEDULES.items():
             count = microbatches(strategy, ranks.world_size)
             todo = orders(strategy, ranks.world_size, count)
             for checkpointing in ("none",) if schedule.splits_backward else ("none", "full"):
-                said = everyone(groups, measure(strategy, count, checkpointing, groups))
+                said = gather_from_ranks(groups, measure(strategy, count, checkpointing, groups))
                 found.append({
                     "strategy": strategy, "checkpointing": checkpointing, "microbatches": count,
                     "stages_per_rank": schedule.stages_per_rank, "ranks": said,
@@ -60,8 +60,8 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     import torch
 
     from outpace.experiment.memory import Saved
-    from outpace.nn.levers import apply_checkpointing
     from outpace.nn.loss import LanguageModelObjective
+    from outpace.nn.model_options import apply_checkpointing
     from outpace.nn.transformer import Transformer
     from outpace.parallel import Pass, Request, apply
     from outpace.records.model import ModelSpec

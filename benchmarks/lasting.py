@@ -38,7 +38,7 @@ from recording import RESULTS, circumstances, save  # noqa: E402
 
 from outpace.experiment.arms import Failed  # noqa: E402
 from outpace.experiment.trials import paired_s  # noqa: E402
-from outpace.experiment.turns import Entrant, in_turn  # noqa: E402
+from outpace.experiment.turns import TurnTraining, train_in_turn  # noqa: E402
 from outpace.records.measurement import WARMUP_STEPS  # noqa: E402
 
 PRECISION, LIMIT_S = "bf16", 1200.0
@@ -155,15 +155,15 @@ def auto(folder: Path, case: cases.Case) -> dict[str, Any]:
     settings = _settings_of(case, folder, WARMUP_STEPS + TURNS * (TURN_STEPS + 1))
     arms = _arms(case)
     with tempfile.TemporaryDirectory(prefix="lasting-") as made:
-        turned = in_turn(
-            [Entrant({**settings, **own}, Path(made) / str(place), Path(made) / f"{place}.toml",
+        turned = train_in_turn(
+            [TurnTraining({**settings, **own}, Path(made, str(place)), Path(made, f"{place}.toml"),
                      TURN_STEPS) for place, own in enumerate(arms.values())],
             TURNS, LIMIT_S,
         )  # fmt: skip
     seconds = {}
     for arm, one, step_s in zip(arms, turned, paired_s(turned), strict=True):
-        if isinstance(one.ended, Failed) or step_s is None:
-            raise SystemExit(f"({case.name}) {arm} failed: {one.ended}")
+        if isinstance(one.result, Failed) or step_s is None:
+            raise SystemExit(f"({case.name}) {arm} failed: {one.result}")
         seconds[arm] = step_s
         print(f"auto, ({case.name}) {arm}: {step_s:.3f} s", file=sys.stderr, flush=True)
     best = min((arm for arm in arms if arm != "picked"), key=lambda arm: seconds[arm])

@@ -47,7 +47,7 @@ def measure(case: str, base: Path, settings: dict[str, Any], steps: int) -> dict
     """Seconds of each step, and bytes, in this process."""
     import torch
 
-    from outpace.launch.job import prepared
+    from outpace.jobs.train.job import prepared
     from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
     from outpace.trace.allocations import Allocations

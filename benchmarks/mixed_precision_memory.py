@@ -176,7 +176,7 @@ def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
     import torch
 
     from outpace.trace.allocations import Allocations
-    from outpace.trace.resident import anonymous_bytes, grown_resident
+    from outpace.trace.resident import anonymous_bytes, resident_growth
 
     model = classifier(layers)
     parameters = list(model.parameters())
@@ -184,7 +184,7 @@ def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
     cpu_step(model, optimizer, 1, precision)  # the optimizer has its state from here on
     kept = 3 * sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
     before = anonymous_bytes()
-    with grown_resident(0.005) as grown, Allocations() as allocated:
+    with resident_growth(0.005) as grown, Allocations() as allocated:
         began = time.perf_counter()
         cpu_step(model, optimizer, size, precision)
         seconds = time.perf_counter() - began
@@ -245,7 +245,7 @@ def on_cpu(batches: tuple[int, ...], layers: int) -> dict[str, Any]:
 def speed(rounds: int) -> dict[str, Any]:
     """Every strategy in both precisions, alternating; what the hardware has for 16 bits."""
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.probe.machine import identify
+    from outpace.probing.hardware.machine import identify
 
     found: dict[str, Any] = {}
     for processes, strategies in ((1, ("single",)), (2, SPEED_STRATEGIES)):

@@ -46,28 +46,28 @@ PAIRS, QUICK_PAIRS = 16, 4
 
 def contender(levers: dict[str, str], quick: bool, groups):
     """A plan on one process, ready to take steps."""
-    from outpace.experiment.contender import Contender
+    from outpace.experiment.strategy_run import StrategyRun
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
-    from outpace.train.synthetic import Course
+    from outpace.training.synthetic import SyntheticTraining
 
     shape = dict(SHAPES[quick])
     batch, seq_len = shape.pop("batch"), shape.pop("seq_len")
     described = {"family": "llama", "heads": 8, "kv_heads": 8, "max_positions": seq_len, **shape}
     spec = ModelSpec.parse(described, "benchmark")
     plan = Plan.parse({"micro_batch": batch, **levers}, "benchmark")
-    return Contender(plan, Course(spec, batch, seq_len), groups)
+    return StrategyRun(plan, SyntheticTraining(spec, batch, seq_len), groups)
 
 
 def time_case(case: str, quick: bool) -> None:
     """In a process of its own: print the pairs of seconds, with the lever and without."""
     import torch
 
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
     from outpace.records.ranks import Ranks
 
     plain, moved = CASES[case]
-    with process_groups(Ranks(), torch.device("cpu"), 60.0, 0) as groups:
+    with process_groups(Ranks(), torch.device("cpu"), 60.0) as groups:
         without, with_lever = contender(plain, quick, groups), contender(moved, quick, groups)
         pairs = []
         for number in range(QUICK_PAIRS if quick else PAIRS):
@@ -83,11 +83,11 @@ def weigh(levers: dict[str, str], quick: bool) -> None:
     """In a process of its own: print what is in memory, and its parameters' bytes."""
     import torch
 
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
     from outpace.records.ranks import Ranks
 
     seen: dict[str, int] = {}
-    with process_groups(Ranks(), torch.device("cpu"), 60.0, 0) as groups:
+    with process_groups(Ranks(), torch.device("cpu"), 60.0) as groups:
         held = contender(levers, quick, groups)
         layout = held._stepper._layout
 

@@ -67,8 +67,8 @@ def worker(case: str, out: Path, bare_first: bool, count: int) -> None:
     import torch.distributed as dist
     from bare import bare_loop
 
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.job import prepared
+    from outpace.jobs.train.job import prepared
+    from outpace.launch.launcher_env import ranks_from
     from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
 

@@ -3,9 +3,12 @@
     python benchmarks/planner_accuracy.py                # records results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --keep-traces  # adapters' memory as last traced
     python benchmarks/planner_accuracy.py --quick        # step times only; recorded nowhere
+    python benchmarks/planner_accuracy.py --kinds        # results/planner_kinds.json alone
+    python benchmarks/planner_accuracy.py --rows FILE --json OUT   # any file of the same columns
 
-Every row of data/published.csv is predicted from the catalog alone (`published.py` says how a row
-becomes a question). Beside each error stands that of one constant, fitted to the same rows. It
+Every row of data/published*.csv is predicted from the catalog alone (`published.py` says how a row
+becomes a question). Beside each error stands that of one constant, fitted to the same rows. Targets
+are of data/published.csv; all rows by kind go to results/planner_kinds.json (`score_board.py`). It
 writes outpace/catalog/residuals.json and docs/accuracy-*.svg; figures.py fills docs/accuracy.md.
 """
 
@@ -17,32 +20,35 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import coverage_intervals as coverage
 import numpy as np
 import published
 import published_pieces
+import score_board
 from published import Row, UnstatedError
+from published_frameworks import FRAMEWORKS
 from recording import RESULTS, save
+from score_board import one_constant
 
 from outpace.catalog.models import PRESETS
 from outpace.catalog.nodes import NODES
-from outpace.planner import memory
-from outpace.planner.columns import OPTIMIZERS, of_plans
-from outpace.planner.estimate import estimate
-from outpace.planner.finalists import simulate_pipelines
-from outpace.planner.habits import LIGHTNING_FSDP
-from outpace.planner.job import Job
-from outpace.planner.machines import of_catalog
-from outpace.planner.outlines import outline, parameters
-from outpace.planner.plans import plans
-from outpace.planner.space import Wanted, expand, layouts, levers
-from outpace.planner.step_setup import Question
-from outpace.planner.titles import title
-from outpace.records.errors import BadInputError
+from outpace.planner.calibration.cluster import of_catalog
+from outpace.planner.explain.titles import title
+from outpace.planner.memory import peak as memory
+from outpace.planner.memory.framework_traits import LIGHTNING_FSDP
+from outpace.planner.model.outline import outline, parameters
+from outpace.planner.plan import plans
+from outpace.planner.plan_batch import OPTIMIZERS, of_plans
+from outpace.planner.problem import Job
+from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.space import Wanted, expand, layouts, levers
+from outpace.planner.step_time.estimate import estimate
+from outpace.planner.step_time.setup import Question
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
@@ -67,7 +73,7 @@ TITANS_S = {"DDP, NVLink": 101.9003, "DP, NVLink": 110.5948, "DDP, no NVLink": 1
 class Predicted:
     """A row's step: what was published, what is predicted, and where the time goes."""
 
-    row: int
+    row: str
     source: str
     plan: str
     predicted_s: float
@@ -88,14 +94,15 @@ def predict(row: Row) -> Predicted:
         raise UnstatedError("no step time")
     question = published.question(row)
     found = published.plans(row)
-    columns = of_plans(found, published.step_samples(row), question.outline.layers)
-    # Another trainer's AdamW is not outpace's own for pure precision, which goes tensor by tensor.
-    fused = np.full_like(columns.optimizer, OPTIMIZERS.index("adamw-fused"))
-    times = estimate(question, replace(columns, optimizer=fused))
+    if measured < published.least_s(row, question):
+        raise UnstatedError("what is stated takes longer than was measured, at the chip's peak")
+    columns = published.columns(row, found, question.outline.layers, times=True)
+    times = estimate(question, columns)
     step, fits = times.step_s, np.ones(len(found), bool)
     if len(found) > 1:
         room = question.device.memory_bytes or math.inf
-        needs = memory.reserved_bytes(question.outline, question.seq_len, columns,
+        held = published.columns(row, found, question.outline.layers, times=False)
+        needs = memory.reserved_bytes(question.outline, question.seq_len, held,
                                       habits=published.habits(row))  # fmt: skip
         fits = needs <= room
         step = np.where(fits | ~fits.any(), step, np.inf)
@@ -105,7 +112,7 @@ def predict(row: Row) -> Predicted:
     total = sum(parts.values())
     peak = question.device.peak_flops_per_s["bf16"]
     return Predicted(
-        row=row.number("row_id"),
+        row=row.id,
         source=row.source,
         plan=title(found[place]),
         predicted_s=_short(total),
@@ -127,16 +134,6 @@ def _flops(row: Row, question: Question) -> float:
     return tokens * (
         6.0 * parameters(model) + 12.0 * model.layers * model.hidden * question.seq_len
     )
-
-
-def one_constant(values: Sequence[float], truths: Sequence[float]) -> float:
-    """Mean error of values × c for the best c: the weighted median of truth over value."""
-    ratios = np.array(truths) / np.array(values)
-    weights = 1 / ratios
-    order = np.argsort(ratios)
-    half = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
-    best = ratios[order][half]
-    return float(np.abs(best / ratios - 1).mean())
 
 
 def mean_error(found: Iterable[Predicted]) -> float:
@@ -164,7 +161,7 @@ def time_scores(found: Sequence[Predicted]) -> list[dict[str, Any]]:
     return scores
 
 
-def groups(found: Sequence[Predicted], by_id: dict[int, Row]) -> dict[tuple[str, ...], list[Any]]:
+def groups(found: Sequence[Predicted], by_id: dict[str, Row]) -> dict[tuple[str, ...], list[Any]]:
     """Of vtrain-single: layouts of the same problem, at least four of them."""
     kinds: defaultdict[tuple[str, ...], list[Predicted]] = defaultdict(list)
     for one in found:
@@ -173,7 +170,7 @@ def groups(found: Sequence[Predicted], by_id: dict[int, Row]) -> dict[tuple[str,
     return {key: own for key, own in kinds.items() if len(own) >= 4}
 
 
-def pick_scores(found: Sequence[Predicted], by_id: dict[int, Row]) -> tuple[list[Any], list[Any]]:
+def pick_scores(found: Sequence[Predicted], by_id: dict[str, Row]) -> tuple[list[Any], list[Any]]:
     """Regret of the picks. One constant sees no difference between layouts: it picks any."""
     picks, regrets, blind, firsts, luck = [], [], [], [], []
     for key, own in groups(found, by_id).items():
@@ -218,7 +215,7 @@ def titans() -> tuple[dict[str, Any], dict[str, float]]:
         plan = Plan.parse({"strategy": strategy, "dp_replicate": 2, "micro_batch": 4}, "seeds")
         columns = of_plans([plan], 8, model.layers)
         asked = Question(model, 1024, cluster.device, cluster.fabric,
-                         published.FRAMEWORKS["transformers"].kernel,
+                         FRAMEWORKS["transformers"].kernel,
                          other_program=True)  # fmt: skip
         took[name] = _short(float(estimate(asked, columns).step_s[0]) * 200)
     base = "DDP, NVLink"
@@ -251,10 +248,7 @@ def predict_bytes(row: Row) -> dict[str, Any]:
         raise UnstatedError("no peak memory")
     question = published.question(row)
     found = published.plans(row)[:1]
-    try:
-        columns = of_plans(found, published.step_samples(row), question.outline.layers)
-    except BadInputError as error:
-        raise UnstatedError(str(error)) from None
+    columns = published.columns(row, found, question.outline.layers, times=False)
     habits, fused = published.habits(row), question.kernel != "unfused"
     peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank=_WRITER,
                              fused_attention=fused, habits=habits)  # fmt: skip
@@ -262,7 +256,7 @@ def predict_bytes(row: Row) -> dict[str, Any]:
                                   fused_attention=fused, habits=habits)  # fmt: skip
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     return {
-        "row": row.number("row_id"),
+        "row": row.id,
         "source": row.source,
         "tier": row["tier"],
         "rank": _WRITER,
@@ -308,7 +302,7 @@ def adapter_bytes(row: Row) -> dict[str, Any]:
     traced = row.number("n_gpus") == 1
     peak, needs = _traced(row) if traced else _sharded_adapters(row)
     return {
-        "row": row.number("row_id"),
+        "row": row.id,
         "source": row.source,
         "tier": row["tier"],
         "predicted_bytes": round(peak),
@@ -451,29 +445,62 @@ def step_times(table: Sequence[Row]) -> tuple[list[Predicted], Counter[tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep-traces", action="store_true")
-    parser.add_argument("--quick", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--keep-traces", action="store_true", help="adapters as last traced")
+    parser.add_argument("--quick", action="store_true", help="targets of times; not recorded")
+    parser.add_argument("--kinds", action="store_true", help="record planner_kinds.json alone")
+    parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE",
+                        help="score these files by kind (default: the project's)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="OUT", help="where to write the score board")
     arguments = parser.parse_args()
+    if arguments.rows or arguments.json:
+        board = score_board.score(published.rows(*(arguments.rows or published.ALL)), predict)
+        score_board.show(board)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(board, indent=1) + "\n", encoding="utf-8")
+        return
+    if arguments.kinds:
+        record_kinds()
+        return
+    record(arguments.quick, arguments.keep_traces)
+
+
+def record_kinds(known: Mapping[str, Predicted] | None = None) -> None:
+    """Score all rows of the project by kind, and keep it. `known` are predicted already."""
+    found = known or {}
+    board = score_board.score(
+        published.rows(*published.ALL), lambda row: found.get(row.id) or predict(row)
+    )
+    intervals = coverage.by_kind(board["rows"])
+    coverage.keep_kinds(intervals, coverage.without_interval(board["rows"]))
+    board |= {"intervals": intervals, **score_board.tables(board["rows"], intervals)}
+    score_board.show(board)
+    print(save("planner_kinds", board))
+
+
+def record(quick: bool, keep_traces: bool) -> None:
+    """Score the rows that the planner was developed with, and all rows by kind; keep both."""
     table = published.rows()
-    by_id = {row.number("row_id"): row for row in table}
+    by_id = {row.id: row for row in table}
     found, left_out = step_times(table)
     picks, groups_of = pick_scores(found, by_id)
     titan_score, titan_times = titans()
     scores = [*time_scores(found)]
     scores[1:1] = picks
-    if arguments.quick:
+    if quick:
         _show([*scores, titan_score])
         return
     golden, adapters = [], []
-    kept = _last_traces() if arguments.keep_traces else {}
+    kept = _last_traces() if keep_traces else {}
     for row in table:
         try:
             if row.source == "megatron-lm-golden":
                 golden.append(predict_bytes(row))
             elif row.source == "litgpt-resource-tables":
                 check_adapters(row)
-                adapters.append(kept.get(row.number("row_id")) or adapter_bytes(row))
+                adapters.append(kept.get(row.id) or adapter_bytes(row))
         except UnstatedError as error:
             left_out[row.source, str(error)] += 1
     scores += memory_scores(golden, "megatron-lm-golden")
@@ -497,6 +524,7 @@ def main() -> None:
     print(json.dumps(spread, indent=1))
     print(save("planner_accuracy", result))
     coverage.keep("catalog", spread)
+    record_kinds({one.row: one for one in found})
     import figures_accuracy
 
     figures_accuracy.draw(result)
@@ -515,10 +543,14 @@ def _scored() -> set[str]:
     return {source for sources, _ in TIMES.values() for source in sources}
 
 
-def _last_traces() -> dict[int, dict[str, Any]]:
+def _last_traces() -> dict[str, dict[str, Any]]:
     path = RESULTS / "planner_accuracy.json"
     last = json.loads(path.read_text(encoding="utf-8"))["memory"] if path.exists() else []
-    return {one["row"]: one for one in last if one["source"] == "litgpt-resource-tables"}
+    return {
+        str(one["row"]): {**one, "row": str(one["row"])}
+        for one in last
+        if one["source"] == "litgpt-resource-tables"
+    }
 
 
 def _show(scores: Iterable[dict[str, Any]]) -> None:

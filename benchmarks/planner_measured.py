@@ -100,33 +100,39 @@ def worker(out: Path, courses: list[int], share: float) -> None:
     import torch
 
     from outpace.catalog.references import references
-    from outpace.experiment.contender import Contender, everyone
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
+    from outpace.experiment.strategy_run import StrategyRun, gather_from_ranks
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
     from outpace.records.ranks import Ranks
-    from outpace.train.synthetic import Course
+    from outpace.training.synthetic import SyntheticTraining
 
     ranks = ranks_from(os.environ) or Ranks()
     world = ranks.world_size
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
     asked = [(number, plan) for number in courses for plan in _all_plans(number, world)]
     known = references(world, "cpu", quick=True)
-    with process_groups(ranks, torch.device("cpu"), 600.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 600.0) as groups:
         contenders = [
-            *(Contender(plan, Course(_spec(number), COURSES[number][3], COURSES[number][2]), groups)
-              for number, plan in asked),
-            *(Contender(one.plan, Course(one.spec, one.global_batch, one.seq_len), groups)
-              for one in known.values()),
+            *(StrategyRun(plan, SyntheticTraining(_spec(n), COURSES[n][3], COURSES[n][2]), groups)
+              for n, plan in asked),
+            *(
+                StrategyRun(
+                    one.plan, SyntheticTraining(one.spec, one.global_batch, one.seq_len), groups
+                )
+                for one in known.values()
+            ),
         ]  # fmt: skip
-        slowest = _slowest(everyone(groups, _in_turn(contenders, groups, share * _TURNS_S)))
+        slowest = _slowest(
+            gather_from_ranks(groups, _in_turn(contenders, groups, share * _TURNS_S))
+        )
         medians = [statistics.median(one) for one in slowest]
         again: dict[int, list[float]] = {}
         for number in courses:
             own = [place for place, (of, _) in enumerate(asked) if of == number]
             best = sorted(own, key=medians.__getitem__)[:_AGAIN]
             took = _in_turn([contenders[place] for place in best], groups, share * _AGAIN_S)
-            again |= dict(zip(best, _slowest(everyone(groups, took)), strict=True))
-        peaks = everyone(groups, [one.weight.peak_bytes for one in contenders])
+            again |= dict(zip(best, _slowest(gather_from_ranks(groups, took)), strict=True))
+        peaks = gather_from_ranks(groups, [one.cost.peak_bytes for one in contenders])
     if ranks.rank == 0:
         rows = [
             {
@@ -159,7 +165,7 @@ def _all_plans(course: int, world: int) -> list[Any]:
 
 def _in_turn(contenders: list[Any], groups: Any, seconds: float) -> list[list[float]]:
     """Of each: its steps' times on this rank, until the first rank finds that the time is over."""
-    from outpace.experiment.contender import everyone
+    from outpace.experiment.strategy_run import gather_from_ranks
 
     steps: list[list[float]] = [[] for _ in contenders]
     began_s, number, over = time.monotonic(), 0, False
@@ -170,7 +176,7 @@ def _in_turn(contenders: list[Any], groups: Any, seconds: float) -> list[list[fl
             steps[place].append(_step_s(contenders[place]))
         number += 1
         own = number >= _LEAST_ROUNDS and time.monotonic() - began_s > seconds
-        over = everyone(groups, own)[0]
+        over = gather_from_ranks(groups, own)[0]
     return steps
 
 
@@ -249,10 +255,10 @@ def _probe(world: int, sections: list[str], quick: bool, budget_s: float) -> Any
 
 def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     """What the planner says of a configuration."""
-    from outpace.planner.job import Job
-    from outpace.planner.outlines import outline
-    from outpace.planner.plans import estimate_plan
-    from outpace.planner.space import Wanted
+    from outpace.planner.model.outline import outline
+    from outpace.planner.plan import estimate_plan
+    from outpace.planner.problem import Job
+    from outpace.planner.search.space import Wanted
     from outpace.records.plan import Plan
 
     number, world = _course(row), row["world"]
@@ -269,9 +275,9 @@ def _course(row: dict[str, Any]) -> int:
 
 def with_predictions(kept: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows with what is predicted of them from the probes, with steps of before and in turn."""
-    from outpace.planner.machines import of_probe
-    from outpace.planner.outline_flops import forward_flops
-    from outpace.planner.outlines import outline, parameters
+    from outpace.planner.calibration.cluster import of_probe
+    from outpace.planner.model.outline import outline, parameters
+    from outpace.planner.model.outline_flops import forward_flops
     from outpace.records.machine import Machine
 
     machines = {int(world): Machine.parse(one, "probes") for world, one in kept["probes"].items()}

@@ -5,12 +5,12 @@
 
 Plans are drawn by a seed: some of every strategy, with levers at random, and then more until every
 lever's every setting occurs often enough. Each is traced as `outpace memory` does, on the fullest
-of the ranks that differ, and reckoned by `outpace.planner.memory`. Both are of the package, but
-share no formula: the trace runs the real model under fake tensors. The seed that is recorded was
-not looked at while the formulas were written (1 to 3 were, and 20261122, the first that was kept
-for the end: it had 9 plans of 249 off by more than 10 %. The causes of seven were put right; two,
-of parameters on disk in a pipeline that recomputes, where the trace itself seems to count too much,
-are not drawn any more).
+of the ranks that differ, and reckoned by `outpace.planner.memory.peak`. Both are of the package,
+but share no formula: the trace runs the real model under fake tensors. The seed that is recorded
+was not looked at while the formulas were written (1 to 3 were, and 20261122, the first that was
+kept for the end: it had 9 plans of 249 off by more than 10 %. The causes of seven were put right;
+two, of parameters on disk in a pipeline that recomputes, where the trace itself seems to count too
+much, are not drawn any more).
 """
 
 import argparse
@@ -26,10 +26,10 @@ import numpy as np
 from recording import save
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.planner.columns import of_plans
-from outpace.planner.memory import anatomy, peak_bytes
-from outpace.planner.outlines import outline
-from outpace.planner.stages import representatives
+from outpace.planner.memory.peak import anatomy, peak_bytes
+from outpace.planner.model.outline import outline
+from outpace.planner.pipeline.stages import representatives
+from outpace.planner.plan_batch import of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan

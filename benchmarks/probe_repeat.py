@@ -25,7 +25,7 @@ from recording import save
 from outpace.records.figure import Figure
 from outpace.records.machine import Machine
 from outpace.records.probed import Probed
-from outpace.report.probe import show_machine
+from outpace.reporting.terminal.probe import show_machine
 
 HELD, HALF_WIDTH = 0.95, 0.03
 WITHIN_S = {True: 60.0, False: 600.0}

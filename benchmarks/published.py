@@ -1,121 +1,91 @@
 """Published rows as questions to the planner: an outline, plans, a machine, and what was measured.
 
 Only what a row states decides: its framework, sharding, recomputation, precision, attention, GPU
-and network. What a framework does whatever the row is stands in FRAMEWORKS, with where that is
-said. There is nothing of a row, a table or a source here that was adjusted to its figures.
+and network. What a framework does whatever the row is stands in published_frameworks.py, with where
+that is said. There is nothing of a row, a table or a source here that was adjusted to its figures.
 """
 
 import csv
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from published_frameworks import Framework, find_framework
+from published_models import (
+    find_model,
+    megatron_tests,
+    padded_vocabulary,
+    stated_outline,
+)
+from published_recipes import recipe_recomputation, recipe_stack
+
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.planner.habits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
-from outpace.planner.layers import Kernel
-from outpace.planner.machines import of_catalog
-from outpace.planner.networks import read_network
-from outpace.planner.step_setup import Question
+from outpace.catalog.stacks import SoftwareStack
+from outpace.planner.calibration.cluster import of_catalog
+from outpace.planner.hardware.networks import read_network
+from outpace.planner.memory.framework_traits import Habits
+from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Columns, of_plans
+from outpace.planner.step_time.adapters import Adapters, Target
+from outpace.planner.step_time.layer import Kernel
+from outpace.planner.step_time.setup import Question
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Node
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.network import Network
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-PUBLISHED = Path(__file__).parent / "data" / "published.csv"
+_DATA = Path(__file__).parent / "data"
+PUBLISHED = _DATA / "published.csv"
+ALL = (PUBLISHED, _DATA / "published-2.csv", _DATA / "published-3.csv")
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _VIRTUAL = (1, 2, 3, 4, 6, 8)
 _GPT2_VOCAB, _BERT_VOCAB = 50257, 30522
-_ONE_BUCKET_MIB = 10**6
-_HEAD = 128  # width of a head where their number is not said
 
 
 class UnstatedError(Exception):
     """What a row does not say, or a plan cannot: why it is not predicted."""
 
 
-@dataclass(frozen=True)
-class Framework:
-    """What a program does, whatever it is asked.
-
-    `kernel` is of attention where a row does not say. `bucket_mib` of gradients. `padding`: the
-    vocabulary is filled up to a multiple of this times tp. `pipelines`: it has axes of its own, and
-    stages of equal numbers of blocks. `masters`: 16-bit weights have fp32 masters. `megatron`: it
-    holds in memory what Megatron-LM does (outpace/planner/habits.py).
-    """
-
-    source: str
-    kernel: Kernel
-    dropout: bool
-    bucket_mib: int = 25
-    padding: int = 1
-    pipelines: bool = True
-    masters: bool = True
-    megatron: bool = False
-
-
-_PADDED = "vocabulary padded to a multiple of 128 × tp: --make-vocab-size-divisible-by"
-FRAMEWORKS: Mapping[str, Framework] = {
-    "Megatron-DeepSpeed": Framework(
-        "VIA-Research/vTrain f8dda8473a: src/model/gpt_modeling.py (scores written, fused softmax, "
-        "dropout), src/config.py (vocab_size 50257, cut by tp as it is), config/validation "
-        "(use_gradient_bucket false: one exchange after the backward)",
-        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB,
-    ),
-    "Megatron-LM 2021": Framework(
-        "arXiv 2104.04473 and Megatron-LM's local DDP: one exchange after the backward; written "
-        f"scores, dropout; {_PADDED}",
-        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128, megatron=True,
-    ),
-    "Megatron-LM 2022": Framework(
-        "arXiv 2205.05198, §4 and §6: as Megatron-LM 2021; with selective recomputation sequence "
-        "parallelism",
-        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128, megatron=True,
-    ),
-    "Megatron-Core r0.8.0": Framework(
-        "Megatron-LM core_r0.8.0, README: flash attention, overlap of gradients, parameters and "
-        "tensor parallelism; megatron/core/distributed/distributed_data_parallel_config.py: "
-        "buckets of 40 million parameters in fp32",
-        kernel="fused", dropout=True, bucket_mib=153, padding=128, megatron=True,
-    ),
-    "Megatron-Core+TE": Framework(
-        "Megatron-LM d98e8a64dd, examples/llama: as Megatron-Core, without dropout",
-        kernel="fused", dropout=False, bucket_mib=153, padding=1, megatron=True,
-    ),
-    "Megatron-LM CI": Framework(
-        "Megatron-LM d98e8a64dd, tests/functional_tests/test_cases: arguments' defaults (dropout "
-        "0.1, fused softmax); BERT with BertWordPieceLowerCase",
-        kernel="fused", dropout=True, bucket_mib=153, padding=128, megatron=True,
-    ),
-    "composer FSDP1": Framework(
-        "mosaicml/llm-foundry 12a631913c, scripts/train/benchmarking/submit_benchmarks.py: "
-        "attn_impl triton and low_precision_layernorm by default; scripts/train/yamls/pretrain: no "
-        "dropout",
-        kernel="triton", dropout=False, pipelines=False, masters=False,
-    ),
-    "litgpt": Framework(
-        "Lightning-AI/litgpt 26857050fe, tutorials/resource-tables.md, finetune/lora.py: adapters "
-        "of rank 8 on queries and values, behind dropout of 0.05; FSDP with activation "
-        "checkpointing, a block to a flat parameter, micro-batches before the last under no_sync",
-        kernel="fused", dropout=False, pipelines=False, masters=False,
-    ),
-    "transformers": Framework(
-        "huggingface/transformers 4.3, GPT2Model: written scores, dropout 0.1",
-        kernel="unfused", dropout=True, pipelines=False, masters=False,
-    ),
-}  # fmt: skip
-
-# Whole machines whose chip a row names by its memory.
+# Chips of the catalog by rows' names; a row's gpu_mem_gb decides between variants.
 _CHIPS: Mapping[str, str] = {
     "A100": "A100 SXM 80 GB", "A100-80GB": "A100 SXM 80 GB", "A100-40GB": "A100 SXM 40 GB",
-    "A100-SXM4-40GB": "A100 SXM 40 GB", "H100-80GB": "H100 SXM", "GB200": "GB200",
+    "A100-SXM4-40GB": "A100 SXM 40 GB", "A800-80GB": "A800 SXM 80 GB",
+    "H100": "H100 SXM", "H100-80GB": "H100 SXM", "H200": "H200 SXM",
+    "H100-96GB HBM2e 500W": "H100 SXM 96 GB 500 W",
+    "H100-95GB HBM2e low-TDP": "H100 SXM 96 GB 500 W",
 }  # fmt: skip
-# "8x200Gb HDR IB/node", "inter-node 800 Gbps/node".
-_CARDS = re.compile(r"(\d+)x\d+Gb (HDR|NDR|EDR) IB/node")
+# Racks whose 72 GPUs are one NVLink domain, and how many of them a job takes that is no multiple of
+# 72: "segments" of 16 trays (NVIDIA DGX GB200 user guide, topology-aware scheduling).
+_RACKS = ("GB200", "GB300")
+_RACK, _SEGMENT = 72, 64
+# "8x200Gb HDR IB/node", "inter-node 800 Gbps/node", "4x Omni-Path (100Gb) per node",
+# "4x100Gb RoCE/node", "NVLink + 400 Gbps/GPU RDMA", "8x ConnectX-7 IB NDR 400Gb/s".
+_NETWORKS = (
+    (re.compile(r"(\d+)x\d+Gb (HDR|NDR|EDR) IB/node"), "{0} x InfiniBand {1}"),
+    (re.compile(r"(\d+) ?x ?ConnectX-[78] IB (NDR|XDR|HDR)"), "{0} x InfiniBand {1}"),
+    (re.compile(r"(\d+)x Omni-Path \(100Gb\) per node"), "{0} x Omni-Path 100"),
+    (re.compile(r"(\d+)x(\d+)Gb RoCE/node"), "{0} x Ethernet {1}"),
+)
 _PER_NODE = re.compile(r"inter-node (\d+) Gbps/node")
+_PER_GPU = re.compile(r"(\d+) Gbps/GPU")
+_TRAINED_WHOLE = re.compile(r"^$|pre-?training|pretrain|sft|full", re.IGNORECASE)
+_RANK = re.compile(r"(?:Q-?)?LoRA (?:nf4 )?r(\d+) ")
+_PEFT = re.compile(r"LORA lora/\S+-rank(\d+)$")
+# How many adapters a weight has, of queries, keys and values three. Of fms-acceleration's on GPTQ,
+# scripts/benchmarks/scenarios.yaml names the same four projections as of the others.
+_ONE = Target(1)
+_TARGETS: Sequence[tuple[str, Mapping[str, Target]]] = (
+    ("q,k,v,o", {"qkv": Target(3), "out": _ONE}),
+    ("on GPTQ", {"qkv": Target(3), "out": _ONE}),
+    ("attention qkv and proj", {"qkv": _ONE, "out": _ONE}),
+    ("c_attn, c_proj, w1, w2", {"qkv": _ONE, "out": _ONE, "up": Target(2), "down": _ONE}),
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +102,10 @@ class Row:
         text = self.values[name]
         if not text:
             raise UnstatedError(f"{name} is not stated")
-        return int(float(text))
+        try:
+            return int(float(text))
+        except ValueError:
+            raise UnstatedError(f"{name} is not a number: {text}") from None
 
     def optional(self, name: str, default: int) -> int:
         return int(float(self.values[name])) if self.values[name] else default
@@ -142,12 +115,16 @@ class Row:
         return self.values["source_key"]
 
     @property
+    def id(self) -> str:
+        return self.values["row_id"]
+
+    @property
     def framework(self) -> Framework:
         named = self.values["framework"]
-        for name, found in FRAMEWORKS.items():
-            if named == name or named.startswith(f"{name} "):
-                return found
-        raise UnstatedError(f"framework {named!r} is not described")
+        found = find_framework(named, self.source)
+        if found is None:
+            raise UnstatedError(f"framework {named!r} is not described")
+        return found
 
     @property
     def same(self) -> tuple[str, ...]:
@@ -156,6 +133,12 @@ class Row:
             self.values[name]
             for name in ("layers", "hidden", "heads", "seq", "n_gpus", "global_batch")
         )
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Of rows of a source that differ in their layout only, whatever their model's kind."""
+        names = ("model", "gpu", "precision", "compile", "task", "attention")
+        return (self.source, *self.same, *(self.values[name] for name in names))
 
     @cached_property
     def measured_s(self) -> float | None:
@@ -168,6 +151,10 @@ class Row:
             return tokens / float(v["tokens_per_s_per_gpu"]) / self.number("n_gpus")
         if v["derived_step_time_s"]:
             return float(v["derived_step_time_s"])
+        if v["mfu_pct"] and self.framework.stack == "nanotron":
+            # Of 989 TFLOP/s, attention in full (nanotron v0.5, models/llama.py, get_flops).
+            flops = 3 * forward_flops(outline(self), self.number("seq"), step_samples(self))
+            return flops / (float(v["mfu_pct"]) / 100 * 989e12) / self.number("n_gpus")
         if v["tflops_per_gpu"]:
             return (
                 published_flops(self) / (float(v["tflops_per_gpu"]) * 1e12) / self.number("n_gpus")
@@ -182,14 +169,25 @@ class Row:
         return float(v["peak_mem"]) * {"GiB": 2**30, "GB": 1e9, "MiB": 2**20}[v["peak_mem_unit"]]
 
 
-def rows(path: Path = PUBLISHED) -> list[Row]:
-    """All of them."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [Row(line) for line in csv.DictReader(file)]
+def rows(*paths: Path) -> list[Row]:
+    """All of some files; without any, those that the planner was developed with."""
+    found = []
+    for path in paths or (PUBLISHED,):
+        with path.open(encoding="utf-8", newline="") as file:
+            found += [Row(line) for line in csv.DictReader(file)]
+    return found
 
 
 def published_flops(row: Row) -> float:
-    """A step's FLOPs by the formula with which a row's TFLOP/s were published."""
+    """A step's FLOPs by the formula with which a row's TFLOP/s were published.
+
+    Megatron-Core counts the products of the experts that a token goes through, and half of the
+    scores (megatron/training/training.py, num_floating_point_operations: core_attn_flops / 2).
+    """
+    if row.framework.memory == "megatron" and outline(row).experts:
+        model, length, samples = outline(row), row.number("seq"), row.number("global_batch")
+        products = forward_flops(model, length, samples, attention=False)
+        return 3.0 * (products + forward_flops(model, length, samples)) / 2
     layers, hidden, length = row.number("layers"), row.number("hidden"), row.number("seq")
     vocab = padded(row)
     tokens = row.number("global_batch") * length
@@ -202,56 +200,46 @@ def published_flops(row: Row) -> float:
     return 6.0 * tokens * (layers * products + hidden * vocab)
 
 
+def least_s(row: Row, question: Question) -> float:
+    """Return seconds of a row's products alone at the chip's peak rate; of frozen weights, two."""
+    peak = question.device.peak_flops_per_s
+    rate = peak.get("fp8", peak["bf16"]) if eight(row) else peak["bf16"]
+    passes = 3 if question.adapters is None else 2
+    flops = forward_flops(question.outline, question.seq_len, step_samples(row), attention=False)
+    return passes * flops / rate / row.number("n_gpus")
+
+
 def padded(row: Row) -> int:
     """The vocabulary: as stated, else of the tokenizer that the framework has by default."""
     own = _BERT_VOCAB if row["arch"] == "bert" else _GPT2_VOCAB
-    vocab = row.optional("vocab", own)
-    if row["vocab"] and vocab not in (_GPT2_VOCAB, _BERT_VOCAB):
+    thousands = re.fullmatch(r"(\d+)k", row["vocab"])
+    vocab = int(thousands[1]) * 1000 if thousands else row.optional("vocab", own)
+    if row["vocab"] and vocab not in (_GPT2_VOCAB, _BERT_VOCAB) and not thousands:
         return vocab
-    step = row.framework.padding * row.optional("tp", 1)
-    return math.ceil(vocab / step) * step
+    return padded_vocabulary(vocab, row.framework.padding * row.optional("tp", 1))
 
 
 def outline(row: Row) -> Outline:
-    """Raises UnstatedError for a kind of model whose dimensions the row does not give."""
-    arch, hidden = row["arch"], row.number("hidden")
-    if any(word in arch for word in ("moe", "hybrid", "t5")):
-        raise UnstatedError(f"of a {arch.split()[0]} model the row does not give all dimensions")
-    heads, length = row.optional("heads", hidden // _HEAD), row.number("seq")
-    llama = "llama" in arch
-    gated = llama or "swiglu" in arch
-    bert = arch == "bert"
-    vocab = padded(row)
-    attention = AttentionShape(
-        heads=heads, kv_heads=row.optional("kv_heads", heads), head_dim=hidden // heads,
-        value_dim=hidden // heads, causal=not bert, qkv_bias=not llama, out_bias=not llama,
-    )  # fmt: skip
-    block = Stack(
-        layers=row.number("layers"),
-        attention=attention,
-        mlp=Mlp(width=row.optional("ffn", 4 * hidden), gated=gated, bias=not llama),
-        norm_bias=not llama,
-        dropout=row.framework.dropout,
-    )
-    transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
-    return Outline(
-        name=row["model"] or arch,
-        hidden=hidden,
-        stacks=(block,),
-        vocab=vocab,
-        outputs=vocab,
-        tied=not llama,
-        learned_positions=0 if llama else length,
-        max_positions=length,
-        outside_parameters=hidden if llama else 2 * hidden,
-        head_products=(transform,) if bert else (),
-    )
+    """Raises UnstatedError for a model whose dimensions are neither stated nor known by name."""
+    if not row["hidden"]:
+        found = find_model(row["model"])
+        if found is None:
+            raise UnstatedError(f"the dimensions of {row['model'] or 'the model'} are not stated")
+        return found
+    row.number("layers")
+    try:
+        return stated_outline(
+            row.values, padded(row), row.number("seq"), dropout=row.framework.dropout,
+            gpt_positions="ALiBi" not in row["arch"],
+        )  # fmt: skip
+    except ValueError as error:
+        raise UnstatedError(str(error)) from None
 
 
 def chip(row: Row) -> Accelerator:
     """The row's. Raises UnstatedError."""
-    name = _CHIPS.get(row["gpu"])
-    if name is None:
+    name = _CHIPS.get(row["gpu"], row["gpu"])
+    if name not in ACCELERATORS:
         raise UnstatedError(f"GPU {row['gpu']!r} is not in the catalog")
     return ACCELERATORS[name]
 
@@ -259,68 +247,170 @@ def chip(row: Row) -> Accelerator:
 def node(row: Row) -> Node:
     """A machine with the row's chips, each with the links that it is sold with."""
     found = chip(row)
+    alone = found.device_link is None or found.device_link.link.startswith("PCIe")
     return Node(
-        name=row["gpu"], accelerator=found.name, devices=row.optional("gpus_per_node", 8),
-        topology="switch", device_link=found.device_link, host_link=found.host_link,
-        source=row["source"],
+        name=row["gpu"], accelerator=found.name, devices=_per_node(row),
+        topology="none" if alone else "switch", device_link=found.device_link,
+        host_link=found.host_link, source=row["source"],
     )  # fmt: skip
+
+
+def _per_node(row: Row) -> int:
+    """Devices that NVLink joins."""
+    if row["gpu"] in _RACKS:
+        whole = row.optional("n_gpus", 1) % _RACK == 0
+        return _RACK if whole else _SEGMENT
+    return row.optional("gpus_per_node", 8)
+
+
+def network(row: Row, devices: int) -> Network | None:
+    """All cards of a node, or of a rack's domain; None where the row does not say."""
+    said = row["interconnect"]
+    for pattern, name in _NETWORKS:
+        found = pattern.search(said)
+        if found:
+            count = int(found[1])
+            # MLPerf's cards are a host's, of which a rack's domain has one for each four GPUs.
+            count *= max(1, devices // row.optional("gpus_per_node", devices)) if (
+                row["gpu"] in _RACKS and row["gpus_per_node"].isdecimal()
+            ) else 1  # fmt: skip
+            return read_network(name.format(count, found[2]) if "{1}" in name
+                                else name.format(count))  # fmt: skip
+    rate, each = _PER_NODE.search(said), _PER_GPU.search(said)
+    if rate:  # such rates are of HDR cards, 200 Gbit/s each (arXiv 2312.12391, §5)
+        return read_network(f"{int(rate[1]) // 200} x InfiniBand HDR")
+    if each:
+        return read_network(f"{devices} x InfiniBand {_GENERATIONS[int(each[1])]}")
+    return None
+
+
+_GENERATIONS = {100: "EDR", 200: "HDR", 400: "NDR", 800: "XDR"}
 
 
 def question(row: Row) -> Question:
     """The row's model on its machine, with its network; where none is said, the catalog's."""
     each = node(row)
     nodes = math.ceil(row.optional("n_gpus", 1) / each.processes)
-    cards, rate = _CARDS.search(row["interconnect"]), _PER_NODE.search(row["interconnect"])
-    network = None
-    if cards:
-        network = read_network(f"{cards[1]} x InfiniBand {cards[2]}")
-    elif rate:  # such rates are of HDR cards, 200 Gbit/s each (arXiv 2312.12391, §5)
-        network = read_network(f"{int(rate[1]) // 200} x InfiniBand HDR")
-    cluster = of_catalog(each, max(nodes, 2), network)
+    cluster = of_catalog(each, max(nodes, 2), network(row, each.devices))
     return Question(
         outline(row), row.number("seq"), cluster.device, cluster.fabric, kernel(row),
-        other_program=True,
+        other_program=True, stack=software(row), adapters=adapters(row),
     )  # fmt: skip
 
 
-def kernel(row: Row) -> Kernel:
-    """Of attention: as stated, else the framework's.
+def adapters(row: Row) -> Adapters | None:
+    """Return what is trained of a row, None: everything. Raises UnstatedError."""
+    task = row["task"]
+    if _TRAINED_WHOLE.search(task):
+        return None
+    stated, named = _RANK.match(task), _PEFT.match(task)
+    found = stated or named
+    if found is None or "trained embedding" in task:
+        raise UnstatedError("adapters of another kind than LoRA, or of a rank that is not stated")
+    targets = next((on for words, on in _TARGETS if words in task), None)
+    if named:  # peft's default for Llama: q_proj and v_proj
+        heads, keys = row.number("heads"), row.number("kv_heads")
+        targets = {"qkv": Target(2, (heads + keys) / (heads + 2 * keys))}
+    if targets is None:
+        raise UnstatedError("what adapters are on is not stated")
+    low = f"{task} {row['precision']}".casefold()
+    four = "nf4" in low or "4-bit" in low or "int4" in low
+    # With a scale of 16 bits for each 64 or 128 weights.
+    return Adapters(int(found[1]), targets, 0.5 + 2 / 64 if four else None)
 
-    Megatron's tests without Transformer Engine have its own attention, which writes scores; their
-    names say which have it ("_te_").
+
+def software(row: Row) -> SoftwareStack:
+    """Return the traits of what trained a row, as the row or its recipe sets them."""
+    found = row.framework.software
+    if row.framework.recipes:
+        return recipe_stack(found, outline(row), row["source"], row["gpu"], row["precision"])
+    if "DeepEP" in row["framework"]:
+        return found.model_copy(update={"dispatcher": "deepep"})
+    # fms-acceleration's kernels from unsloth: norms, rotations, activations, the loss.
+    if "foak" in row["framework"]:
+        return found.model_copy(update={"elementwise": "fused"})
+    return found
+
+
+def kernel(row: Row) -> Kernel:
+    """Of attention: as stated, else as Megatron's test is configured, else the framework's.
+
+    Megatron's own attention, without Transformer Engine, writes scores.
     """
     stated = row["attention"]
     own = row.framework.kernel
-    if stated == "unfused":
+    if stated.startswith("unfused"):
         return "unfused"
-    if stated == "flash":
+    # PyTorch takes cuDNN's before FlashAttention-2 since 2.10 only (aten/src/ATen/native/
+    # transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
+    if stated in ("SDPA flash", "flash-attn 2", "flash2"):
+        return "flash2"
+    if stated:
         return "fused" if own == "unfused" else own
-    plain = row["framework"].startswith("Megatron-LM CI") and "_te_" not in row["model"]
-    return "unfused" if plain else own
+    test = megatron_tests().get(row["model"])
+    if test is None or not row["framework"].startswith("Megatron-LM CI"):
+        return own
+    local = test["transformer_impl"] == "local" or test["attention_backend"] == "unfused"
+    return "unfused" if local else own
 
 
 def precision(row: Row) -> dict[str, Any]:
-    """As the row says.
+    """As the row says, in the terms of a plan.
 
     Megatron's 16-bit training, of either kind, has 16-bit weights and fp32 masters
     (megatron/core/optimizer/optimizer.py: Float16OptimizerWithFloat16Params), which is fp16-master
-    here; bf16 would be fp32 weights, cast at their use.
+    here; bf16 would be fp32 weights, cast at their use. Of fp8 `columns` sets the products.
     """
-    said = row["precision"]
-    if "fp8" in said:
-        return {"precision": "fp8"}
-    if row.framework.masters and "16" in said:
+    said = row["precision"].casefold()
+    if not row.framework.masters and not _TRAINED_WHOLE.search(row["task"]):
+        return {"precision": "bf16-pure", "optimizer": "adamw-bf16"}  # frozen weights in 16 bits
+    if "nvfp4" in said or "int8" in said:
+        kind = "nvfp4" if "nvfp4" in said else "int8"
+        raise UnstatedError(f"products in {kind} are not planned for")
+    if row.framework.masters and ("16" in said or eight(row)):
         return {"precision": "fp16-master"}
-    if "PURE" in said:  # FSDP's MixedPrecision with gradients summed in bf16
+    if "pure" in said:  # FSDP's MixedPrecision with gradients summed in bf16
         return {"precision": "bf16-pure", "optimizer": "adamw-bf16"}
-    return {"precision": "bf16" if "bf16" in said else "fp16" if "16" in said else "fp32"}
+    low = "bf16" in said or "bfloat16" in said or eight(row)
+    return {"precision": "bf16" if low else "fp16" if "16" in said else "fp32"}
+
+
+def eight(row: Row) -> bool:
+    """Whether products are in eight bits, by whatever scales."""
+    said = row["precision"].casefold()
+    return "fp8" in said or "float8" in said
+
+
+def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Columns:
+    """Plans' columns. For `times` products of eight bits are said, and another's fused AdamW.
+
+    A plan of ours refuses eight bits beside tensor parallelism, which others have; what they keep
+    in memory is what 16 bits keep.
+    """
+    try:
+        all_of = of_plans(found, step_samples(row), layers)
+    except BadInputError as error:
+        raise UnstatedError(str(error)) from None
+    stated = megatron_tests().get(row["model"], {}).get("etp")
+    if row.framework.whole_experts or stated:
+        all_of = replace(all_of, etp=np.full_like(all_of.etp, int(stated or 1)))
+    if not times:
+        return all_of
+    # Another trainer's AdamW is not outpace's own for pure precision, which goes tensor by tensor.
+    fused = np.full_like(all_of.optimizer, OPTIMIZERS.index("adamw-fused"))
+    all_of = replace(all_of, optimizer=fused)
+    if eight(row):
+        low = np.full_like(all_of.precision, PRECISIONS.index("fp8"))
+        # As what is compiled, whose casts are kernels of their own.
+        tight = all_of.compile | row.framework.engine
+        tight = tight | (row.framework.compiles_eight and not row["compile"])
+        all_of = replace(all_of, precision=low, compile=tight)
+    return all_of
 
 
 def habits(row: Row) -> Habits:
-    """Of memory, by the framework; Megatron's depend on what gradients are added up in."""
-    if not row.framework.megatron:
-        return OUTPACE
-    return MEGATRON_FP16 if row["precision"].startswith("fp16") else MEGATRON_BF16
+    """Of memory, by the framework."""
+    return row.framework.habits(row["precision"])
 
 
 def plans(row: Row) -> list[Plan]:
@@ -350,34 +440,72 @@ def step_samples(row: Row) -> int:
     return row.number("global_batch")
 
 
+_ZERO = (
+    (re.compile(r"zero3|fsdp(?!\w*1)"), 3), (re.compile(r"zero2"), 2), (re.compile(r"zero1"), 1),
+)  # fmt: skip
+_OVER = re.compile(r"zero1 over (\d+) ranks|megatron-fsdp (\d+)")
+
+
+def zero_level(row: Row) -> int:
+    """Of ZeRO, by what a row says of sharding."""
+    said = row["sharding"]
+    return next((level for pattern, level in _ZERO if pattern.search(said)), 0)
+
+
 def _sharded(row: Row) -> Plan:
-    ranks = row.number("dp")
-    zero = {"zero2": "zero2", "zero3": "zero3", "fsdp": "zero3"}.get(row["sharding"], "single")
+    ranks = row.optional("dp", row.optional("n_gpus", 1))
+    level = zero_level(row)
+    if level == 2 and "DeepSpeed" in row["framework"]:  # whose weights are whole then
+        level = 1
+    strategy = f"zero{level}" if level else "ddp" if row["sharding"] == "none" else "single"
+    axis = "dp_replicate" if strategy == "ddp" else "dp_shard"
     return Plan.parse(
         {
-            "strategy": zero if ranks > 1 else "single",
-            "dp_shard": ranks if ranks > 1 else 1,
+            "strategy": strategy if ranks > 1 else "single",
+            axis: ranks if ranks > 1 else 1,
             "micro_batch": row.number("micro_batch"),
-            "checkpointing": "full" if row["recompute"].startswith("full") else "none",
+            "compile": row["compile"] == "True",
+            **checkpointing(_recomputation(row["recompute"])[0]),
             **precision(row),
         },
         "row",
     )
 
 
+def checkpointing(mode: str) -> dict[str, Any]:
+    """Options of a plan for a mode of recomputation."""
+    if mode == "every second":
+        return {"checkpointing": "full", "checkpoint_every": 2}
+    return {"checkpointing": mode}
+
+
 def _products(row: Row) -> Iterator[Plan | None]:
     """Axes as stated; open are micro-batch, virtual stages and recomputation where they are not."""
-    tp, pp, cp = (row.optional(name, 1) for name in ("tp", "pp", "cp"))
-    dp = row.optional("dp", row.number("n_gpus") // (tp * pp * cp))
+    tp, pp, cp, dp = _axes(row)
     said, share = row["recompute"], row.number("global_batch") // dp
     stated = row.optional("micro_batch", 0)
     sizes = (stated,) if stated else tuple(n for n in _MICRO_BATCHES if share % n == 0)
     modes = _recomputation(said)
+    if not said and row.framework.recipes:
+        modes = (recipe_recomputation(outline(row)),)
+    elif not said and row.framework.whole_experts:  # whose settings name modules, not whole blocks
+        modes = ("none", "selective", "attention", "full")
     loops = _virtual(row, pp)
     for size in sizes:
         for mode in modes:
             for count in loops:
                 yield _product(row, (tp, pp, cp, dp), size, share, mode, count)
+
+
+def _axes(row: Row) -> tuple[int, int, int, int]:
+    """Tensor, pipeline, context and data parallelism. Raises UnstatedError."""
+    if not (row["tp"] or row["pp"] or row["dp"]):
+        raise UnstatedError("the layout is not stated")
+    tp, pp, cp = (row.optional(name, 1) for name in ("tp", "pp", "cp"))
+    dp = row.optional("dp", row.number("n_gpus") // (tp * pp * cp))
+    if row["n_gpus"] and tp * pp * cp * dp != row.number("n_gpus"):
+        raise UnstatedError("the layout that is stated is not of as many devices as are stated")
+    return tp, pp, cp, dp
 
 
 def _recomputation(said: str) -> tuple[str, ...]:
@@ -386,11 +514,25 @@ def _recomputation(said: str) -> tuple[str, ...]:
         return ("none", "full")
     if said.startswith("full"):
         return ("full",)
-    return ("none",) if said == "none" or "selective-attention" in said else ("selective",)
+    if said.startswith("selective-layer"):  # torchtitan: every second block
+        return ("every second",)
+    nothing = said in ("none", "selective:[]") or said.startswith(
+        ("selective:core_attn", "not stated")
+    )
+    if nothing or "selective-attention" in said:
+        return ("none",)
+    # Megatron's names of modules: all of an MLP or of experts is more than what selects no product.
+    modules = set(re.findall(r"[a-z_]+", said)) - {"selective"}
+    return ("attention",) if modules & {"moe", "mlp"} else ("selective",)
+
+
+def keeps_scores(row: Row) -> bool:
+    """Whether attention's scores are kept: written, and not computed again."""
+    return kernel(row) == "unfused" and "selective-attention" not in row["recompute"]
 
 
 def _virtual(row: Row, pp: int) -> Sequence[int]:
-    layers, said = row.number("layers"), row["vpp"]
+    layers, said = outline(row).layers, row["vpp"]
     if pp == 1:
         return (1,)
     if "layers/vstage" in said:
@@ -407,15 +549,23 @@ def _product(
 ) -> Plan | None:
     tp, pp, cp, dp = axes
     parts = share // size
-    zero = 3 if "fsdp" in row["sharding"] else 1 if "zero1" in row["sharding"] else 0
+    zero = zero_level(row)
+    ep = row.optional("ep", 1)
     values: dict[str, Any] = {
-        "strategy": "3d", "tp": tp, "pp": pp, "cp": cp, "micro_batch": size,
-        "checkpointing": mode, "stage_split": "even", "bucket_mib": row.framework.bucket_mib,
+        "strategy": "3d", "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": size,
+        "stage_split": "even", "bucket_mib": row.framework.bucket_mib,
         "sequence_parallel": _sequence_parallel(row),
-        "async_tp": "tp-comm-overlap on" in row["notes"],
-        **precision(row),
+        "async_tp": _overlaps_tensor(row),
+        "compile": row["compile"] == "True",
+        "offload_activations": "cpu" if "activations offloaded" in row["recompute"] else "none",
+        **checkpointing(mode), **precision(row),
     }  # fmt: skip
-    values |= {"dp_shard": dp, "zero": zero} if zero and dp > 1 else {"dp_replicate": dp}
+    over = _OVER.search(row["sharding"])
+    shard = int(over[1] or over[2]) if over else dp
+    if zero and dp > 1:
+        values |= {"dp_shard": shard, "dp_replicate": dp // shard, "zero": zero if shard > 1 else 3}
+    else:
+        values |= {"dp_replicate": dp}
     if pp > 1:
         schedule = "interleaved" if loops > 1 else "1f1b" if parts >= pp else "gpipe"
         if schedule == "interleaved" and parts % pp:
@@ -425,6 +575,23 @@ def _product(
     return Plan.parse(values, "row")
 
 
+def _overlaps_tensor(row: Row) -> bool:
+    """Whether tensor parallelism's collectives proceed beside its products.
+
+    NVIDIA's recipes of MLPerf have TP_COMM_OVERLAP=True, those of Megatron-Bridge
+    CommOverlapConfig(tp_comm_overlap=True).
+    """
+    said = ("tp-comm-overlap on", "TP communication overlapped")
+    stated = any(words in row["notes"] for words in said)
+    stated = stated or "async" in row["precision"].casefold()
+    return stated or (row.framework.recipes and row.optional("tp", 1) > 1)
+
+
 def _sequence_parallel(row: Row) -> bool:
-    """Where a row says so; overlap of tensor parallelism needs it (arguments of Megatron-LM)."""
-    return "sequence parallel" in row["recompute"] or "tp-comm-overlap on" in row["notes"]
+    """Where a row says so; overlap of tensor parallelism needs it (arguments of Megatron-LM).
+
+    torchtitan, nanotron and the recipes of Megatron-Bridge and NeMo have it wherever they have
+    tensor parallelism.
+    """
+    said = "sequence parallel" in row["recompute"] or "tp-comm-overlap on" in row["notes"]
+    return said or row.framework.stack in ("torchtitan", "nanotron", "Megatron-Bridge", "NeMo")

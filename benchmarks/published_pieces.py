@@ -41,13 +41,13 @@ def linear(table: Sequence[Row]) -> dict[str, Any]:
     return {"checked": len(off), "worst_s": round(max(off), 9), "example": example}
 
 
-def layers(table: Sequence[Row], seconds: Mapping[int, float]) -> dict[Kind, float]:
+def layers(table: Sequence[Row], seconds: Mapping[str, float]) -> dict[Kind, float]:
     """Of a layer and micro-batch, without a pipeline: slope over layers of slopes over counts."""
     alike: defaultdict[tuple[Kind, int, int], dict[int, float]] = defaultdict(dict)
     for row in table:
         if row.number("pp") == 1:
             key = kind(row), row.number("dp"), row.number("layers")
-            alike[key][count(row)] = seconds[row.number("row_id")]
+            alike[key][count(row)] = seconds[row.id]
     slopes: defaultdict[Kind, defaultdict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -77,15 +77,15 @@ def regret(table: Sequence[Row], seconds: Callable[[Row], float]) -> tuple[float
     return float(np.mean(lost)), float(np.quantile(lost, 0.95))
 
 
-def analyse(table: Sequence[Row], predicted: Mapping[int, float]) -> dict[str, Any]:
+def analyse(table: Sequence[Row], predicted: Mapping[str, float]) -> dict[str, Any]:
     """Layers as published and predicted, and the regret if all else were known."""
     table = [row for row in table if row.source == "vtrain-single"]
-    published = {row.number("row_id"): row.measured_s or 0.0 for row in table}
+    published = {row.id: row.measured_s or 0.0 for row in table}
     true, ours = layers(table, published), layers(table, predicted)
 
-    def swapped(which: set[Kind], base: Mapping[int, float], sign: float) -> tuple[float, float]:
+    def swapped(which: set[Kind], base: Mapping[str, float], sign: float) -> tuple[float, float]:
         def seconds(row: Row) -> float:
-            what, number = kind(row), row.number("row_id")
+            what, number = kind(row), row.id
             if what not in which:
                 return base[number]
             times = (count(row) + row.number("pp") - 1) * row.number("layers") / row.number("pp")

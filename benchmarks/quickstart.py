@@ -19,7 +19,7 @@ from recording import save
 from rich.console import Console
 
 from outpace.records.measurement import Measurement
-from outpace.report.summary import summary
+from outpace.reporting.terminal.summary import summary
 
 ROOT = Path(__file__).parent.parent
 MOST_S, LEAST_GAIN = 300.0, 1.5

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.probe.machine import identify
-from outpace.probe.versions import commit, versions
+from outpace.probing.hardware.machine import identify
+from outpace.probing.hardware.versions import commit, versions
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

@@ -26,13 +26,13 @@ from recording import save
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.models import preset
-from outpace.probe.machine import identify
+from outpace.probing.hardware.machine import identify
 from outpace.records.measurement import PARTS, Measurement, StepRecord, TimeParts
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, series
-from outpace.report.picture import find_browser
+from outpace.reporting.render.screenshot import find_browser
 
 STEPS, TOKENS, SPIKES = 100_000, 16_384, 12
 MOST_S, MOST_BYTES = 2.0, 10e6

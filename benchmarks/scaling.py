@@ -59,22 +59,22 @@ def one_step(changes: dict[str, int]) -> None:
     """What `step_of` starts."""
     import torch
 
-    from outpace.experiment.contender import Contender
-    from outpace.launch.group import process_groups
+    from outpace.experiment.strategy_run import StrategyRun
+    from outpace.jobs.ranks.process_groups import process_groups
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
     from outpace.records.ranks import Ranks
-    from outpace.train.synthetic import Course
+    from outpace.training.synthetic import SyntheticTraining
 
     seq_len = changes.pop("seq_len", _SEQ_LEN)
     batch = changes.pop("batch", 1)
     hidden = changes.get("hidden", _SPEC["hidden"])
     spec = {**_SPEC, "ffn": 8 * int(hidden) // 3, "max_positions": seq_len, **changes}
-    course = Course(ModelSpec.parse(spec, "scaling"), batch, seq_len)
-    with process_groups(Ranks(), torch.device("cpu"), 300.0, 0) as groups:
-        contender = Contender(Plan(micro_batch=batch), course, groups)
+    course = SyntheticTraining(ModelSpec.parse(spec, "scaling"), batch, seq_len)
+    with process_groups(Ranks(), torch.device("cpu"), 300.0) as groups:
+        contender = StrategyRun(Plan(micro_batch=batch), course, groups)
         took = [contender.step().seconds for _ in range(STEPS)]
-    print(json.dumps({"s": statistics.median(took), "bytes": contender.weight.peak_bytes}))
+    print(json.dumps({"s": statistics.median(took), "bytes": contender.cost.peak_bytes}))
 
 
 def layers(size: int, _: Path) -> dict[str, float]:
@@ -177,24 +177,24 @@ def ranks(count: int, folder: Path) -> dict[str, float]:
 
 
 def planner_devices(count: int, _: Path) -> dict[str, float]:
-    from outpace.launch.planning import Asked, job
-    from outpace.planner.plans import plans
+    from outpace.jobs.planning.request import PlanQuestion, job
+    from outpace.planner.plan import plans
 
-    asked = Asked("llama-3-70b", "hgx-h100", nodes=count // 8, seq_len=8192)
+    asked = PlanQuestion("llama-3-70b", "hgx-h100", nodes=count // 8, seq_len=8192)
     began = time.perf_counter()
     answer = plans(job(asked))
     return {"s": time.perf_counter() - began, "plans": float(answer.considered)}
 
 
 def planner_layers(count: int, folder: Path) -> dict[str, float]:
-    from outpace.launch.planning import Asked, job
-    from outpace.planner.plans import plans
+    from outpace.jobs.planning.request import PlanQuestion, job
+    from outpace.planner.plan import plans
 
     spec = folder / f"layers-{count}.json"
     spec.write_text(json.dumps({"family": "llama", "layers": count, "hidden": 4096, "heads": 32,
                                 "kv_heads": 8, "ffn": 14336, "vocab": 128256,
                                 "max_positions": 8192}))  # fmt: skip
-    asked = Asked(str(spec), "hgx-h100", nodes=64, seq_len=8192)
+    asked = PlanQuestion(str(spec), "hgx-h100", nodes=64, seq_len=8192)
     began = time.perf_counter()
     answer = plans(job(asked))
     return {"s": time.perf_counter() - began, "plans": float(answer.considered)}
@@ -202,7 +202,7 @@ def planner_layers(count: int, folder: Path) -> dict[str, float]:
 
 def trace(count: int, _: Path) -> dict[str, float]:
     from outpace.catalog.accelerators import ACCELERATORS
-    from outpace.launch.tracing import Ask, account_of
+    from outpace.jobs.memory.trace_worker import Ask, account_of
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
     from outpace.records.settings import TrainSettings

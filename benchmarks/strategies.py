@@ -40,27 +40,27 @@ def worker(out: Path, rounds: int, pairs: int) -> None:
     import torch
 
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.contender import Contender, everyone, plans
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
-    from outpace.probe.machine import identify
+    from outpace.experiment.strategy_run import StrategyRun, gather_from_ranks, plans
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
+    from outpace.probing.hardware.machine import identify
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan, Strategy
-    from outpace.train.synthetic import Course
+    from outpace.training.synthetic import SyntheticTraining
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     assert ranks is not None
-    course = Course(ModelSpec.parse(SPEC, "strategies"), GLOBAL_BATCH, SEQ_LEN)
+    course = SyntheticTraining(ModelSpec.parse(SPEC, "strategies"), GLOBAL_BATCH, SEQ_LEN)
     machine = identify(find_accelerator)
     refused: dict[str, str] = {}
-    contenders: dict[str, Contender] = {}
-    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+    contenders: dict[str, StrategyRun] = {}
+    with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
         for strategy in get_args(Strategy):
             for plan in plans(strategy, course, ranks, machine):
                 if isinstance(plan, Plan):
                     name = strategy + (" --server-updates" if plan.server_updates else "")
-                    contenders[name] = Contender(plan, course, groups)
+                    contenders[name] = StrategyRun(plan, course, groups)
                 else:
                     refused[strategy] = plan
         names = list(contenders)
@@ -74,8 +74,8 @@ def worker(out: Path, rounds: int, pairs: int) -> None:
             took = {name: contenders[name].step().seconds for name in order}
             duel.append((took["ring"], took["ddp"]))
         mine = ({name: [asdict(t) for t in took] for name, took in steps.items()}, duel,
-                {name: asdict(one.weight) for name, one in contenders.items()})  # fmt: skip
-        said = everyone(groups, mine)
+                {name: asdict(one.cost) for name, one in contenders.items()})  # fmt: skip
+        said = gather_from_ranks(groups, mine)
     if ranks.rank == 0:
         found = {
             "strategies": {

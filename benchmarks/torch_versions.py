@@ -1,7 +1,7 @@
 """Whether outpace works with the torch and the Python that run this; `scripts/test-torch` does.
 
     python benchmarks/torch_versions.py [--only imports,verify,trainings,tests] [--quick]
-    python benchmarks/torch_versions.py --only tests/optim,tests/train
+    python benchmarks/torch_versions.py --only tests/optim,tests/training
 
 Imports every module, proves every strategy on four processes, trains each kind of model, and runs
 the tests of the packages that torch's versions differ for. Needs what outpace depends on, and for
@@ -34,7 +34,7 @@ from outpace.nn.torch_versions import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = RESULTS / "torch_versions.json"
-FOLDERS = ("nn", "optim", "train", "parallel")
+FOLDERS = ("nn", "optim", "training", "parallel")
 QUICK = ("imports", "verify", "trainings")
 _RUN = (
     "--json", "--seq-len=64", "--global-batch=8", "--steps=20", "--eval-batches=2",

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from outpace.trace.device import masked_dropout
-from outpace.trace.reserve import reserved
+from outpace.trace.reserve import peak_reserved_bytes
 from outpace.trace.tracker import Tracker
 
 MIB = 2**20
@@ -142,7 +142,7 @@ def trace_training(
                 else:
                     parameter.grad = None
         del buckets
-    return Traced(tracker.peak_bytes, reserved(tracker.events))
+    return Traced(tracker.peak_bytes, peak_reserved_bytes(tracker.events))
 
 
 def ddp_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -133,8 +133,8 @@ def in_turn(
         plan.save(where / "plan.json")
         own = {**given, "plan": str(where / "plan.json")}
         steps = max(round(TURN_S / expected_s), 2)
-        entrants.append(turns.Entrant(own, where / "run", where / "config.toml", steps))
-    turned = turns.in_turn(entrants, rounds, 3600.0)
+        entrants.append(turns.TurnTraining(own, where / "run", where / "config.toml", steps))
+    turned = turns.train_in_turn(entrants, rounds, 3600.0)
     for at in range(rounds):
         took_s = [one.turns[at] if len(one.turns) == rounds else () for one in turned]
         yield {
@@ -183,7 +183,7 @@ def finals(
 
 def proposals(problem: Problem, folder: Path) -> list[Any]:
     """Of each of its plans."""
-    from outpace.launch.tuning import Proposer
+    from outpace.jobs.planning.proposer import Proposer
     from outpace.records.settings import TrainSettings
 
     given = problem.given(folder)

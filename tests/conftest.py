@@ -2,13 +2,16 @@
 
 import gc
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,12 @@ import hypothesis
 import pytest
 
 FORKED = Path(__file__).parent / "parallel" / "forked.py"
+SERVED = str(Path(__file__).with_name("served.py"))
+# What commands and ranks import, or would at their first use.
+IMPORTED = (
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "outpace.cli.main", "outpace.jobs.train.job",
+)  # fmt: skip
 
 # Other work on the machine may make any example slow. What fails is made small but not explained:
 # that traces every line, for minutes, and takes pytest's time limit for one more way to fail.
@@ -71,17 +80,58 @@ def _unfrozen() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_ranks() -> Callable[..., Any]:
+def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`command("outpace", "train", "--steps=1")`: what `subprocess.run` returns, in less time.
+
+    In the place of "outpace" also the path of a script. The process is forked from one that has
+    imported torch, so that what torch reads of the environment when it is imported is not seen.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    forkserver.ensure_running()  # before a test that asks for it changes the environment
+    said = tmp_path_factory.mktemp("said")
+
+    def run(
+        *words: object, timeout: float = 550.0, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None, check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        out, err = said / "out", said / "err"
+        out.write_text("")
+        err.write_text("")
+        asked = {
+            "words": [str(word) for word in words],
+            "environment": dict(os.environ if env is None else env),
+            "folder": str(cwd or Path.cwd()),
+            "out": str(out),
+            "err": str(err),
+        }
+        process = context.Process(target=runpy.run_path, args=(SERVED, {"request": asked}))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(asked["words"], timeout, out.read_text())
+        done = subprocess.CompletedProcess(
+            asked["words"], process.exitcode, out.read_text(), err.read_text()
+        )
+        process.close()
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
     """`on_ranks(2, "outpace", "verify", "--json")`: the document that a command prints.
 
     Instead of "outpace" also the path of a script. As torchrun would start it, in less time.
     """
 
     def run(size: int, *words: object) -> Any:
-        command = [sys.executable, str(FORKED), str(size), *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout)
+        return json.loads(command(FORKED, size, *words, check=True).stdout)
 
     return run
 
@@ -110,3 +160,21 @@ def runnable() -> Callable[[Iterable[str]], list[str]]:
         return [case for case, why in reasons.items() if why is None]
 
     return keep
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with a few files of the standard library, about 200 kB."""
+    folder = tmp_path_factory.mktemp("corpus")
+    library = Path(sysconfig.get_path("stdlib"))
+    names = ("argparse", "ast", "base64", "bisect", "calendar", "cmd", "code", "copy", "csv", "dis",
+             "glob", "heapq", "inspect", "shlex", "textwrap", "token", "uuid", "wave")  # fmt: skip
+    for name in names:
+        text = (library / f"{name}.py").read_text(encoding="utf-8")[:12_000]
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")

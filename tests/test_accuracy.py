@@ -4,6 +4,7 @@ The rows are benchmarks/data/published.csv's, whose column `source` names file a
 and table, of each.
 """
 
+import csv
 import importlib
 import json
 import statistics
@@ -87,14 +88,14 @@ def test_memory_of_sharded_adapters_is_as_close_as_asked(accuracy, table):
 
 def test_a_plan_that_is_picked_is_near_the_best(accuracy, table):
     own = [row for row in table if row.source == "vtrain-single"]
-    by_id = {row.number("row_id"): row for row in own}
+    by_id = {row.id: row for row in own}
     scores, _ = accuracy.pick_scores([accuracy.predict(row) for row in own[:300]], by_id)
     first_three = next(one for one in scores if one["figure"] == "best among the first three")
     assert first_three["value"] >= 0.9
 
 
 def test_every_row_is_predicted_or_said_why_not(accuracy, table, recorded):
-    ids = {row.number("row_id") for row in table}
+    ids = {row.id for row in table}
     told = {one["row"] for one in recorded["rows"]} | {one["row"] for one in recorded["memory"]}
     assert told <= ids
     assert len(told) + sum(one["rows"] for one in recorded["left_out"]) == len(ids)
@@ -122,10 +123,166 @@ def test_intervals_of_probed_machines_are_what_was_recorded(accuracy):
 
 
 def test_recorded_rows_are_what_the_planner_says_now(accuracy, table, recorded):
-    by_id = {row.number("row_id"): row for row in table}
+    by_id = {row.id: row for row in table}
     for one in recorded["rows"][::40]:
         now = accuracy.predict(by_id[one["row"]])
         assert now.predicted_s == pytest.approx(one["predicted_s"], rel=1e-3), one["row"]
+
+
+def test_every_framework_and_file_is_known(accuracy):
+    table = accuracy.published.rows(*accuracy.published.ALL)
+    assert len(table) == 2443
+    unknown = {row["framework"] for row in table if row.source not in ("deepspeed-autotuning",)}
+    for row in table:
+        if row.source != "deepspeed-autotuning":
+            assert row.framework.stack
+            unknown.discard(row["framework"])
+    assert not unknown
+
+
+def written(path, table, chosen, changes):
+    """Return a file of some rows, each with its changes."""
+    rows = [
+        {**row.values, **changes.get(row.id, {})} for row in table if row.id in {*chosen, *changes}
+    ]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_any_file_of_the_columns_is_scored(accuracy, table, tmp_path, monkeypatch, capsys):
+    """One row as it is, one with twice its time, and three that cannot be asked, each counted."""
+    own = [row for row in table if row.source == "vtrain-multi"][:4]
+    first, second, third, fourth = (row.id for row in own)
+    seen = accuracy.predict(own[0]).predicted_s
+    path = written(
+        tmp_path / "rows.csv", table, [],
+        {
+            first: {"step_time_s": seen},
+            second: {"step_time_s": 2 * accuracy.predict(own[1]).predicted_s},
+            third: {"source_key": "new", "framework": "somebody's own"},
+            fourth: {"source_key": "new", "gpu": "a chip of tomorrow"},
+        },
+    )  # fmt: skip
+    out = tmp_path / "board.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", str(path), "--json", str(out)])
+    accuracy.main()
+    board = json.loads(out.read_text())
+    (kind,) = board["kinds"]
+    assert (kind["rows"], kind["chip"], kind["mlp"]) == (2, "ampere", "dense")
+    assert kind["mean"] == pytest.approx(0.25, abs=1e-3)
+    assert kind["bias"] == pytest.approx(-0.25, abs=1e-3)
+    assert kind["coverage"] == 0.5
+    assert [one["rows"] for one in board["left_out"]] == [1, 1]
+    assert "somebody's own" in board["left_out"][1]["why"]
+    assert "2 of 4 rows are predicted" in capsys.readouterr().out
+
+
+def test_attention_of_megatrons_tests_is_as_they_are_configured(accuracy, table):
+    """Not by a name: one without "_te_" has Transformer Engine, and one with it has not."""
+    by_name = {row["model"]: row for row in table if row.source == "megatron-lm-golden"}
+    kernel = accuracy.published.kernel
+    assert kernel(by_name["gpt/gpt3_mcore_reruns_resume_check_grads"]) == "fused"
+    assert kernel(by_name["gpt/gpt3_mcore_tp1_pp2"]) == "unfused"
+    tests = accuracy.published.megatron_tests()
+    apart = [
+        name
+        for name, test in tests.items()
+        if "_te_" in name and test["transformer_impl"] == "local"
+    ]
+    assert apart
+
+
+def test_rows_of_recipes_are_asked_as_their_recipes_set_them(accuracy):
+    """Megatron-Bridge's tables leave out what src/megatron/bridge/perf_recipes set."""
+    published = accuracy.published
+    rows = {row.id: row for row in published.rows(*published.ALL)}
+    (dense,) = published.plans(
+        rows["389"]
+    )  # Llama 3 70B, 64 × H100, tp 4: userbuffers, no recompute
+    assert dense.async_tp and not dense.recomputes
+    (latent,) = published.plans(rows["444"])  # DeepSeek-V3: mla_up_proj
+    assert set(latent.modes(61)) == {"selective"}
+    newest, middle, first = (published.software(rows[one]) for one in ("349", "444", "583"))
+    assert newest.dispatcher == middle.dispatcher == "deepep"
+    assert newest.overlaps_dispatch and not middle.overlaps_dispatch
+    assert first.dispatcher == "alltoall" and not first.graphs
+    hopper = published.software(rows["415"])  # Qwen3-235B on H100
+    assert (hopper.dispatcher, hopper.overlaps_dispatch) == ("alltoall", True)
+
+
+def test_rows_that_name_pytorchs_flash_kernel_are_asked_with_it(accuracy):
+    """Of 2024, on Hopper: cuDNN's comes first since PyTorch 2.10 only."""
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    assert accuracy.published.kernel(rows["217"]) == "flash2"  # torchtitan, "SDPA flash"
+    assert accuracy.published.kernel(rows["N0985"]) == "fused"  # Megatron-Core, "flash (TE)"
+    held = accuracy.published.question(rows["259"])  # torchtitan, float8, compile not said
+    plans = accuracy.published.plans(rows["259"])
+    assert accuracy.published.columns(rows["259"], plans, held.outline.layers, times=True).compile
+
+
+def test_rows_that_train_adapters_are_asked_with_them(accuracy):
+    published = accuracy.published
+    rows = {row.id: row for row in published.rows(*published.ALL)}
+    packed, own = published.adapters(rows["N0371"]), published.adapters(rows["N0050"])
+    assert packed.rank == own.rank == 16
+    assert packed.base_bytes == pytest.approx(0.5, abs=0.05) and own.base_bytes is None
+    assert packed.targets["qkv"].number == 3 and own.targets["qkv"].number == 1
+    assert published.adapters(rows["217"]) is None
+    with pytest.raises(accuracy.UnstatedError, match="another kind than LoRA"):
+        published.adapters(rows["N0706"])  # embeddings are trained beside
+
+
+def test_rows_that_no_chip_can_have_run_are_left_out(accuracy):
+    """Six layers of 14,336 over 2,048 samples in 130 s are 478 TFLOP/s of an A100."""
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    with pytest.raises(accuracy.UnstatedError, match="at the chip's peak"):
+        accuracy.predict(rows["3048"])
+
+
+def test_rates_of_experts_are_of_the_experts_that_a_token_goes_through(accuracy):
+    """Megatron-Core's FLOPs: 22.2 billion active parameters, 6 for each, and half of the scores."""
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    row = rows["N0985"]  # Qwen3-235B-A22B: 94 layers, 64 heads of 128, 16,384 tokens
+    tokens = row.number("global_batch") * 16384
+    expected = 6 * (22.2e9 - 151936 * 4096) + 6 * 94 * 64 * 128 * 16384
+    found = accuracy.published.published_flops(row) / tokens
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_the_score_board_is_what_the_planner_says_now(accuracy):
+    board = json.loads((BENCHMARKS / "results" / "planner_kinds.json").read_text())
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    assert board["rows_of_file"] == len(rows)
+    told = len(board["rows"]) + sum(one["rows"] for one in board["left_out"])
+    assert told == len(rows)
+    for one in board["rows"][::60]:
+        now = accuracy.predict(rows[one["row"]])
+        assert now.predicted_s == pytest.approx(one["predicted_s"], rel=1e-3), one["row"]
+    found = accuracy.coverage.by_kind(board["rows"])
+    assert found == board["intervals"]
+    both = json.loads(files("outpace.catalog").joinpath("residuals.json").read_text())
+    assert both["without_interval"] == accuracy.coverage.without_interval(board["rows"])
+    kept = both["kinds"]
+    assert kept == {name: accuracy.coverage.kept(one) for name, one in found.items()}
+    assert board["kinds"] == accuracy.score_board.kinds(
+        board["rows"], ("chip", "stack", "mlp", "trained", "devices")
+    )
+
+
+def test_labels_of_memory_count_both_ways_of_being_wrong(accuracy):
+    def row(name, oom, called):
+        return {"row": name, "oom": oom, "called_oom": called}
+
+    found = accuracy.score_board.labels(
+        [row("a", False, True), row("b", False, False), row("c", True, False), row("d", True, True)]
+    )
+    assert found == {
+        "ran": 2, "ran_but_said_not_to_fit": ["a"], "ran_out": 2, "ran_out_but_said_to_fit": ["c"],
+    }  # fmt: skip
 
 
 def test_a_constant_is_fitted_as_well_as_can_be(accuracy):

@@ -39,6 +39,7 @@ def test_outpace_and_a_plain_loop_train_the_same(tmp_path):
     assert found["model_flops"] > 6 * 2 * 12 * 64**2 * 4 * 64  # of the blocks' matrices alone
 
 
+@pytest.mark.slow
 def test_a_case_is_laid_down_once_and_anew_where_it_is_another(tmp_path):
     import cases
 

@@ -127,6 +127,7 @@ class Glossary:
     phrases: dict[str, str]
     name_words: dict[str, str]
     shared_modules: frozenset[str]
+    kept_values: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, page: str) -> "Glossary":
@@ -139,7 +140,13 @@ class Glossary:
                 names.update(dict.fromkeys(re.findall(r"`([^`]+)`", cells[2]), cells[0]))
         shared = re.search(r"^Module names that occur in several packages.*$", page, re.M)
         assert shared, "the glossary has no sentence about module names"
-        return cls(phrases, names, frozenset(re.findall(r"`([^`]+)`", shared.group())))
+        kept = re.search(r"^Values that files and filters keep.*$", page, re.M)
+        return cls(
+            phrases,
+            names,
+            frozenset(re.findall(r"`([^`]+)`", shared.group())),
+            frozenset(re.findall(r"`([^`]+)`", kept.group()) if kept else ()),
+        )
 
     def find_in_text(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield (forbidden phrase, term to use) for each phrase that the text has."""
@@ -278,16 +285,29 @@ class Reader(ast.NodeVisitor):
         self.scope.pop()
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """Check texts with a space in them: help and messages, not keys."""
-        if isinstance(node.value, str) and " " in node.value and id(node) not in self.docstrings:
-            self._check_text("text", node.value, node.lineno)
+        """Check texts with a space in them: help and messages, not keys or kept values."""
+        text = node.value
+        if not isinstance(text, str) or " " not in text or id(node) in self.docstrings:
+            return
+        if text not in self.glossary.kept_values:
+            self._check_text("text", text, node.lineno)
+
+
+def qualified_name(path: str) -> str:
+    """Return a module's name, and before it the folder's where that is a package in a package.
+
+    `outpace/probing/loader/benchmark.py` is read as `loader.benchmark`.
+    """
+    _, *folders, file = Path(path).parts
+    name = Path(file).stem
+    return f"{folders[-1]}.{name}" if len(folders) > 1 and name != "__init__" else name
 
 
 def find_homonyms(modules: dict[str, ast.Module], glossary: Glossary) -> Iterator[Violation]:
     """Yield public classes and modules whose name another package or module has too."""
     classes, names = defaultdict(list), defaultdict(list)
     for path, tree in modules.items():
-        names[Path(path).stem].append(path)
+        names[qualified_name(path)].append(path)
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append((path, node.lineno))
@@ -297,8 +317,8 @@ def find_homonyms(modules: dict[str, ast.Module], glossary: Glossary) -> Iterato
             remedy = f"Name what sets it apart from the class in {others}."
             yield Violation(path, name, "class name shared", name, line, remedy)
     for name, paths in names.items():
-        packages = {Path(path).parent for path in paths}
-        if name.startswith("__") or name in glossary.shared_modules or len(packages) == 1:
+        shared = name.startswith("__") or name in glossary.shared_modules
+        if shared or len({Path(path).parent for path in paths}) == 1:
             continue
         for path in paths:
             others = ", ".join(other for other in paths if other != path)
@@ -355,10 +375,11 @@ def test_every_listed_violation_still_occurs(present: dict[str, Violation]) -> N
 
 PAGE = """
 Module names that occur in several packages: `plan`.
+Values that files and filters keep: `going on`.
 
 | term | meaning | not | as in |
 |---|---|---|---|
-| resume | continue | "go on", "goes on", `take_up` | |
+| resume | continue | "go on", "goes on", "going on", `take_up` | |
 | user | whoever | "person" | |
 """
 
@@ -431,18 +452,30 @@ def take_up_run(persons: int):
     assert keys("x = 'person'\ndef personal(): 'Take up a personal ego.'") == []
 
 
+def test_a_value_that_files_keep_may_have_any_words() -> None:
+    assert keys("x = 'goes on'") == ["module: word in text: goes on"]
+    assert keys("x = 'going on'") == []
+    assert keys("x = 'it is going on'") == ["module: word in text: going on"]
+
+
 def test_a_class_or_module_name_stands_for_one_thing() -> None:
     sources = {
         "outpace/planner/wire.py": "class Work: ...\nclass Plan: ...",
-        "outpace/probe/wire.py": "class Work: ...\nclass _Plan: ...",
-        "outpace/probe/plan.py": "",
+        "outpace/probing/wire.py": "class Work: ...\nclass _Plan: ...",
+        "outpace/probing/plan.py": "",
         "outpace/planner/plan.py": "",
+        "outpace/probing/loader/benchmark.py": "",
+        "outpace/probing/storage/benchmark.py": "",
+        "outpace/probing/memory/peak.py": "",
+        "outpace/planner/memory/peak.py": "",
     }
     assert list(check_modules(sources, Glossary.parse(PAGE))) == [
         "outpace/planner/wire.py: Work: class name shared: Work",
-        "outpace/probe/wire.py: Work: class name shared: Work",
+        "outpace/probing/wire.py: Work: class name shared: Work",
         "outpace/planner/wire.py: module: module name shared: wire",
-        "outpace/probe/wire.py: module: module name shared: wire",
+        "outpace/probing/wire.py: module: module name shared: wire",
+        "outpace/probing/memory/peak.py: module: module name shared: memory.peak",
+        "outpace/planner/memory/peak.py: module: module name shared: memory.peak",
     ]
 
 

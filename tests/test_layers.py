@@ -1,5 +1,6 @@
-"""Rooms keep to their floors, and what must be light is light."""
+"""Layers of packages, and what importing them must not cost."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -71,9 +72,7 @@ def test_every_public_name_is_there() -> None:
         outpace.trian
 
 
-def test_train_is_both_the_room_and_its_door() -> None:
+def test_train_is_a_plain_function() -> None:
     import outpace
-    import outpace.train.schedule as schedule
 
-    assert callable(outpace.train)
-    assert schedule.__name__ == "outpace.train.schedule"
+    assert inspect.isfunction(outpace.train)

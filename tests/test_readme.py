@@ -21,8 +21,8 @@ STAND_INS = {
     "hf:NAME:CONFIG:SPLIT": "hf:saved",
     "gpt2": "outpace-tiny",
 }
-# Of commands that take half a minute, or what these leave: tests/cli, tests/parallel try them.
-LONG = {"compare", "comparisons/first", "tune", "tunings/first/plan.json", "--pp"}
+# Of commands that take half a minute, or what these leave: other tests try what they do.
+LONG = {"compare", "comparisons/first", "tune", "tunings/first/plan.json", "--pp", "--profile"}
 SHORT = ["--steps=2", "--seq-len=16", "--eval-batches=1", "--sample-tokens=2"]
 SPEC = """
 family = "llama"
@@ -54,7 +54,7 @@ def home(tmp_path_factory):
     """A folder with what the README speaks of."""
     import datasets
 
-    from outpace.launch.job import train
+    from outpace.jobs.train.job import train
     from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
 

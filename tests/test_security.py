@@ -22,7 +22,7 @@ from outpace.cli.main import main
 from outpace.interop.own import write_own
 from outpace.records.base import temporary_name
 from outpace.records.errors import BadInputError
-from outpace.train.checkpoint import (
+from outpace.training.checkpoint import (
     MARKER,
     Checkpointer,
     Progress,
@@ -454,7 +454,8 @@ def test_a_chat_template_reaches_nothing_but_its_text(tmp_path, words, hacked, r
     told["chat_template"] = call + "{% generation %}{{ messages }}{% endgeneration %}"
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(told))
     (tokenizer / "checksums.json").unlink()  # as of a model that somebody else wrote
-    said = refused(*words, "--task=chat", f"--data={chats}", f"--tokenizer={tokenizer}",
+    others = [word for word in words if not word.startswith("--data=")]
+    said = refused(*others, "--task=chat", f"--data={chats}", f"--tokenizer={tokenizer}",
                    f"--out={tmp_path / 'b'}")  # fmt: skip
     assert "unsafe" in said
     assert not hacked.exists()

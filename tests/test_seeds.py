@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.planner.play import idle_share_formula
+from outpace.planner.pipeline.simulator import idle_share_formula
 
 ROOT = Path(__file__).parent.parent
 SEEDS = ROOT / "benchmarks" / "seeds"

@@ -123,8 +123,8 @@ def fill_cache(check: Check, job: Job) -> None:
     shape = shape_of(check, job.shape)
     if job.trainer == "hand loop":
         from gpu.hand_loop import HandLoop
-        from outpace.probe.machine import usable_cores
-        from outpace.train.threads import set_threads
+        from outpace.probing.hardware.machine import usable_cores
+        from outpace.training.threads import set_threads
 
         set_threads(None, usable_cores(), 1)  # compiled code is for a number of threads
         HandLoop(check, shape, True, job.lora_rank).warm_up(2)

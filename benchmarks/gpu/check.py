@@ -35,9 +35,13 @@ class Check:
     kept: Path
     deadline_s: float
     section: str = ""
-    rows_file: Path = Path("rows.json")
     earlier: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows_file(self) -> Path:
+        """Where the section's rows are kept."""
+        return self.folder / "sections" / f"{slug(self.section)}.json"
 
     @property
     def cuda(self) -> bool:
@@ -46,8 +50,7 @@ class Check:
 
     def at(self, section: str) -> "Check":
         """The same for a section."""
-        name = slug(section)
-        return replace(self, section=name, rows_file=self.folder / "sections" / f"{name}.json")
+        return replace(self, section=slug(section))
 
     def left_s(self) -> float:
         """Seconds until the section has to end."""
@@ -56,6 +59,7 @@ class Check:
     def put(self, name: str, value: Any) -> None:
         """Keep a row at once, so that nothing that comes later can lose it."""
         self.rows[name] = value
+        self.rows_file.parent.mkdir(exist_ok=True)
         write_atomic(self.rows_file, json.dumps(self.rows))
         print(f"{name}: {json.dumps(value)}", flush=True)
 

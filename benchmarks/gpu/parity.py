@@ -9,7 +9,7 @@ from gpu.check import Check
 from gpu.training import train_little
 from outpace.records.errors import InterruptedRunError
 from outpace.records.measurement import StepRecord
-from outpace.train.callbacks import Callback
+from outpace.training.callbacks import Callback
 
 
 class StopAfterThree(Callback):

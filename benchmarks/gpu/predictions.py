@@ -34,6 +34,9 @@ def traced_memory(check: Check) -> None:
 
 def probed_time(check: Check) -> None:
     """What the planner says of every run of this call by the machine.json of this one's probe."""
+    if not (check.folder / MACHINE_FILE).is_file():
+        check.put("probe", {"left_out": "no probe of 'first use' is in this call"})
+        return
     machine = Machine.load(check.folder / MACHINE_FILE)
     for section, name, row in _runs(check):
         folder = run_folder(check.at(section), name)
@@ -83,7 +86,9 @@ def _traced(check: Check, section: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def _accelerator(check: Check) -> str:
     """The catalog's name of the GPU that was measured."""
-    device = check.earlier["environment"]["rows"]["device"]
+    device = check.earlier.get("environment", {}).get("rows", {}).get("device")
+    if device is None:
+        raise RuntimeError("which GPU it is was not measured: add the section 'environment'")
     known = find_accelerator(device["name"], device["memory_bytes"])
     if known is None:
         raise RuntimeError(f"the catalog has no {device['name']}, whose memory could be traced")

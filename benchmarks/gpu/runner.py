@@ -21,13 +21,13 @@ from typing import Any
 from gpu.check import COMPILER_CACHES, Check, Section, failure
 from gpu.telemetry import Telemetry
 from outpace.records.base import write_atomic
-from outpace.train.cuda_allocator import grow_segments
+from outpace.training.cuda_allocator import grow_segments
 
 _FORK_REFUSED = 75  # exit code of a forked section that could not use the GPU
 _FAILED = 70  # exit code of a section that raised
 _OUT_OF_TIME = 124
 _LOOK_EVERY_S = 0.05
-_TRIAL = 3.0
+_TRIAL = 10.0
 _STACKS_S = 1.0  # for a section that hangs to write where it is
 _LOG_CHARACTERS = 2500
 
@@ -69,7 +69,7 @@ class Runner:
         left_s = self._end_s - time.monotonic()
         if left_s < (1.0 if self._template.small else section.needs_s):
             return {"status": "left out", "reason": f"{max(left_s, 0):.0f} s were left"}
-        # Cores that others use, too, are no reason to end a trial.
+        # Cores that others use, too, are no reason to end a trial: only what hangs is ended.
         own_s = section.limit_s * (_TRIAL if self._template.small else 1.0)
         limit_s = min(self._section_limit_s or own_s, left_s)
         check = self._check(section.name, limit_s)
@@ -135,8 +135,8 @@ def run_here(section: Section, check: Check) -> int:
 def _load_what_all_need() -> None:
     """Import it once for all sections. None of these touches the GPU."""
 
-    import outpace.launch.job
-    import outpace.report.predicted  # noqa: F401
+    import outpace.jobs.train.job
+    import outpace.reporting.data.prediction  # noqa: F401
 
 
 def _forked(section: Section, check: Check) -> int:

@@ -12,10 +12,10 @@ from gpu.check import Check, measured
 from gpu.hand_loop import HandLoop
 from gpu.shapes import Shape, documents_file, little, shape_of, spec_file
 from gpu.training import Trained, planned, predicted, train_shape
-from outpace.probe.machine import usable_cores
+from outpace.probing.hardware.machine import usable_cores
 from outpace.records.measurement import StepRecord
-from outpace.train.callbacks import Callback
-from outpace.train.threads import set_threads
+from outpace.training.callbacks import Callback
+from outpace.training.threads import set_threads
 
 # After a pause, until reports come as far behind the device as they then stay.
 _SETTLING_STEPS = 5

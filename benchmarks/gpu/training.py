@@ -9,14 +9,14 @@ from typing import Any
 
 from gpu.check import Check, slug
 from gpu.shapes import Shape, little, tokens_file
-from outpace.launch.job import train
+from outpace.jobs.train.job import train
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.report.predicted import predict
-from outpace.report.run_source import read_run
-from outpace.train.callbacks import Callback
+from outpace.reporting.data.prediction import predict
+from outpace.reporting.data.run_folder import read_run
+from outpace.training.callbacks import Callback
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from gpu.check import Check
 from gpu.shapes import shape_of
 from gpu.training import train_shape
 from outpace.records.measurement import StepRecord
-from outpace.train.callbacks import Callback
+from outpace.training.callbacks import Callback
 
 _WATCHED = range(5, 15)  # steps
 _PLACES = 20

@@ -171,7 +171,7 @@ def _write_batches(settings: dict[str, Any], case: Case, folder: Path, steps: in
     """What outpace draws for each step, in the order of its samples."""
     import numpy as np
 
-    from outpace.launch.job import prepared
+    from outpace.jobs.train.job import prepared
     from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
 

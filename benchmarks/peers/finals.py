@@ -38,7 +38,7 @@ import race  # noqa: E402
 import watching  # noqa: E402
 from recording import circumstances, save  # noqa: E402
 
-from outpace.experiment.processes import Running  # noqa: E402
+from outpace.experiment.processes import ProcessTree  # noqa: E402
 
 TURNS, TURN_STEPS, STARTS = 6, 4, 3
 PEERS = 2  # at most
@@ -57,7 +57,7 @@ class InTurn:
     """A training that is stopped, but for its turns."""
 
     name: str
-    running: Running
+    running: ProcessTree
     log: Path
 
     def go(self, steps: int) -> list[float]:
@@ -67,7 +67,7 @@ class InTurn:
         """
         had, began_s = self._steps(), time.monotonic()
         ends_s: list[float] = []
-        self.running.go_on()
+        self.running.unpause()
         while len(ends_s) <= steps:
             now_s = time.monotonic()
             ends_s += [now_s] * (self._steps() - had - len(ends_s))
@@ -85,7 +85,7 @@ class InTurn:
 def _warm(name: str, line: Line) -> Iterator[InTurn]:
     """It, by itself, until it is warm; nothing is left of it."""
     words, log = line
-    running = Running(words, entrants.ENVIRONMENT)
+    running = ProcessTree(words, entrants.ENVIRONMENT)
     try:
         one = InTurn(name, running, log)
         one.go(race.WARMUP - 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from outpace.experiment.processes import Running
+from outpace.experiment.processes import ProcessTree
 
 _LOOK_S = 0.01  # when a step's line is looked for
 _WEIGH_S = 0.25
@@ -37,7 +37,7 @@ def watch(words: Sequence[str], log: Path, environment: Mapping[str, str], limit
     times: list[float] = []
     peaks: dict[int, int] = {}
     began_s = weighed_s = time.monotonic()
-    running = Running(list(words), environment)
+    running = ProcessTree(list(words), environment)
     try:
         while running.exit_code is None and time.monotonic() - began_s < limit_s:
             now_s = time.monotonic()
@@ -66,7 +66,7 @@ def grown(words: Sequence[str], log: Path, every: int) -> Iterator[int]:
 
     Raises RuntimeError where the command fails.
     """
-    running = Running(list(words), {})
+    running = ProcessTree(list(words), {})
     seen, size, ends = 0, 0, 0
     while running.exit_code is None:
         now = log.stat().st_size if log.is_file() else 0

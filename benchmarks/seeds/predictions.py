@@ -9,15 +9,15 @@ import numpy as np
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
 from outpace.catalog.nodes import find_node
-from outpace.planner import memory
-from outpace.planner.columns import of_plans
-from outpace.planner.estimate import estimate
-from outpace.planner.finalists import simulate_pipelines
-from outpace.planner.layers import Kernel
-from outpace.planner.machines import of_catalog
-from outpace.planner.networks import read_network
-from outpace.planner.outlines import outline
-from outpace.planner.step_setup import Question
+from outpace.planner.calibration.cluster import of_catalog
+from outpace.planner.hardware.networks import read_network
+from outpace.planner.memory import peak
+from outpace.planner.model.outline import outline
+from outpace.planner.plan_batch import of_plans
+from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.step_time.estimate import estimate
+from outpace.planner.step_time.layer import Kernel
+from outpace.planner.step_time.setup import Question
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
@@ -55,7 +55,7 @@ def step(
     columns = of_plans([Plan.parse(dict(plan), "seeds")], global_batch, of.layers)
     times = simulate_pipelines(question, columns, estimate(question, columns), np.array([0]))
     parts = {f.name: float(getattr(times, f.name)[0]) for f in fields(times)}
-    needs = memory.reserved_bytes(of, seq_len, columns, fused_attention=kernel != "unfused")
+    needs = peak.reserved_bytes(of, seq_len, columns, fused_attention=kernel != "unfused")
     step_s = sum(parts.values())
     return {
         "machine": machine,

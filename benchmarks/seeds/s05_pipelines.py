@@ -65,15 +65,15 @@ def worker(out: Path, quick: bool) -> None:
     """One rank of a job: every number of micro-batches."""
     import torch
 
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     assert ranks is not None
     n = ranks.world_size
     repeats = 1 if quick else REPEATS
-    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
         rows = [waited(n, "mp", 1, groups, repeats)]
         for count in (QUICK_CASES if quick else CASES)[n]:
             rows.append(waited(n, "gpipe", count, groups, repeats))
@@ -86,8 +86,8 @@ def worker(out: Path, quick: bool) -> None:
 def waited(n: int, strategy: Any, count: int, groups: Any, repeats: int) -> dict[str, Any]:
     """A pipeline of stages that wait."""
     from outpace.experiment.idle import judge, waiting_pipeline, watch
-    from outpace.planner.play import StageTime
-    from outpace.planner.tables import orders
+    from outpace.planner.pipeline.schedules import orders
+    from outpace.planner.pipeline.simulator import StageTime
 
     times = [StageTime(FORWARD_S, FORWARD_S, FORWARD_S)] * n
     layout, batch = waiting_pipeline(strategy, count, times, groups)

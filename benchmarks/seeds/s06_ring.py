@@ -40,9 +40,9 @@ def predict(quick: bool) -> dict[str, Any]:
 
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.nodes import find_node
-    from outpace.planner.machines import of_catalog
-    from outpace.planner.networks import read_network
-    from outpace.planner.outlines import parameters
+    from outpace.planner.calibration.cluster import of_catalog
+    from outpace.planner.hardware.networks import read_network
+    from outpace.planner.model.outline import parameters
 
     machine, network = "v100-pcie-32-gb", "ethernet-10"
     gpt2 = model("gpt2")
@@ -82,10 +82,10 @@ def worker(out: Path, quick: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from outpace.launch.environment import ranks_from
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.launch.launcher_env import ranks_from
     from outpace.parallel.ring import ring_all_reduce
-    from outpace.train.wire import Wire
+    from outpace.training.wire import Wire
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
@@ -93,7 +93,7 @@ def worker(out: Path, quick: bool) -> None:
     ways = {"ring": ring_all_reduce, "server": serve}
     took: dict[str, list[float]] = {name: [] for name in ways}
     sent = {}
-    with process_groups(ranks, torch.device("cpu"), 120.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 120.0) as groups:
         group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         for name, way in ways.items():
             buffer = torch.ones(QUICK_VALUES if quick else VALUES)

@@ -37,7 +37,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.nodes import find_node
-    from outpace.planner.machines import of_catalog
+    from outpace.planner.calibration.cluster import of_catalog
 
     found: dict[str, Any] = {}
     for machine, precision in MACHINES.items():

@@ -31,7 +31,7 @@ def predict(quick: bool) -> dict[str, Any]:
     """Seconds of an optimizer's step on the device, by the planner: bytes, and launches."""
     from predictions import model, step
 
-    from outpace.planner.outlines import outline
+    from outpace.planner.model.outline import outline
     from outpace.records.model import ModelSpec
 
     models = {"small": outline(ModelSpec.parse(SMALL, "seeds"), "small"), "gpt2": model("gpt2")}

@@ -46,7 +46,7 @@ def predict(quick: bool) -> dict[str, Any]:
     """Rates of products in bf16 on an A100: over waves, and of heads."""
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.nodes import find_node
-    from outpace.planner.machines import of_catalog
+    from outpace.planner.calibration.cluster import of_catalog
 
     device = of_catalog(find_node(MACHINE, ACCELERATORS), 1).device
     sizes = [("waves", GPU_ROWS, n, GPU_DEPTH) for n in GPU_COLUMNS]
@@ -59,7 +59,7 @@ def on_device(device: Any, m: int, n: int, k: int) -> dict[str, float]:
     """Seconds and FLOP/s of a product."""
     import numpy as np
 
-    from outpace.planner.device import product_s
+    from outpace.planner.hardware.device import product_s
 
     m_, n_, k_ = (np.array([float(size)]) for size in (m, n, k))
     seconds = float(
@@ -72,7 +72,7 @@ def measure(quick: bool) -> dict[str, Any]:
     """Seconds of each size, the steps that they show, and the heads' beside GPT-2's."""
     import torch
 
-    from outpace.probe.sawtooth import find_tile
+    from outpace.probing.compute.tile_detection import find_tile
 
     rounds, many = (2, 4) if quick else (ROUNDS, 1)
     before = torch.get_num_threads()

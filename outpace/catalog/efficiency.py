@@ -6,6 +6,7 @@ measured one; an architecture without has those of the nearest, which the source
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
@@ -16,102 +17,227 @@ from outpace.records.hardware import Accelerator, Architecture, LinkKind
 class ProductCurve(Record):
     """Matrix products on one architecture, as tiles that multiprocessors take in waves.
 
-    `share` of the dense peak is reached by large products; tiles of 128 by 64 and of 64 by 64 have
-    `half_tile` and `quarter_tile` of that rate. `fixed_s` is what the smallest product takes.
+    `share` of the dense peak is what a full wave of the best tiles reaches, `share_fp8` that of the
+    peak in fp8; tiles of 128 by 64 and of 64 by 64 have `half_tile` and `quarter_tile` of that
+    rate. A tile takes as long as if its inner dimension were `fill` longer, in 16 bits (its
+    pipeline fills and its results are written). `fixed_s` is what the smallest product takes.
+    No product is faster than `limit` of the best rate, where even a short one runs into the
+    board's power; under the load of a training step none is faster than `sustained`,
+    `sustained_fp8` of the dense peaks.
     """
 
     share: PositiveFloat
+    share_fp8: PositiveFloat
     half_tile: PositiveFloat
     quarter_tile: PositiveFloat
-    fixed_s: PositiveFloat
+    fill: NonNegativeFloat
+    fixed_s: NonNegativeFloat
+    limit: PositiveFloat = 1.0
+    sustained: PositiveFloat
+    sustained_fp8: PositiveFloat
     source: str
 
 
 class AttentionRate(Record):
     """Fused attention, as shares of the dense 16-bit peak, for long sequences and heads of 128.
 
-    Heads of 64 reach `narrow` of these.
+    Heads of 64 reach `narrow` of these, and causal attention half of it at `half_length` keys.
     """
 
     forward: PositiveFloat
     backward: PositiveFloat
     narrow: PositiveFloat
+    half_length: NonNegativeFloat
     source: str
 
 
-# What a product reaches of its best under sustained load, when its operands are not in the L2 cache
-# already, as in a step: on an A100 233.6 (below) of 256.5 TFLOP/s (16384³, random values, 10,000
-# repetitions before: Azure/AI-benchmarking-guide 3bb66cac).
-_COLD = 233.6 / 256.5
-_XLA = (
-    "shape fitted to the 125 products of 256 to 4096 in XLA's matmul_interpolator_data.h, sm_90, "
-    "bf16 (tensorflow/tensorflow 372d578bb8), mean error 5 %; plateau: 1377 of 1979 TFLOP/s, fp8, "
-    "16384³, random values, after 10,000 repetitions (Azure/AI-benchmarking-guide 0126c300), times "
-    "what a cold cache costs on A100"
+# Fitted to one half of the shapes of each table, with a mean error on the other half as said. Of
+# fp8's tables, which have activations cast too, casts are a time for each element, fitted beside.
+_TABLES = (
+    "aiconfigurator 095f58a5, tables gemm of vllm, trtllm and sglang, bf16 (kernels/products); "
+    "mean error on the half of the shapes that was kept: {}"
 )
-_TRITON = (
-    "fitted to the 21 products that Triton's tutorial 03 prints for cuBLAS, fp16, with a cold "
-    "cache, mean error 5 %: plateau 233.6 of 312 TFLOP/s"
+# A training step is a sustained load: products of a second and more, H200 and B200 at their power
+# limits, take longer than short ones by what no product exceeds there.
+_SUSTAINED = (
+    "; sustained: the rate that no product of a second or more exceeds ({}, vllm 0.22.0), mean "
+    "error on the half kept {}"
 )
+# On an A100 operands of a step are not in its L2 cache: of 256.5 TFLOP/s that it sustains (16384³,
+# random values, 10,000 repetitions: Azure/AI-benchmarking-guide 3bb66cac) Triton's tutorial 03
+# prints 233.6 for cuBLAS with a cold cache.
+_COLD = "; sustained: 233.6 TFLOP/s, cuBLAS with a cold cache (Triton's tutorial 03)"
 _MAMF = "stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul FLOPS: {}"
-_LIKE = "plateau of {}, and what of it is sustained, cold, as on H100; shape of {}"
+_LIKE = "plateau of {}; what of it is sustained as on H200; shape of {}"
 
 _AMPERE = ProductCurve(
-    share=233.6 / 312, half_tile=0.88, quarter_tile=0.98, fixed_s=7.8e-6, source=_TRITON
-)
-_SUSTAINED_HOPPER = 1377.3 / 1979
+    share=0.865, share_fp8=0.865, half_tile=0.808, quarter_tile=0.549, fill=145, fixed_s=2.6e-6,
+    sustained=233.6 / 312, sustained_fp8=233.6 / 312,
+    source=_TABLES.format("A100 6.3 %") + _COLD,
+)  # fmt: skip
+# fp8 on H100: 1382 of 1979 TFLOP/s after 10,000 repetitions (Azure/AI-benchmarking-guide 0126c300).
 _HOPPER = ProductCurve(
-    share=_SUSTAINED_HOPPER * _COLD, half_tile=0.77, quarter_tile=0.66, fixed_s=5.6e-6, source=_XLA
-)
-_OF_BEST = _HOPPER.share / (794.5 / 989.5)
+    share=0.859, share_fp8=0.81, half_tile=0.99, quarter_tile=0.3, fill=165, fixed_s=2.3e-6,
+    sustained=0.675, sustained_fp8=1382.2 / 1979,
+    source=_TABLES.format("H100 6.6 %, H200 6.9 %; fp8 3.9 %")
+    + _SUSTAINED.format("H200", "5.7 %")
+    + "; in fp8 H100, 1382 of 1979 TFLOP/s after 10,000 repetitions "
+    "(Azure/AI-benchmarking-guide 0126c300)",
+)  # fmt: skip
+_B200 = ProductCurve(
+    share=0.74, share_fp8=0.73, half_tile=1.0, quarter_tile=0.589, fill=84, fixed_s=2.15e-6,
+    sustained=0.595, sustained_fp8=0.57,
+    source=_TABLES.format("B200 7.0 %, fp8 5.0 %") + _SUSTAINED.format("B200", "7.1 %, fp8 4.9 %"),
+)  # fmt: skip
+_GB200 = ProductCurve(
+    share=0.775, share_fp8=0.63, half_tile=1.0, quarter_tile=0.29, fill=108, fixed_s=2.35e-6,
+    sustained=0.55, sustained_fp8=0.51,
+    source=_TABLES.format("GB200 10 %, fp8 5.1 %")
+    + _SUSTAINED.format("GB200", "10 %, fp8 4.6 %"),
+)  # fmt: skip
+# Of B300's and GB300's products none was measured for long: as on B200, 0.595 of 0.74.
+_GB300 = ProductCurve(
+    share=0.81, share_fp8=0.763, half_tile=1.0, quarter_tile=0.581, fill=72, fixed_s=2.3e-6,
+    sustained=0.81 * 0.595 / 0.74, sustained_fp8=0.763 * 0.57 / 0.73,
+    source=_TABLES.format("GB300 6.9 %, B300 7.8 %, fp8 4.1 %") + "; sustained as on B200",
+)  # fmt: skip
+# L40S and the RTX cards: no product was measured for a second; L40S is at its 350 W in short ones.
+_ADA = ProductCurve(
+    share=0.835, share_fp8=0.57, half_tile=0.938, quarter_tile=1.0, fill=412, fixed_s=1.1e-6,
+    limit=0.589 / 0.835, sustained=0.589, sustained_fp8=0.57,
+    source=_TABLES.format("L40S 9.9 %, fp8 12 %"),
+)  # fmt: skip
+_RTX_BLACKWELL = ProductCurve(
+    share=0.85, share_fp8=0.778, half_tile=0.931, quarter_tile=0.69, fill=158, fixed_s=1.4e-6,
+    sustained=0.85, sustained_fp8=0.778,
+    source=_TABLES.format("RTX PRO 6000 Blackwell Server 6.0 %, fp8 7.9 %"),
+)  # fmt: skip
+_GEFORCE_ADA = _RTX_BLACKWELL.model_copy(
+    update={
+        "share": 0.97, "sustained": 158.6 / 165.2,
+        "source": "RTX 4090, 8192³, fp16, 158.6 of 165.2 TFLOP/s (mli/transformers-benchmarks "
+        "issue 4); shape of RTX PRO 6000 Blackwell Server",
+    }
+)  # fmt: skip
+_HELD = _HOPPER.sustained / (794.5 / 989.5)
 
 
 def _copy_curve(share: float, what: str, shape: ProductCurve, whose: str) -> ProductCurve:
-    return shape.model_copy(
-        update={"share": share * _OF_BEST, "source": _LIKE.format(_MAMF.format(what), whose)}
-    )
+    values = {
+        "share": share, "share_fp8": share, "sustained": share * _HELD,
+        "sustained_fp8": share * _HELD, "source": _LIKE.format(_MAMF.format(what), whose),
+    }  # fmt: skip
+    return shape.model_copy(update=values)
 
 
 PRODUCTS: Mapping[Architecture, ProductCurve] = MappingProxyType(
     {
-        "pascal": _AMPERE.model_copy(update={"source": f"as Ampere: {_TRITON}"}),
-        "volta": _AMPERE.model_copy(update={"source": f"as Ampere: {_TRITON}"}),
-        "turing": _AMPERE.model_copy(update={"source": f"as Ampere: {_TRITON}"}),
+        **{
+            old: _AMPERE.model_copy(update={"source": f"as Ampere: {_AMPERE.source}"})
+            for old in ("pascal", "volta", "turing")
+        },
         "ampere": _AMPERE,
-        "ada": _AMPERE.model_copy(update={"source": f"as Ampere: {_TRITON}"}),
+        "ada": _ADA,
         "hopper": _HOPPER,
-        "blackwell": _copy_curve(1745 / 2250, "B200 1745 of 2250", _HOPPER, "Hopper"),
+        "blackwell": _B200,
         "cdna2": _copy_curve(147 / 191.5, "MI250X, one GCD, 147 of 191.5", _AMPERE, "Ampere"),
+        "cdna4": _copy_curve(1565 / 2300, "MI355X 1565 of 2300", _HOPPER, "Hopper"),
         "cdna3": _copy_curve(668.4 / 1307.4, "MI300X 668.4 of 1307.4", _HOPPER, "Hopper"),
     }
 )
+# Of chips that were measured themselves, by how names begin.
+_PRODUCTS_OF: Mapping[str, ProductCurve] = MappingProxyType(
+    {"GB200": _GB200, "GB300": _GB300, "B300": _GB300}
+)
 
+# Kernels of attention: FlashAttention by generation, and cuDNN's.
+AttentionKernel = Literal["flash2", "flash3", "cudnn"]
 _FA2 = (
-    "FlashAttention-2 on A100 80GB, head 128: forward 213 to 225, backward 178 to 181 of 312 "
-    "(NVIDIA/cudnn-frontend 816ea4573a, benchmark/attention_training, PCIe); head 64 against 128: "
-    "arXiv 2307.08691, figure 5"
+    "FlashAttention-2 on A100 80GB: forward by length, heads of 128, causal, aiconfigurator "
+    "095f58a5, sglang 0.5.10; both ways 195 (128) and 174 (64) of 312 for long ones, "
+    "Dao-AILab/flash-attention 0251105a, assets/flash2_a100_fwd_bwd_benchmark.png"
 )
 _FA2_HOPPER = (
-    "FlashAttention-2 on H100 SXM, heads of 128 and 64, sequences of 2k to 16k: arXiv 2407.08608, "
-    "figures 5 and 6"
+    "FlashAttention-2 on H100 SXM, Dao-AILab/flash-attention 0251105a, assets/flash2_h100_*.png, "
+    "flash3_fp16_fwd.png; backward: PyTorch's on H200, NVIDIA/cudnn-frontend 7606332"
 )
-_ATTENTION_AMPERE = AttentionRate(
-    forward=215 / 312, backward=179 / 312, narrow=185 / 218, source=_FA2
+_FA3 = (
+    "FlashAttention-3 on H100 SXM, Dao-AILab/flash-attention 0251105a, assets/flash3_fp16_fwd.png; "
+    "aiconfigurator 095f58a5, vllm 0.24.0; backward: 1.5 to 1.75 times FlashAttention-2's "
+    "(arXiv 2407.08608)"
 )
-ATTENTION: Mapping[Architecture, AttentionRate] = MappingProxyType(
+_CUDNN_HOPPER = (
+    "cuDNN 9.19 on H200, causal, 2k to 32k: NVIDIA/cudnn-frontend 3929da2, "
+    "sdpa_benchmark_training/results; heads of 64: cuDNN 9 on H100, 388 beside 539 "
+    "(Dao-AILab/flash-attention 0251105a, assets/flash3_fp16_fwd.png)"
+)
+_CUDNN_BLACKWELL = (
+    "cuDNN on {}, causal, 8k to 64k: NVIDIA/cudnn-frontend 3929da2, b372d39 and 0b1577c, "
+    "sdpa_benchmark_training; by length: heads of 192 and 128 on GB200; heads of 64: "
+    "aiconfigurator 095f58a5, trtllm 1.3.0rc20"
+)
+_FA2_BLACKWELL = (
+    "PyTorch's FlashAttention-2 on B200, causal: NVIDIA/cudnn-frontend 0b1577c, "
+    "sdpa_bf16_benchmark_results_NVIDIA_B200.csv"
+)
+_FA2_ADA = (
+    "FlashAttention-2 on {}, forward: aiconfigurator 095f58a5, vllm 0.24.0; backward: as much less "
+    "as on A100"
+)
+_FLASH2_AMPERE = AttentionRate(
+    forward=211 / 312, backward=187 / 312, narrow=174 / 195, half_length=450, source=_FA2
+)
+_BACK = 187 / 211
+_FLASH2_ADA = AttentionRate(
+    forward=187 / 362, backward=187 / 362 * _BACK, narrow=0.92, half_length=330,
+    source=_FA2_ADA.format("L40S"),
+)  # fmt: skip
+_FLASH2_RTX = AttentionRate(
+    forward=310 / 503.8, backward=310 / 503.8 * _BACK, narrow=0.9, half_length=560,
+    source=_FA2_ADA.format("RTX PRO 6000 Blackwell Server"),
+)  # fmt: skip
+_FLASH2_HOPPER = AttentionRate(
+    forward=341 / 989.5, backward=325 / 989.5, narrow=0.863, half_length=500, source=_FA2_HOPPER
+)
+_FLASH3 = AttentionRate(
+    forward=632 / 989.5, backward=1.6 * 325 / 989.5, narrow=0.76, half_length=450, source=_FA3
+)
+_CUDNN = AttentionRate(
+    forward=700 / 989.5, backward=605 / 989.5, narrow=388 / 539, half_length=900,
+    source=_CUDNN_HOPPER,
+)  # fmt: skip
+_FLASH2_BLACKWELL = AttentionRate(
+    forward=410 / 2250, backward=336 / 2250, narrow=0.863, half_length=500, source=_FA2_BLACKWELL
+)
+
+
+def _cudnn_on(chip: str, forward: float, backward: float, peak: float) -> AttentionRate:
+    return AttentionRate(
+        forward=forward / peak, backward=backward / peak, narrow=0.65, half_length=1100,
+        source=_CUDNN_BLACKWELL.format(chip),
+    )  # fmt: skip
+
+
+_CUDNN_OF: Mapping[str, AttentionRate] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("pascal", "volta", "turing", "ampere", "ada", "cdna2"),
-            _ATTENTION_AMPERE,
-        ),
-        **dict.fromkeys(
-            ("hopper", "blackwell", "cdna3"),
-            AttentionRate(
-                forward=367 / 989.5, backward=310 / 989.5, narrow=321 / 367, source=_FA2_HOPPER
-            ),
-        ),
+        "GB200": _cudnn_on("GB200", 1760, 1370, 2500),
+        "GB300": _cudnn_on("GB300", 2080, 1500, 2500),
+        "B300": _cudnn_on("GB300", 2080, 1500, 2500),
     }
 )
+_WITHOUT_OWN: tuple[Architecture, ...] = ("pascal", "volta", "turing", "ampere", "cdna2")
+ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = MappingProxyType(
+    {
+        **{old: {"flash2": _FLASH2_AMPERE} for old in _WITHOUT_OWN},
+        "ada": {"flash2": _FLASH2_ADA},
+        "hopper": {"flash2": _FLASH2_HOPPER, "flash3": _FLASH3, "cudnn": _CUDNN},
+        "blackwell": {
+            "flash2": _FLASH2_BLACKWELL, "cudnn": _cudnn_on("B200", 1450, 1140, 2250)
+        },
+        "cdna3": {"flash2": _FLASH2_HOPPER},
+        "cdna4": {"flash2": _FLASH2_HOPPER},
+    }
+)  # fmt: skip
 
 # Of the rate that products reach where a row of an operand is no multiple of 16 bytes. cuBLAS then
 # takes CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, with
@@ -120,12 +246,15 @@ _UNALIGNED = 111.6 / 155.9
 UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "volta", "turing", "ada"), _UNALIGNED),
-        **dict.fromkeys(("ampere", "hopper", "blackwell", "cdna2", "cdna3"), _UNALIGNED / 2),
+        **dict.fromkeys(("ampere", "cdna2", "cdna3", "cdna4"), _UNALIGNED / 2),
+        **dict.fromkeys(("hopper", "blackwell"), 1 / 6.4),
     }
 )
 UNALIGNED_SOURCE = (
     "RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); half: "
-    "mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS)"
+    "mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS); Hopper: "
+    "outpace probe on an H200, bf16, torch 2.11: 4,097 columns take 6.4 times what 4,096 do; "
+    "Blackwell: taken as Hopper, not measured"
 )
 
 # FlashAttention's first Triton kernels are 1.3 to 2.5 times slower than FlashAttention-2.
@@ -145,6 +274,7 @@ MEMORY_SHARE: Mapping[Architecture, float] = MappingProxyType(
         "hopper": 2.97 / 3.35,
         "blackwell": 2.97 / 3.35,
         "cdna3": 4.09 / 5.3,
+        "cdna4": 4.09 / 5.3,
     }
 )
 MEMORY_SOURCE = (
@@ -160,7 +290,7 @@ NORM_SOURCE = (
     "(NVIDIA/cudnn-frontend df73764a, benchmark/norms)"
 )
 
-# Of a link's rate in one direction, by a ring of NCCL's.
+# Of a link's rate in one direction, by large all-reduces of a ring of NCCL's.
 LINK_SHARE: Mapping[LinkKind, float] = MappingProxyType(
     {
         "nvlink": 235 / 300,
@@ -168,15 +298,51 @@ LINK_SHARE: Mapping[LinkKind, float] = MappingProxyType(
         "pcie": 0.8,
         "infiniband": 191 / 200,
         "omni-path": 0.95,
-        "ethernet": 0.9,
-        "efa": 0.85,
+        "ethernet": 0.93,
+        "efa": 0.95,
         "slingshot": 0.95,
     }
 )
 LINK_SOURCE = (
     "busbw of large all-reduces: 8 × A100 235 of 300 GB/s (microsoft/superbenchmark, test of "
     "nccl_bw_performance), 8 × MI300X 316 of 448, 4 × DGX A100 with 8 × HDR 191 of 200 "
-    "(NVIDIA/deepops, Slurm cluster guide); other networks as the nearest of these"
+    "(NVIDIA/deepops, Slurm cluster guide); RoCE 188 of 200 (2 × 8 A100, oracle-quickstart/"
+    "oci-hpc-oke 61d210a) and 371 of 400 (4 × 8 MI355X); EFA 382 of 400 (4 × p6-b200.48xlarge); "
+    "other networks as the nearest of these"
+)
+# Of that all-reduce by direct links: all-gathers and reduce-scatters of 8 devices, and all of these
+# by fewer, whose rings have fewer channels.
+GATHER_SHARE, SCATTER_SHARE = 335 / 450 / (235 / 300), 336 / 450 / (235 / 300)
+GROUP_SHARE: Mapping[int, float] = MappingProxyType({2: 0.75, 3: 0.85, 4: 0.93})
+GROUP_SOURCE = (
+    "busbw of large collectives within a node (aiconfigurator 095f58a5, nccl): all-gather and "
+    "reduce-scatter of 8 × H100 335 and 336 of 450 GB/s, of 8 × A100 205 and 213 of 300; of 4 "
+    "devices 0.92 to 0.95 of that, of 2 0.73 to 0.78 (H100, A100, B200)"
+)
+# Of an accelerator's multiprocessors, what collectives beside computing take from it: a channel of
+# NCCL is a block of threads that holds a multiprocessor.
+COLLECTIVE_MULTIPROCESSORS = 20
+COLLECTIVE_SOURCE = (
+    "16 to 24 blocks: Transformer Engine's overlap of tensor parallelism has 16 (userbuffers, "
+    "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
+)
+
+# Of a link's rate in one direction, by all-to-alls of large arrays; of a card's, across nodes.
+ALL_TO_ALL_SHARE = 0.70
+ALL_TO_ALL_NETWORK_SHARE = 0.80
+ALL_TO_ALL_SOURCE = (
+    "NCCL's all-to-all inside a node, of 300, 450 and 900 GB/s: A100 203 to 210, H100 315 to 320, "
+    "B200 563 to 640, GB200 in a rack 640 (ai-dynamo/aiconfigurator 095f58a5, fp16, 512 MiB; "
+    "NVIDIA GTC 2024 s62129); across nodes, what a card carries: A100 18.6 of 25 and H100 37 of 50 "
+    "on four nodes (the same slides), MI355X 46 and 39 of 50 on two and four (Oracle's guide), "
+    "DeepEP on H100 43 of 50 on four (aiconfigurator, 4,096 tokens and more)"
+)
+# What grouped products were measured to take longer by a power law of 1.2 over experts: on one
+# rank, and on the slowest of ranks that share experts out. Plans take the load to be even.
+UNEVEN_ALONE, UNEVEN_APART = 1.1, 1.8
+UNEVEN_SOURCE = (
+    "medians of 19 and 131 shapes on H100, 2,048 tokens and more, power law of 1.2 over balanced "
+    "(ai-dynamo/aiconfigurator 095f58a5, TensorRT-LLM, vLLM and SGLang); B200 1.14 and 1.55"
 )
 
 # Of a bridge between two cards, by a ring of its two devices.
@@ -281,5 +447,50 @@ NCCL_SOURCE = (
 
 
 def product_curve(accelerator: Accelerator) -> ProductCurve:
-    """Return the curve of the accelerator's architecture."""
+    """Return the curve of the accelerator, else of its architecture."""
+    if _is_rtx_blackwell(accelerator):
+        return _RTX_BLACKWELL
+    if _is_geforce_ada(accelerator):
+        return _GEFORCE_ADA
+    for start, curve in _PRODUCTS_OF.items():
+        if accelerator.name.startswith(start):
+            return curve
     return PRODUCTS[accelerator.architecture]
+
+
+# H100's and H200's board, at whose limit of power products are sustained as above.
+_SXM_PEAK, _SXM_POWER_W = 989.5e12, 700
+_POWER_LAW = 1 / 3
+
+
+def power_share(accelerator: Accelerator) -> float:
+    """Return what a board of less power sustains of what the same chip does at 700 W.
+
+    Dynamic power grows with the clock and the square of the voltage, which follows the clock: with
+    its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital design", 1992).
+    """
+    same = accelerator.peak.flops_per_s.get("bf16") == _SXM_PEAK
+    if not same or accelerator.power_w >= _SXM_POWER_W:
+        return 1.0
+    share: float = (accelerator.power_w / _SXM_POWER_W) ** _POWER_LAW
+    return share
+
+
+def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
+    """Return what each kernel that runs on the accelerator reaches."""
+    if _is_rtx_blackwell(accelerator) or _is_geforce_ada(accelerator):
+        return {"flash2": _FLASH2_RTX}
+    rates = ATTENTION[accelerator.architecture]
+    own = [rate for start, rate in _CUDNN_OF.items() if accelerator.name.startswith(start)]
+    return {**rates, "cudnn": own[0]} if own else rates
+
+
+def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
+    """Whether it is of Blackwell without a datacenter chip's tensor memory (sm120, sm121)."""
+    return accelerator.architecture == "blackwell" and accelerator.name.startswith(("RTX", "GB10"))
+
+
+def _is_geforce_ada(accelerator: Accelerator) -> bool:
+    """Whether its rate with fp32 accumulation is half of its chip's: power does not hold it."""
+    name = accelerator.name
+    return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

@@ -46,6 +46,8 @@ _TABLE: tuple[tuple[str, LinkKind, float, str], ...] = (
      "OLCF Frontier user guide: 36 + 36 GB/s between the CPU and a GCD"),
     ("Infinity Fabric CDNA 3", "infinity-fabric", 64,
      "AMD Instinct MI300X datasheet: 128 GB/s of a link in both directions, half of it in one"),
+    ("Infinity Fabric CDNA 4", "infinity-fabric", 76.8,
+     "AMD Instinct MI350 series platform datasheet: 153.6 GB/s of a link in both directions"),
     *((f"InfiniBand {name}", "infiniband", rate / 8, _IB.format(name, rate))
       for name, rate in _INFINIBANDS.items()),
     ("Omni-Path 100", "omni-path", 12.5,

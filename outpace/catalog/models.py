@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from outpace.catalog.outlines import OUTLINES
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, nearest, nearest_model
 from outpace.records.model import Family, ModelSpec, RopeScaling
@@ -126,7 +128,9 @@ def _mistral() -> Iterator[tuple[str, Preset]]:
     size = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336}
     first = {**size, "vocab": 32000, "max_positions": 32768, "sliding_window": 4096}
     third = {**size, "vocab": 32768, "max_positions": 32768, "rope_theta": 1e6}
-    paper = "Jiang et al., arXiv 2310.06825, table 1, and config.json of mistralai/{}"
+    paper = (
+        "Jiang et al., arXiv 2310.06825, table 1, and config.json of mistralai/{} on Hugging Face"
+    )
     yield "mistral-7b", _preset(paper.format("Mistral-7B-v0.1"), "mistral", **first)
     source = "config.json of mistralai/Mistral-7B-v0.3 on Hugging Face"
     yield "mistral-7b-v0.3", _preset(source, "mistral", **third)
@@ -166,19 +170,44 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-# By the repository that a preset's dimensions are read from, in small letters.
-_BY_HUB: Mapping[str, str] = MappingProxyType(
-    {
-        repository.casefold(): name
-        for name, one in PRESETS.items()
-        for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source)
-    }
-)
+def _repositories() -> Iterator[tuple[str, str]]:
+    """Repositories of the Hub, in small letters, whose models are known, with their names here."""
+    for name, one in PRESETS.items():
+        for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
+            yield repository.casefold(), name
+    for name, known in OUTLINES.items():
+        # Of OPT-175B, which is on no Hub, a smaller one's is named further on.
+        if found := re.match(r"config\.json of (\S+/\S+) on Hugging Face", known.source):
+            yield found[1].casefold(), name
 
 
-def preset_of_hub(reference: str) -> str | None:
-    """The preset that is published on the Hugging Face Hub as `reference` ("Qwen/Qwen2.5-7B")."""
+_BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
+
+
+def named_model(reference: str) -> str:
+    """The name of a preset or an outline that is written in capitals or with blanks, or as it is.
+
+    "Llama-3.1-8B", "Mixtral 8x7B". A file or folder of that name is looked for before.
+    """
+    name = reference.casefold().replace(" ", "-")
+    return name if name in PRESETS or name in OUTLINES else reference
+
+
+def name_of_hub(reference: str) -> str | None:
+    """The preset or outline of what the Hugging Face Hub has as `reference` ("Qwen/Qwen2.5-7B")."""
     return _BY_HUB.get(reference.casefold())
+
+
+def without_weights(reference: str) -> str:
+    """The preset or outline of a name on the Hub, where dimensions alone are asked for.
+
+    Any other reference, and a folder that is called so, as it is.
+    """
+    try:
+        is_file = Path(reference).expanduser().exists()
+    except (OSError, RuntimeError):  # too long a name; nobody's home
+        is_file = False
+    return reference if is_file else name_of_hub(reference) or reference
 
 
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
@@ -193,7 +222,7 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
         )
         return BadInputError(said)
     folder = reference.rpartition("/")[2]
-    alike = preset_of_hub(reference)
+    alike = name_of_hub(reference)
     said += (
         " outpace downloads no models. If it is one of the Hugging Face Hub: hf download "
         f"{reference} --local-dir {folder}, then --model {folder}."
@@ -201,6 +230,18 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
     if alike is None:
         return BadInputError(f"{said} outpace models lists all that are known by name.")
     return BadInputError(f"{said} Without its weights: --model {alike} has the same dimensions.")
+
+
+def untrained_model(reference: str) -> BadInputError | None:
+    """The refusal, by what builds models, of one whose outline alone is known; None of others."""
+    name = name_of_hub(reference) or named_model(reference)
+    if name not in OUTLINES:
+        return None
+    return BadInputError(
+        f"{OUTLINES[name].untrained}: it trains no {name}, and builds and traces only what it "
+        "trains. Its time, memory and layouts are told by outpace plan and outpace estimate: "
+        f"outpace plan --model {name} --machine NAME"
+    )
 
 
 def preset(name: str) -> ModelSpec:

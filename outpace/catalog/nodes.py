@@ -12,7 +12,7 @@ from typing import Any
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.aliases import translate_alias
 from outpace.records.errors import BadInputError, nearest, nearest_of
-from outpace.records.hardware import Accelerator, Bundle, Node, Topology
+from outpace.records.hardware import Accelerator, Architecture, Bundle, Node, Topology
 
 _GIB = 2**30
 
@@ -104,6 +104,9 @@ _NODES = (
           host_link="PCIe 4 x8"),
     _node("2x-rtx-5090", 2, "RTX 5090", "none", _TWO.format("two RTX 5090"),
           host_link="PCIe 5 x8"),
+    Node(name="dgx-spark", accelerator="GB10", devices=1, host_link="NVLink-C2C",
+         nics=(Bundle(link="Ethernet 200", count=1),), host_cores=20,
+         source=_DGX.format("DGX Spark") + ": its processor's memory is the accelerator's"),
     Node(name="laptop", accelerator=None, devices=0, host_cores=4, host_memory_bytes=16 * _GIB,
          cpu_features=("avx2", "avx512f", "avx512_vnni"),
          source="Intel Core i7-1165G7 specifications; 16 GiB: outpace's own choice"),
@@ -113,23 +116,34 @@ NODES: Mapping[str, Node] = MappingProxyType({node.name: node for node in _NODES
 
 
 def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
-    """A machine of the catalog, or one accelerator by its name ("RTX 4090", "rtx-4090").
+    """A machine of the catalog, or accelerators by their name, number and memory.
 
-    Raises BadInputError, naming the nearest, if there is none.
+    "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100". Cards are taken to have no
+    bridge, and what is sold on boards with a switch to have all of its links. A chip that is sold
+    on boards and as cards is taken to be the board's, whose name the node then has. Raises
+    BadInputError, naming the nearest, if there is none.
     """
     wanted = name.casefold().replace(" ", "-")
     if wanted in NODES:
         return NODES[wanted]
-    plain = {known.casefold().replace(" ", "-"): known for known in accelerators}
-    if wanted in plain:
-        chip = accelerators[plain[wanted]]
-        return Node(
-            name=wanted,
-            accelerator=chip.name,
-            devices=1,
-            host_link=chip.host_link,
-            source=f"one accelerator of its kind: {chip.source}",
-        )
+    counted = _COUNTED.fullmatch(wanted)
+    if counted is not None:
+        count, word, memory = counted.groups()
+        chip = _variant(name, word, memory, accelerators)
+        if chip is not None:
+            _require_one_host(name, int(count or 1), chip)
+            return _accelerators(wanted, chip, int(count or 1))
+        board = _board_of(name, word, memory, accelerators)
+        if board is not None:
+            _require_one_host(name, int(count or 1), board)
+            form = _slug(board.name)
+            found = _accelerators(f"{count}x{form}" if count else form, board, int(count or 1))
+            assumed = (
+                f"{name} is taken to be {board.name}, the one on boards; others have names of "
+                "their own (docs/network.md)."
+            )
+            return found.model_copy(update={"assumed": assumed})
+    plain = [_slug(known) for known in accelerators]
     known = [*NODES, *plain]
     alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
     meant = f" Did you mean {' or '.join(alike)}?" if alike else nearest(wanted, known)
@@ -139,12 +153,149 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     )
 
 
+# Most accelerators in a host: 16 of V100, as in a DGX-2. Racks of superchips join more.
+_MOST_IN_HOST = 16
+_IN_RACK = {"GB200": 72, "GB300": 72, "GH200": 32}
+_USUAL_IN_HOST = 8
+
+
+def _require_one_host(name: str, count: int, chip: Accelerator) -> None:
+    """Raise BadInputError for more accelerators than a host has, saying how to name several."""
+    most = _IN_RACK.get(" ".join(chip.name.split()[:1]), _MOST_IN_HOST)
+    if count <= most:
+        return
+    each = next(n for n in range(_USUAL_IN_HOST, 0, -1) if count % n == 0)
+    word = re.sub(r"^[1-9]\d*", "", name.strip())
+    meant = f"--machine {each}{word} --nodes {count // each}"
+    raise BadInputError(
+        f"machine {name!r}: no host has {count} of {chip.name}; {most} are the most. Name one host "
+        f"and how many of them: {meant}."
+    )
+
+
+# "4xrtx-3090", "rtx-3060:12gb", "2xrtx-4060-ti:16".
+_COUNTED = re.compile(r"(?:([1-9]\d*)-?[x×*]-?)?(.+?)(?::(\d+)-?(?:gb|gib)?)?", re.DOTALL)
+# Names end so where a model is sold with more than one size of memory.
+_SIZED = re.compile(r"-(\d+)-gb\b.*")
+
+
+def _slug(name: str) -> str:
+    return name.casefold().replace(" ", "-")
+
+
+def _variant(
+    name: str, word: str, memory: str | None, accelerators: Mapping[str, Accelerator]
+) -> Accelerator | None:
+    """Return the accelerator of a name, with that memory where it is sold with several sizes.
+
+    Raises BadInputError where it is known, but not with that memory, or with which is not said.
+    """
+    named = {_slug(known): one for known, one in accelerators.items()}
+    if memory is None and word in named:
+        return named[word]
+    alike = [one for known, one in named.items() if word in (known, _SIZED.sub("", known))]
+    sizes = {_printed_gb(one): one for one in alike}
+    held = {one.memory_bytes // _GIB: one for one in alike}
+    if memory is not None and int(memory) in {*sizes, *held}:
+        return sizes.get(int(memory)) or held[int(memory)]
+    if len(alike) == 1 and memory is None:
+        return alike[0]
+    if not alike:
+        return None
+    if memory is not None and len(alike) == 1:
+        # A maker's figure and what is left of it differ: a B300 has 288 GB, of which 270 are.
+        size = _printed_gb(alike[0])
+        if size < int(memory) <= _NOMINAL * size:
+            return alike[0]
+    either = " or ".join(f"{size} GB" for size in sorted(sizes))
+    raise BadInputError(
+        f"machine {name!r}: {word} is sold with {either}. Say which, as in {word}:{max(sizes)}GB."
+    )
+
+
+# Most times what a chip's entry has, of what its maker prints.
+_NOMINAL = 1.07
+
+
+def _board_of(
+    name: str, word: str, memory: str | None, accelerators: Mapping[str, Accelerator]
+) -> Accelerator | None:
+    """Return the board of a chip that is named without its form, "h100": H100 SXM.
+
+    None for a chip that has none. Raises BadInputError where boards have several sizes of memory
+    and none is said.
+    """
+    chips = {_slug(known): one for known, one in accelerators.items()}
+    form = re.compile(rf"{re.escape(word)}-sxm\d?")
+    plain = next((one for known, one in chips.items() if form.fullmatch(known)), None)
+    if plain is not None and memory is None:
+        return plain
+    boards = {_printed_gb(one): one for known, one in chips.items()
+              if (found := form.match(known)) and "-w" not in known[found.end():]}  # fmt: skip
+    if memory is not None and int(memory) in boards:
+        return boards[int(memory)]
+    if not boards:
+        return None
+    either = " or ".join(f"{size} GB" for size in sorted(boards))
+    raise BadInputError(
+        f"machine {name!r}: {word} is sold with {either} on boards. Say which, as in "
+        f"{word}:{max(boards)}GB."
+    )
+
+
+def _printed_gb(chip: Accelerator) -> int:
+    """Return the memory that a name says, else what is there: GH200 144 GB has 141 of them."""
+    said = _SIZED.search(_slug(chip.name))
+    return int(said[1]) if said else chip.memory_bytes // _GIB
+
+
+def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
+    """Return a host of `count` accelerators of one kind."""
+    if count == 1:
+        return Node(
+            name=name, accelerator=chip.name, devices=1, host_link=chip.host_link,
+            source=f"one accelerator of its kind: {chip.source}",
+        )  # fmt: skip
+    joined = chip.device_link is not None and not _is_card(chip)
+    topology: Topology = "none"
+    if joined:
+        topology = "mesh" if chip.architecture.startswith("cdna") else "switch"
+    links = chip.device_link if joined else None
+    if links is not None and chip.architecture in _ONE_LINK_EACH:
+        links = Bundle(link=links.link, count=min(links.count, count - 1))
+    if links is not None and chip.architecture == "volta":
+        # Up to four two links between each pair, as 4x-v100; eight as a cube (DGX-1). No switch.
+        topology = "mesh" if count <= _QUAD else "cube-mesh"
+        links = Bundle(link=links.link, count=min(links.count, 2 * (count - 1)))
+    how = "with all of their links to each other" if joined else "each in its slot, without bridges"
+    return Node(
+        name=name, accelerator=chip.name, devices=count, topology=topology,
+        device_link=links, host_link=chip.host_link,
+        source=f"{count} accelerators of one kind in a host, {how}: {chip.source}",
+    )  # fmt: skip
+
+
+# One link goes to each other device (AMD Instinct MI300X and MI350 series platform datasheets).
+_ONE_LINK_EACH: tuple[Architecture, ...] = ("cdna3", "cdna4")
+_QUAD = 4
+# Parts of names of what is sold on boards, with its links to the others there.
+_BOARD_NAMES = ("SXM", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", "GH200", "MI")
+
+
+def _is_card(chip: Accelerator) -> bool:
+    """Return whether it is a card in a slot, whose links need a bridge."""
+    return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
+
+
 def _similar_names(wanted: str, chips: Iterable[str]) -> list[str]:
     """Return machines with that many such accelerators, "8xh100" or "h100", and what each is.
 
     One accelerator where a longer name ends with its own: "NVIDIA GeForce RTX 4090", "4090".
     """
-    count, chip = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
+    if found is None:
+        return []
+    count, chip = found.groups()
     word = re.sub(r"[^a-z0-9]", "", chip)
     if len(word) < 2:
         return []

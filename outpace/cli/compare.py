@@ -14,12 +14,12 @@ from outpace.cli import options
 from outpace.cli.experiments import (
     EXPERIMENT,
     arm_of,
+    can_resume,
     commands,
     folder_of,
+    format_interruption,
+    format_now,
     from_toml,
-    goes_on,
-    going_on,
-    now,
     show,
     whole_lines,
 )
@@ -33,10 +33,10 @@ from outpace.records.errors import BadInputError, harmless
 from outpace.records.lines import encode_line
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
-from outpace.train.run_dir import RUN_FILE
+from outpace.training.run_dir import RUN_FILE
 
 if TYPE_CHECKING:
-    from outpace.experiment.compare import Ended, Run
+    from outpace.experiment.compare import ComparisonEnd, Run
 
 _ABOUT = "Which is faster, and is that more than noise: arms in turn until a verdict is clear."
 _EPILOG = (
@@ -54,7 +54,7 @@ _READ = (
 # Of the comparison, where they are a run's for outpace train.
 _TEXTS = {
     "out": "directory of the comparison (default: comparisons/<time>)",
-    "resume": "go on with the comparison in --out, by the command that began it",
+    "resume": "resume the comparison in --out, with the command that started it",
 }
 # Of an experiment: how long it goes on and what it is shown with, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
@@ -63,54 +63,66 @@ _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Compare, print the verdict, keep all of it; returns 0, 1 where all runs failed."""
     arguments = _parser().read(argv)
+    folder, comparison = _answer(arguments, argv, quiet=arguments.json)
+    if arguments.json:
+        print(comparison.model_dump_json(indent=2), flush=True)
+    else:
+        from outpace.reporting.terminal.comparison import comparison_text
+
+        show(comparison_text(comparison), folder, "again", comparison.command)
+        if comparison.beside:
+            print(*map(harmless, comparison.beside), sep="\n  ")
+    return 0 if any(one.value is not None for one in comparison.outcomes) else 1
+
+
+def run_comparison(argv: list[str], quiet: bool) -> Comparison:
+    """Compare as the words of a command line ask, and keep all of it. Raises BadInputError."""
+    return _answer(_parser().read(argv), argv, quiet)[1]
+
+
+def _answer(
+    arguments: argparse.Namespace, argv: list[str], quiet: bool
+) -> tuple[Path | None, Comparison]:
     given = vars(arguments)
     out = None if given.get("out") is None else output_place(given["out"])
     _take_runs(arguments)
     if arguments.runs:
         if out is not None and out.exists():
             raise BadInputError(f"{out} is there already. Use another --out.")
-        folder, comparison = out, _of_runs(arguments)
+        folder, comparison = out, _compare_finished(arguments)
     else:
-        folder, comparison = _in_turn(arguments, argv, out, given.get("resume", False))
+        folder, comparison = _run_arms(arguments, argv, out, given.get("resume", False), quiet)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         comparison.save(folder / RESULT)
-    if arguments.json:
-        print(comparison.model_dump_json(indent=2), flush=True)
-    else:
-        from outpace.report.comparison import shown
-
-        show(shown(comparison), folder, "again", comparison.command)
-        if comparison.beside:
-            print(*map(harmless, comparison.beside), sep="\n  ")
-    return 0 if any(one.value is not None for one in comparison.outcomes) else 1
+    return folder, comparison
 
 
-def _in_turn(
-    arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool
+def _run_arms(
+    arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
-    """Of arms that are run, where it is kept; and beside what it repeats, where it does."""
-    from outpace.experiment.facts import beside
+    """Run the arms; return the comparison and its folder, with what it repeats beside it if any."""
+    from outpace.experiment.facts import compare_with_stored
 
-    values, stored = _values(arguments)
+    values, stored = _read_request(arguments)
     with folder_of(out, resumes, "comparisons", "comparison") as folder:
-        experiment, before = _begun(folder, values, resumes)
+        experiment, before = _load_progress(folder, values, resumes)
         settings = _settings(experiment)
         # What was compared once is repeated, and gone on with, as it was.
         _check_alone(experiment, settings, begun=stored is not None or bool(before))
         try:
-            comparison = _compared(experiment, settings, folder, before, arguments.json)
+            comparison = _measure_and_judge(experiment, settings, folder, before, quiet)
         except (KeyboardInterrupt, TerminatedError):
-            print(going_on(folder, "compare", *argv), file=sys.stderr, flush=True)
+            print(format_interruption(folder, "compare", *argv), file=sys.stderr, flush=True)
             raise
     if stored is not None:
-        told = tuple(beside(stored, comparison))
+        told = tuple(compare_with_stored(stored, comparison))
         comparison = comparison.model_copy(update={"beside": told})
     return folder, comparison
 
 
 def _settings(experiment: Experiment) -> list[TrainSettings]:
-    """Of each arm that trains. Raises BadInputError for what no arm can be run with."""
+    """Return each training arm's settings. Raises BadInputError for what no arm can run with."""
     from outpace.experiment import arms
 
     if experiment.metric is not None:  # of commands
@@ -122,7 +134,7 @@ def _settings(experiment: Experiment) -> list[TrainSettings]:
 def _check_alone(experiment: Experiment, settings: list[TrainSettings], begun: bool) -> None:
     """Refuse strategies of several processes on one, where they are all the same.
 
-    Where a person says that there is one, or it has `begun` so, it is only said.
+    If the user asked for one process, or the comparison has `begun` with one, this is only a note.
     """
     alone = [
         (arm.name, begun or one.nproc is not None)
@@ -132,26 +144,26 @@ def _check_alone(experiment: Experiment, settings: list[TrainSettings], begun: b
     if not alone:
         return
     names = ", ".join(name for name, _ in alone)
-    why = f"{names}: on one process every strategy computes alike, and nothing is exchanged"
+    why = f"{names}: on one process every strategy computes alike, and nothing is communicated"
     if not all(asked for _, asked in alone):
         raise BadInputError(f"{why}. Add --nproc 2 or more; --nproc 1 if that is meant.")
     _say(why)
 
 
-def _compared(
+def _measure_and_judge(
     experiment: Experiment, settings: list[TrainSettings], folder: Path, before: list[Outcome],
     quiet: bool,
 ) -> Comparison:  # fmt: skip
-    """Run it and judge; where it is interrupted what there is is kept before that is raised."""
+    """Run the experiment and judge it; save what there is before re-raising an interruption."""
     from outpace.experiment import arms
     from outpace.experiment.judge import judge
 
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
     if not quiet:
-        _say(_beginning(experiment, settings, folder))
+        _say(_format_start(experiment, settings, folder))
     _prepare(settings, quiet)
-    began_s, started = time.monotonic() - sum(one.took_s for one in before), now()
+    began_s, started = time.monotonic() - sum(one.took_s for one in before), format_now()
     run = arms.run_training if settings else arms.run_command
     ended, interrupt = _rounds(experiment, folder, run, before, quiet)
     took_s = time.monotonic() - began_s
@@ -166,8 +178,8 @@ def _compared(
 
 def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
     """Data of all arms: else their first runs do it, within their limit of time."""
-    from outpace.launch.materials import prepare_data
-    from outpace.report.progress import Progress
+    from outpace.jobs.inputs.inputs import prepare_data
+    from outpace.reporting.terminal.progress import TrainingProgress
 
     seen = []
     for one in settings:
@@ -175,22 +187,22 @@ def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
         if read not in seen:
             seen.append(read)
             with suppress(BadInputError):  # the arm's own runs say it
-                prepare_data(one, [] if quiet else [Progress()])
+                prepare_data(one, [] if quiet else [TrainingProgress()])
 
 
-def _beginning(experiment: Experiment, settings: list[TrainSettings], folder: Path) -> str:
-    """What is about to be run, and how long at most."""
+def _format_start(experiment: Experiment, settings: list[TrainSettings], folder: Path) -> str:
+    """Describe what is about to run, and the longest it may take."""
     arms = [arm.name for arm in experiment.arms]
     if settings:
-        arms = [f"{name}{_on(one)}" for name, one in zip(arms, settings, strict=True)]
+        arms = [f"{name}{_format_processes(one)}" for name, one in zip(arms, settings, strict=True)]
     rounds = f"at most {experiment.rounds} round{'s' * (experiment.rounds > 1)}"
     return (
         f"{', '.join(arms)}: {rounds}, none begun after {experiment.budget_s:.0f} s, into {folder}"
     )
 
 
-def _on(settings: TrainSettings) -> str:
-    """So many processes, where a plan does not say it."""
+def _format_processes(settings: TrainSettings) -> str:
+    """Return ' on N processes', or '' if a plan decides the number."""
     if settings.plan is not None:
         return ""
     return f" on {settings.nproc or 1} process{'es' * ((settings.nproc or 1) > 1)}"
@@ -202,30 +214,32 @@ def _say(sentence: str) -> None:
 
 def _rounds(
     experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
-) -> tuple["Ended", BaseException | None]:
+) -> tuple["ComparisonEnd", BaseException | None]:
     """Every outcome is written as soon as it is there; and what interrupted them, if so."""
-    from outpace.experiment.compare import Ended, compare
+    from outpace.experiment.compare import ComparisonEnd, compare
 
     seen = list(before)
     with (folder / OUTCOMES).open("a", encoding="utf-8", buffering=1) as file:
 
-        def told(outcome: Outcome, verdicts: Mapping[str, Verdict]) -> None:
+        def note_outcome(outcome: Outcome, verdicts: Mapping[str, Verdict]) -> None:
             seen.append(outcome)
             file.write(encode_line(outcome).decode())
             if not quiet:
                 _say(_line(outcome, experiment))
 
         try:
-            return compare(experiment, folder, run, before, told), None
+            return compare(experiment, folder, run, before, note_outcome), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
-            return Ended(tuple(seen), "it was interrupted"), interrupt
+            return ComparisonEnd(tuple(seen), "it was interrupted"), interrupt
 
 
-def _of_runs(arguments: argparse.Namespace) -> Comparison:
-    """Of runs that are over."""
+def _compare_finished(arguments: argparse.Namespace) -> Comparison:
+    """Compare finished runs."""
     from outpace.experiment.judge import compare_runs
 
-    _refuse(arguments, ("runs", "arm", "price", "out"), "finished runs are compared as they are")
+    _refuse_unused(
+        arguments, ("runs", "arm", "price", "out"), "finished runs are compared as they are"
+    )
     return compare_runs(arguments.runs, arguments.price)
 
 
@@ -252,12 +266,14 @@ def _line(outcome: Outcome, experiment: Experiment) -> str:
     return f"{head} takes {show_seconds(outcome.value)} a step"
 
 
-def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison | None]:
-    """What is asked for, as an experiment has it; and the comparison that it repeats, if so."""
+def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison | None]:
+    """Return the fields of the requested experiment, and the comparison that it repeats, if any."""
     values: dict[str, Any] = {}
     words = arguments.arm
     if len(words) == 1 and words[0].endswith(".json"):
-        _refuse(arguments, ("arm", "out", "resume", "trusted"), f"{words[0]} is repeated as it was")
+        _refuse_unused(
+            arguments, ("arm", "out", "resume", "trusted"), f"{words[0]} is repeated as it was"
+        )
         stored = Comparison.load(Path(words[0]))
         _require_trust(stored.experiment, Path(words[0]), arguments.trusted)
         return {**stored.experiment.model_dump(mode="json"), "in_turn": True}, stored
@@ -268,7 +284,7 @@ def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison |
         values["arms"] = [*map(arm_of, words), *commands(arguments.command)]
     common = {name: value for name, value in options.from_flags(arguments).items()
               if name not in ("out", "resume")}  # fmt: skip
-    plain = json.loads(json.dumps(common, default=_plainly))
+    plain = json.loads(json.dumps(common, default=_to_json))
     values["common"] = {**values.get("common", {}), **plain}
     for name, key in (("rounds", "rounds"), ("budget", "budget_s"), ("within", "within"),
                       ("price", "price"), ("metric", "metric")):  # fmt: skip
@@ -278,7 +294,7 @@ def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison |
 
 
 def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
-    """Refuse to run what a file says, which may be anyone's, unless a person has said so."""
+    """Refuse to run commands from a file, whoever wrote it, unless the user allows it."""
     for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
         require_named(str(settings.get("model", "")), path)
     asked = _code_of(experiment)
@@ -297,12 +313,12 @@ def _code_of(experiment: Experiment) -> list[str]:
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
 
 
-def _plainly(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else str(value)
 
 
-def _refuse(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:
-    """What would do nothing. Raises BadInputError."""
+def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:
+    """Refuse arguments that would have no effect. Raises BadInputError."""
     nothing = _parser().read([])
     given = [
         "arms" if name == "arm" else options.flag(name)
@@ -313,12 +329,14 @@ def _refuse(arguments: argparse.Namespace, allowed: Collection[str], why: str) -
         raise BadInputError(f"{why}: leave out {', '.join(given)}.")
 
 
-def _begun(folder: Path, values: dict[str, Any], resumes: bool) -> tuple[Experiment, list[Outcome]]:
-    """The experiment, and outcomes of whole rounds that are there already. Raises BadInputError."""
+def _load_progress(
+    folder: Path, values: dict[str, Any], resumes: bool
+) -> tuple[Experiment, list[Outcome]]:
+    """Return the experiment and the outcomes of its finished rounds. Raises BadInputError."""
     from outpace.experiment.compare import whole_rounds
 
     path = folder / OUTCOMES
-    if not goes_on(folder, path, resumes, "comparison"):
+    if not can_resume(folder, path, resumes, "comparison"):
         return Experiment.parse({"seed": secrets.randbits(31), **values}, "the experiment"), []
     stored = Experiment.load(folder / EXPERIMENT)
     kept = {name: getattr(stored, name) for name in (*_MAY_CHANGE, "seed")}

@@ -1,4 +1,4 @@
-"""Conditions on past runs as a person writes them: 'strategy=ddp', 'final_loss<2.5'."""
+"""Conditions on past runs, as the user writes them: 'strategy=ddp', 'final_loss<2.5'."""
 
 import operator
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.cli import options
 from outpace.cli.parser import whole_number
-from outpace.experiment.past import Past, field_names, field_owner
+from outpace.experiment.past_runs import Past, field_names, field_owner
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.past import PastRun
 from outpace.records.units import read_bytes
@@ -22,7 +22,7 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """What a field of a run has to be. `wanted` None: not known."""
+    """Required value of one field of a run. `wanted` None: the value is unknown."""
 
     name: str
     sign: str
@@ -50,7 +50,7 @@ def condition_of(word: str) -> Condition:
         )
     name = field_of(found[1], f"--where {word}")
     sign = "=" if found[2] == "==" else found[2]
-    return Condition(name, sign, _wanted(name, sign, found[3], f"--where {word}"))
+    return Condition(name, sign, _parse_value(name, sign, found[3], f"--where {word}"))
 
 
 def field_of(word: str, where: str) -> str:
@@ -65,8 +65,8 @@ def field_of(word: str, where: str) -> str:
     return name
 
 
-def _wanted(name: str, sign: str, text: str, where: str) -> Any:
-    """The value as the field holds it; None for 'none'. Raises BadInputError."""
+def _parse_value(name: str, sign: str, text: str, where: str) -> Any:
+    """Return the value with the field's type; None for 'none'. Raises BadInputError."""
     owner = field_owner(name)
     assert owner is not None
     holds = options.shape(owner.model_fields[name].annotation)
@@ -100,7 +100,7 @@ def _number(name: str, text: str, where: str) -> float:
 
 
 def _read_number(text: str) -> float:
-    """As others are written: 0.4, 1e-3, 10M."""
+    """Read a number in the usual notations: 0.4, 1e-3, 10M."""
     try:
         return float(text)
     except ValueError:

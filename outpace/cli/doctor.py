@@ -19,8 +19,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     if arguments.run is not None:
         return _of_run(arguments)
-    from outpace.probe.doctor import examine
-    from outpace.probe.inventory import gather
+    from outpace.probing.doctor.examine import examine
+    from outpace.probing.hardware.inventory import gather
 
     inventory = gather(environ, timeout_s=arguments.timeout)
     examination = examine(inventory)
@@ -31,8 +31,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         }
         print(json.dumps(said, indent=2), flush=True)
     else:
-        from outpace.report.doctor import examination_text
-        from outpace.report.terminal import Console
+        from outpace.reporting.terminal.console import Console
+        from outpace.reporting.terminal.doctor import examination_text
 
         Console(highlight=False).print(examination_text(examination))
     return 1 if arguments.strict and examination.findings else 0
@@ -40,10 +40,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _of_run(arguments: Namespace) -> int:
     """Say what limited the speed of a run, by what it recorded."""
-    from outpace.report.doctor import examination_text
-    from outpace.report.run_findings import run_examination
-    from outpace.report.run_source import read_run
-    from outpace.report.terminal import Console
+    from outpace.reporting.data.run_folder import read_run
+    from outpace.reporting.run_findings import run_examination
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.doctor import examination_text
 
     examination = run_examination(read_run(arguments.run))
     if arguments.json:

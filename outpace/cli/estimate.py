@@ -1,13 +1,17 @@
 """`outpace estimate`."""
 
-import math
+import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outpace.cli.parser import Parser
-from outpace.cli.plan import add_question
-from outpace.records.errors import BadInputError
+from outpace.cli.plan import ADAPTER_OPTIONS, add_question
+
+if TYPE_CHECKING:
+    from outpace.planner.problem import Job
+    from outpace.records.estimate import Planned
+    from outpace.records.plan import PlanFile
 
 _ABOUT = "One plan in detail: time, where it goes, memory, and whether it fits."
 _EPILOG = (
@@ -19,55 +23,50 @@ _EPILOG = (
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Estimate a plan and print it; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    from outpace.launch.planning import Asked, job
-    from outpace.planner.plans import estimate_plan
     from outpace.records.plan import PlanFile
 
-    file = PlanFile.load(arguments.plan, option="--plan ")
-    plan = file.plan
-    asked = Asked(
-        model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
-        devices_per_node=arguments.devices_per_node, network=arguments.network,
-        seq_len=arguments.seq_len or file.seq_len,
-        global_batch=arguments.global_batch or file.global_batch, precision=plan.precision,
-    )  # fmt: skip
-    question = job(asked)
-    if plan.world_size != question.wanted.world:
-        raise BadInputError(
-            f"{arguments.plan} is for {plan.world_size} devices, but {question.cluster.nodes} × "
-            f"{question.cluster.fabric.per_node} = {question.wanted.world} are there. Set its axes "
-            "or --nodes and --devices-per-node."
-        )
-    if asked.global_batch is None:
-        # As plan's default, up to what the plan divides.
-        least = plan.samples_per_pass * plan.data_parallel
-        batch = least * math.ceil(question.wanted.global_batch / least)
-        question = replace(question, wanted=replace(question.wanted, global_batch=batch))
-    try:
-        planned = estimate_plan(question, plan)
-    except BadInputError as error:
-        raise BadInputError(f"{arguments.plan}: {error}") from None
-    if arguments.depth == "trace":
-        from outpace.launch.traced import traced
-
-        planned = traced(planned, asked.model, question)
+    planned, question = _estimate(arguments, PlanFile.load(arguments.plan, option="--plan "))
     if arguments.json:
         print(planned.model_dump_json(indent=2), flush=True)
         return 0
-    from outpace.report.plan import one_plan
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.plan import plan_text
 
     of = (
         f"of {question.outline.name} with sequences of {question.wanted.seq_len:,} and a global "
         f"batch of {question.wanted.global_batch:,}. For others give --seq-len and --global-batch."
     )
-    Console().print(one_plan(planned, (of, *question.outline.notes, *question.cluster.notes)))
+    Console().print(plan_text(planned, (of, *question.outline.notes, *question.cluster.notes)))
     return 0
+
+
+def answer(argv: list[str], file: "PlanFile") -> "Planned":
+    """Return the estimate of a plan as the words of a command line ask. Raises BadInputError.
+
+    `--plan` is what errors call the plan.
+    """
+    return _estimate(_parser().read(argv), file)[0]
+
+
+def _estimate(arguments: argparse.Namespace, file: "PlanFile") -> "tuple[Planned, Job]":
+    from outpace.jobs.planning.estimate import estimate
+    from outpace.jobs.planning.request import PlanQuestion
+
+    plan = file.plan
+    asked = PlanQuestion(
+        model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
+        devices_per_node=arguments.devices_per_node, network=arguments.network,
+        seq_len=arguments.seq_len or file.seq_len,
+        global_batch=arguments.global_batch or file.global_batch, precision=plan.precision,
+        measures=True,
+    )  # fmt: skip
+    trace = arguments.depth == "trace"
+    return estimate(asked, plan, str(arguments.plan), trace=trace)
 
 
 def _parser() -> Parser:
     usage = "--model MODEL --machine NAME --plan plan.json [options]"
-    parser = Parser("estimate", _ABOUT, _EPILOG, usage=usage)
+    parser = Parser("estimate", _ABOUT, _EPILOG, usage=usage, elsewhere=ADAPTER_OPTIONS)
     parser.add_json()
     add_question(parser, of="the plan's, else ")
     add = parser.arguments.add_argument

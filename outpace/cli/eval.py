@@ -1,11 +1,13 @@
 """`outpace eval`."""
 
+import sys
 from collections.abc import Mapping
 from typing import get_args
 
 from outpace.cli.generate import add_device, add_model
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
+from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import Task
 
 
@@ -15,11 +17,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if not arguments.run.is_dir():
         raise BadInputError(
             f"--run {arguments.run}: there is no such directory; give the one that "
-            "`outpace train` named at its end"
+            f"`outpace train` named at its end.{explain_removed_checkpoint(arguments.run)}"
         )
-    from outpace.launch import use
+    from outpace.jobs import inference
 
-    evaluation = use.evaluate(
+    evaluation = inference.evaluate(
         arguments.run,
         tuple(arguments.data) if arguments.data else None,
         batches=arguments.batches,
@@ -27,12 +29,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         device=arguments.device,
         text_field=arguments.text_field,
         task=arguments.task,
+        on_hint=lambda hint: print(f"hint: {hint}", file=sys.stderr),
     )
     if arguments.json:
         print(evaluation.model_dump_json(indent=2))
         return 0
-    from outpace.report.summary import evaluation_table
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.summary import evaluation_table
 
     Console().print(evaluation_table(evaluation))
     return 0

@@ -1,4 +1,4 @@
-"""Experiments as a person writes them: words of a command line, or a TOML file."""
+"""Experiments as the user writes them: words of a command line, or a TOML file."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _OF_AN_ARM = ("name", "environment", "command")
 
 @contextmanager
 def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
-    """Where `what` is kept: as asked, else by the time. Raises BadInputError.
+    """Yield the folder that keeps `what`: `out`, else one named by the time. Raises BadInputError.
 
     One that was made here and is still empty at the end is removed.
     """
@@ -40,7 +40,7 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
         return
     base = Path(parent) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     base.parent.mkdir(parents=True, exist_ok=True)
-    made = _made(base)
+    made = _make_folder(base)
     try:
         yield made
     finally:
@@ -49,8 +49,8 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
             made.parent.rmdir()
 
 
-def _made(base: Path) -> Path:
-    """At once: another may begin in the same second."""
+def _make_folder(base: Path) -> Path:
+    """Make the folder at once, since another process may start in the same second."""
     number, path = 1, base
     while True:
         try:
@@ -62,8 +62,8 @@ def _made(base: Path) -> Path:
             return path
 
 
-def now() -> str:
-    """The time, as records have it."""
+def format_now() -> str:
+    """Return the current time in UTC, as records write it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -74,7 +74,7 @@ def show(result: "RenderableType", folder: Path | None, what: str, command: Sequ
     """
     from rich.text import Text
 
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
 
     console = Console()
     console.print(result)
@@ -84,24 +84,26 @@ def show(result: "RenderableType", folder: Path | None, what: str, command: Sequ
             console.print(Text(shlex.join(command)), soft_wrap=True)
 
 
-def going_on(folder: Path, *command: str) -> str:
-    """What is said when something was interrupted, with what goes on in a line to be pasted.
+def format_interruption(folder: Path, *command: str) -> str:
+    """Return what is shown after an interruption: what is kept, and a command that resumes it.
 
-    `command`: as it was given, from its name on.
+    `command`: as it was given, from its name on. Before anything is kept, nothing can be resumed.
     """
+    if not any((folder / name).is_file() for name in BEGUN):
+        return "outpace: it had not begun, and nothing is kept"
     words = ["outpace", *command]
     if not any(word == "--out" or word.startswith("--out=") for word in words):
         words += ["--out", str(folder)]
     if "--resume" not in words:
         words.append("--resume")
-    return f"outpace: what was done is kept in {folder}; go on with:\n{shlex.join(words)}"
+    return f"outpace: what was done is kept in {folder}; resume with:\n{shlex.join(words)}"
 
 
-def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:
-    """Whether `folder` holds `what`, kept in `log`, to go on with. Raises BadInputError."""
+def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
+    """Return whether `folder` holds `what`, kept in `log`, to resume. Raises BadInputError."""
     if not log.is_file():
         if resumes and not folder.is_dir():
-            raise BadInputError(f"--resume: there is no {what} in {folder} to go on with.")
+            raise BadInputError(f"--resume: there is no {what} in {folder} to resume.")
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         # One that was ended before its first run is begun anew.
         if there and not (resumes and there & set(BEGUN)):
@@ -109,7 +111,7 @@ def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:
         return False
     if not resumes:
         raise BadInputError(
-            f"{folder} holds a {what}. Use --resume to go on with it, or another --out."
+            f"{folder} holds a {what}. Use --resume to continue it, or another --out."
         )
     return True
 
@@ -181,14 +183,14 @@ def _boolean(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Convert tuples and paths to what JSON has."""
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def commands(lines: Sequence[str]) -> list[Arm]:
-    """A command of one's own is an arm, called as it is written."""
+    """Make an arm of each command of the user, named after the command itself."""
     return [Arm.parse({"name": line, "command": line}, "--command") for line in lines]
 
 
@@ -203,7 +205,7 @@ def from_toml(path: Path) -> dict[str, Any]:
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise BadInputError(f"{path}: arms are written as tables, each under [[arm]]")
     arms = [_arm(one, place, path) for place, one in enumerate(given)]
-    return {**table, "common": common, "arms": [*_crossed(arms, grid, path)]}
+    return {**table, "common": common, "arms": [*_cross_with_grid(arms, grid, path)]}
 
 
 def _arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
@@ -231,8 +233,8 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _crossed(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Every arm with every combination of the grid's values; NAMES are of variables."""
+def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
+    """Combine every arm with all values of the grid; NAMES are environment variables."""
     if not grid:
         return list(arms)
     for name, values in grid.items():

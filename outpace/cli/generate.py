@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
+from outpace.records.run import explain_removed_checkpoint
 
 if TYPE_CHECKING:
     from outpace.data.conversations import Message
-    from outpace.launch.use import Writer
+    from outpace.jobs.inference import Writer
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -22,15 +23,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """
     arguments = _parser().read(argv)
     _check(arguments)
-    from outpace.launch import use
+    from outpace.jobs import inference
 
-    sampling = use.Sampling(
+    sampling = inference.Sampling(
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed
     )
-    writer = use.Writer(arguments.run, sampling, arguments.device)
-    begin = use.system_message(arguments.system)
+    writer = inference.Writer(arguments.run, sampling, arguments.device)
+    begin = inference.system_message(arguments.system)
     if arguments.conversations is not None:
-        for messages in use.questions(arguments.conversations):
+        for messages in inference.questions(arguments.conversations):
             _tell(arguments, messages[-1]["content"], writer.answer([*begin, *messages]))
         return 0
     if arguments.prompt is None:
@@ -49,12 +50,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if not arguments.run.is_dir():
         raise BadInputError(
             f"--run {arguments.run}: there is no such directory; give the one that "
-            "`outpace train` named at its end"
+            f"`outpace train` named at its end.{explain_removed_checkpoint(arguments.run)}"
         )
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
             raise BadInputError(
-                "outpace generate needs a TEXT to go on from. Without one, --chat begins a "
+                "outpace generate needs a TEXT to continue. Without one, --chat begins a "
                 "conversation and --conversations FILE answers those of a file."
             )
         if arguments.json:
@@ -95,7 +96,7 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("prompt", nargs="?", default=None, metavar="TEXT",
-        help="the text to go on from; - reads it from standard input")  # fmt: skip
+        help="the text to continue; - reads it from standard input")  # fmt: skip
     add_model(parser)
     add(
         "--max-new-tokens",

@@ -12,12 +12,12 @@ from typing import Any
 from outpace.cli.options import DEFAULT, RUN_FILE
 from outpace.cli.output import output_place
 from outpace.cli.parser import Parser, number_type
-from outpace.launch import kubernetes, sbatch
+from outpace.launch import kubernetes, slurm_script
 from outpace.records.base import write_atomic
 from outpace.records.cluster_job import ClusterJob
 from outpace.records.errors import BadInputError, nearest
 
-_ABOUT = "Write a job for a cluster's scheduler, which trains there and goes on when interrupted."
+_ABOUT = "Write a job for a cluster's scheduler, which trains there and resumes when interrupted."
 _EPILOG = (
     "After -- comes a command of outpace: train, with its options. It gets --out runs/NAME unless "
     "it has one, and --auto-resume."
@@ -53,7 +53,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
     per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1
     folder = Path.cwd() if arguments.folder is None else arguments.folder.absolute()
-    words, out = _checked(command, arguments.name, folder)
+    words, out = _complete_command(command, arguments.name, folder)
     return ClusterJob.parse(
         {
             "name": arguments.name,
@@ -69,9 +69,11 @@ def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
     )
 
 
-def _checked(command: list[str], name: str, folder: Path) -> tuple[tuple[str, ...], Path | None]:
-    """The command with what lets it go on, read as it will be there; and where its run lies."""
-    from outpace.cli.train import asked_of
+def _complete_command(
+    command: list[str], name: str, folder: Path
+) -> tuple[tuple[str, ...], Path | None]:
+    """Add to the command what makes it resumable, check it, and return it with its run's folder."""
+    from outpace.cli.train import read_settings
 
     if command[:1] == ["outpace"]:
         command = command[1:]
@@ -87,10 +89,10 @@ def _checked(command: list[str], name: str, folder: Path) -> tuple[tuple[str, ..
     more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
     if "--out" in more and (folder / out / RUN_FILE).is_file():
         raise BadInputError(
-            f"{folder / out} holds a run already. To go on with it, write --out {out} behind the "
+            f"{folder / out} holds a run already. To resume it, write --out {out} behind the "
             "--; for another, give another --name or --out."
         )
-    settings, origins = asked_of([*command[1:], *more])
+    settings, origins = read_settings([*command[1:], *more])
     if origins["nproc"] not in (DEFAULT, RUN_FILE):
         raise BadInputError(
             f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and say "
@@ -106,10 +108,10 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
             f"--time {arguments.time} is {limit_s} s, and --save-s {arguments.save_s} of them are "
             "to save: none are left to train. Give more --time, or a smaller --save-s."
         )
-    wishes = sbatch.Wishes(
+    wishes = slurm_script.SlurmOptions(
         arguments.starter, arguments.time, arguments.save_s, tuple(arguments.sbatch)
     )
-    text = sbatch.script(job, wishes, str(Path(sys.executable).parent))
+    text = slurm_script.script(job, wishes, str(Path(sys.executable).parent))
     path: Path = arguments.file or Path(f"{job.name}.sbatch")
     _write(path, text)
     said = {"file": str(path), "job": None}
@@ -149,7 +151,7 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
             "a volume that all pods see. Name its claim with --claim, and with --folder where it "
             "is mounted."
         )
-    wishes = kubernetes.Wishes(
+    wishes = kubernetes.KubernetesOptions(
         arguments.image, arguments.runtime, arguments.namespace, arguments.claim
     )
     files: dict[str, list[dict[str, Any]]] = {
@@ -236,7 +238,7 @@ def _time(text: str) -> str:
 
 
 def _seconds(text: str) -> int | None:
-    """Of a limit; None where there is none. 90 and 90:00 are minutes, 1-12 a day and hours."""
+    """Read a time limit; None if there is none. 90 and 90:00 are minutes, 1-12 a day and hours."""
     found = _TIME.fullmatch(text)
     if found is None:
         return None

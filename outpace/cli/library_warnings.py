@@ -1,15 +1,19 @@
 """Warnings of libraries, which no user of a command can do anything about, are not shown.
 
 Those of outpace itself are, as a sentence, and those of code of the user's own, as Python shows
-them. `python -W …` and PYTHONWARNINGS show all.
+them. What their loggers say when transformers imports torchao is hidden, too. `python -W …` and
+PYTHONWARNINGS show all.
 """
 
+import logging
 import os
 import sys
 import sysconfig
 import warnings
 from pathlib import Path
 from typing import TextIO
+
+from outpace.nn.torchao import CHATTY_LOGGERS
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _PATHS = sysconfig.get_paths()
@@ -23,6 +27,8 @@ def hide_library_warnings() -> None:
     if sys.warnoptions:  # -W or PYTHONWARNINGS: who gives them wants to see what there is
         return
     warnings.showwarning = _show
+    for name in CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _show(

@@ -18,9 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-import outpace
 from outpace.cli.library_warnings import hide_library_warnings
-from outpace.cli.streams import drop_output, flush_output, output_error, repair_streams
+from outpace.cli.streams import (
+    drop_output,
+    flush_output,
+    output_error,
+    reader_is_gone,
+    repair_streams,
+)
 from outpace.launch.parent_watch import end_with_parent
 from outpace.records.errors import (
     EXIT_DIVERGED,
@@ -33,15 +38,18 @@ from outpace.records.errors import (
     readable,
 )
 from outpace.records.signals import ENDING
+from outpace.records.version import __version__
 
 # command -> one line of help; its module has the command's name.
 COMMANDS = {
     "plan": "the fastest ways to train a model on given machines, and why",
     "estimate": "one plan in detail: time, memory, and whether it fits",
-    "train": "train a transformer, or go on with a run",
+    "accuracy": "published steps that are nearest to a plan, measured and predicted",
+    "train": "train a transformer, or resume a run",
     "generate": "continue a text with a trained model",
     "eval": "loss and perplexity of a trained model on held-out text",
     "probe": "measure what this machine can really do",
+    "calibrate": "correct a machine's rates by what a trainer logged on it",
     "topology": "how devices are joined, and which should hold tensor parallelism",
     "doctor": "what on this host costs speed, and what to do about it",
     "memory": "where memory goes in a training step, and whether it fits",
@@ -70,7 +78,7 @@ _ELSEWHERE = {
     "evaluate": "outpace eval --run RUN measures a model on held-out data.",
     "finetune": "outpace train --model FOLDER --data FILE trains a stored model further; with "
     "--lora-rank 16 an adapter.",
-    "resume": "outpace train --resume DIR goes on with a run.",
+    "resume": "outpace train --resume DIR continues a run.",
     "benchmark": "outpace compare measures which of several ways to train is faster.",
     "presets": "outpace models lists them.",
     "init": "outpace train needs no project: name --model and --data.",
@@ -145,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if stopped:  # what failed since then is only the clearing up
             return _fail(str(stopped[0]), stopped[0].exit_code, arguments, environ)
+        if reader_is_gone():
+            drop_output()
+            return 128 + signal.SIGPIPE
         output = output_error()
         if output is not None:
             return _fail(str(output), output.exit_code, arguments, environ)
@@ -167,7 +178,7 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
         return 0
     name, *rest = arguments
     if name in ("-V", "--version"):
-        print(f"outpace {outpace.__version__}")
+        print(f"outpace {__version__}")
         return 0
     if name in _ELSEWHERE:
         raise BadInputError(f"there is no command {name!r}: {_ELSEWHERE[name]}")
@@ -191,7 +202,7 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
 def _help() -> str:
     width = max(len(name) for name in COMMANDS)
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return _HELP.format(about=(outpace.__doc__ or "").strip(), commands=commands)
+    return _HELP.format(about=(sys.modules["outpace"].__doc__ or "").strip(), commands=commands)
 
 
 def _fail(
@@ -201,13 +212,13 @@ def _fail(
     environ: Mapping[str, str],
     on_all_ranks: bool = False,
 ) -> int:
-    """Tell a person, and `--json`'s reader, what went wrong. Returns the exit code to end with.
+    """Tell the user, and `--json`'s reader, what went wrong. Returns the exit code to end with.
 
     What is the same `on_all_ranks` is said by rank 0 alone.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ)
-    if launched_by_us(environ):
+    if is_launched_worker(environ):
         # The launcher speaks for all ranks, so that a person reads each message once. It would
         # stop the other ranks at the first exit code that is not 0: those still saving must not be.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
@@ -242,7 +253,7 @@ def end_at_once(
     os._exit(code)
 
 
-def launched_by_us(environ: Mapping[str, str]) -> bool:
+def is_launched_worker(environ: Mapping[str, str]) -> bool:
     """Whether this process is a worker that `outpace train --nproc` started."""
     return environ.get("TORCHELASTIC_RUN_ID", "").startswith("outpace-")
 
@@ -269,14 +280,14 @@ def _disk_sentence(error: BaseException | None) -> str | None:
             where = f" (writing {error.filename})" if error.filename else ""
             return (
                 f"the disk is full{where}: {error.strerror}. Free some space, or choose other "
-                "places with --out and --cache-dir; a run with a checkpoint goes on with --resume."
+                "places with --out and --cache-dir; --resume continues a run with a checkpoint."
             )
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             where = f" {error.filename}" if error.filename else ""
             return (
                 f"a file{where} may not become as large as it has to: {error.strerror}. Raise the "
                 "limit (ulimit -f), or choose a file system that takes large files with --out and "
-                "--cache-dir; a run with a checkpoint goes on with --resume."
+                "--cache-dir; --resume continues a run with a checkpoint."
             )
         error = error.__cause__ or error.__context__
     return None

@@ -2,22 +2,23 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.cli import options
 from outpace.cli.output import output_file, write_output
 from outpace.cli.parser import Parser, number_type
-from outpace.launch.environment import ranks_from, restart_count
+from outpace.launch.launcher_env import ranks_from
 from outpace.records.errors import BadInputError
+from outpace.records.hardware import Node
+from outpace.records.interpreter import PYTHON
 from outpace.records.memory import MemoryAccount
-from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from outpace.launch.memory import ModuleQuestion, Question
+    from outpace.jobs.memory.query import MemoryQuery, ModuleQuestion
 
 _ABOUT = "Where memory goes in a training step, and whether it fits: traced, without a GPU."
 _EPILOG = (
@@ -29,35 +30,55 @@ _EPILOG = (
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Trace a plan's memory and print its anatomy; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
     ranks = ranks_from(environ)
-    _require_one_place(arguments, settings)
+    settings, origins, node = _read_options(arguments)
     if arguments.measure and ranks is None and (settings.nproc or 1) > 1:
         from outpace.launch import local
 
         local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", "memory", *argv])
         return 0
-    from outpace.launch.memory import question, worst
+    from outpace.jobs.memory.query import account, question, require_rank
 
+    asked = question(settings, origins, node, arguments.nodes or 1)
+    rank = arguments.rank
+    require_rank(asked, rank)
+    measured = None
+    if arguments.measure:
+        measured = _measure(asked, ranks or Ranks(), rank, environ)
+        if measured is None:  # another rank speaks
+            return 0
+        rank = measured.rank
+    traced = account(asked, rank)
+    _show(asked, traced, measured, arguments, _default_options(asked, origins))
+    return 0
+
+
+def answer(argv: list[str]) -> MemoryAccount:
+    """Return the memory that the words of a command line ask for. Raises BadInputError."""
+    from outpace.jobs.memory.query import account, question
+
+    arguments = _parser().read(argv)
+    settings, origins, node = _read_options(arguments)
+    return account(question(settings, origins, node, arguments.nodes or 1), arguments.rank)
+
+
+def _read_options(
+    arguments: argparse.Namespace,
+) -> tuple[TrainSettings, dict[str, str], Node | None]:
+    """Return settings, those of --plan among them, the origin of each, and the machine."""
+    settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
+    _require_one_place(arguments, settings)
     node = None
     if arguments.machine is not None:
         from outpace.catalog.accelerators import ACCELERATORS
         from outpace.catalog.nodes import find_node
 
         node = find_node(arguments.machine, ACCELERATORS)
-    asked = question(settings, origins, node, arguments.nodes or 1)
-    rank = arguments.rank
-    if rank is not None and rank >= asked.plan.world_size:
-        raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
-    measured = None
-    if arguments.measure:
-        measured = _measured(asked, ranks or Ranks(), rank, environ)
-        if measured is None:  # another rank speaks
-            return 0
-        rank = measured.rank
-    traced = worst(asked) if rank is None else asked.trace(rank)
-    _show(asked, traced, measured, arguments.plot, arguments.out_file, arguments.json)
-    return 0
+    if settings.plan is None:
+        return settings, origins, node
+    from outpace.jobs.planning.follow_plan import follow_plan
+
+    return *follow_plan(settings, origins, node, arguments.nodes or 1), node
 
 
 def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
@@ -85,17 +106,20 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
         )
 
 
-def _measured(
-    asked: "Question | ModuleQuestion", ranks: Ranks, rank: int | None, environ: Mapping[str, str]
+def _measure(
+    asked: "MemoryQuery | ModuleQuestion",
+    ranks: Ranks,
+    rank: int | None,
+    environ: Mapping[str, str],
 ) -> MemoryAccount | None:
-    """Two real steps; the account of `rank`, or of the fullest, on rank 0."""
+    """Run two real steps; return the account of `rank`, or of the fullest rank, on rank 0."""
     import torch
     import torch.distributed as dist
 
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
     from outpace.trace.measure import measure
 
-    with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
+    with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
         mine = measure(asked.workload, ranks)
         said: list[MemoryAccount] = [mine] * ranks.world_size
         dist.all_gather_object(said, mine, group=groups.control)
@@ -105,15 +129,18 @@ def _measured(
 
 
 def _show(
-    asked: "Question | ModuleQuestion",
+    asked: "MemoryQuery | ModuleQuestion",
     traced: MemoryAccount,
     measured: MemoryAccount | None,
-    plot: Path | None,
-    out: Path | None,
-    as_json: bool,
+    arguments: argparse.Namespace,
+    defaults: Mapping[str, str],
 ) -> None:
-    from outpace.report.memory import document, memory_table, step_in_words
+    from outpace.reporting.terminal.defaults import default_words
+    from outpace.reporting.terminal.memory import document, memory_table, step_in_words
 
+    plot, out = arguments.plot, arguments.out_file
+
+    command = _plan_command(asked, arguments)
     said = document(
         traced,
         measured,
@@ -122,21 +149,58 @@ def _show(
         seq_len=asked.seq_len,
         global_batch=asked.global_batch,
         accelerator=asked.accelerator,
+        next_command=command,
     )
     text = json.dumps(said, indent=2)
     if out is not None:
         write_output(out, text + "\n")
     if plot is not None:
-        from outpace.report.memory_plot import plot_memory
+        from outpace.reporting.charts.memory_plot import plot_memory
 
         plot_memory(measured or traced, plot, limit_bytes=said["device_memory_bytes"])
-    if as_json:
+    if arguments.json:
         print(text, flush=True)
         return
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
 
-    about = step_in_words(asked.plan, asked.global_batch, asked.seq_len)
-    Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about))
+    about = step_in_words(asked.plan, asked.global_batch, asked.seq_len) + default_words(defaults)
+    Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
+
+
+def _default_options(
+    asked: "MemoryQuery | ModuleQuestion", origins: Mapping[str, str]
+) -> dict[str, str]:
+    """Options that decide on memory, where they were not given, and the values taken for them."""
+    from outpace.jobs.planning.request import PLANNED_SEQ_LEN
+
+    taken = {
+        "seq_len": None
+        if asked.seq_len is None
+        else f"{asked.seq_len} (of outpace plan: up to {PLANNED_SEQ_LEN})",
+        "global_batch": str(asked.global_batch),
+        "micro_batch": str(asked.plan.micro_batch),
+        "precision": asked.plan.precision,
+        "checkpointing": asked.plan.checkpointing,
+    }
+    return {
+        f"--{name.replace('_', '-')}": value
+        for name, value in taken.items()
+        if value is not None and origins.get(name) == options.DEFAULT
+    }
+
+
+def _plan_command(
+    asked: "MemoryQuery | ModuleQuestion", arguments: argparse.Namespace
+) -> str | None:
+    """The command that lists plans which fit on the same machines; None on this host's CPU."""
+    if arguments.machine is None:
+        return None
+    words = ["outpace", "plan", "--model", asked.settings.model, "--machine", arguments.machine]
+    if arguments.nodes is not None:
+        words += ["--nodes", str(arguments.nodes)]
+    if asked.seq_len is not None:
+        words += ["--seq-len", str(asked.seq_len)]
+    return shlex.join([*words, "--trained"])
 
 
 def _parser() -> Parser:

@@ -1,6 +1,7 @@
 """`outpace merge`."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,9 +21,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             f"{arguments.source}: there is no such directory; give a run that was trained with "
             "--lora-rank, or an adapter's folder"
         )
-    from outpace.launch.merge import merge_adapter
+    from outpace.jobs.merge_adapter import merge_adapter
 
-    count = merge_adapter(
+    merged = merge_adapter(
         arguments.source,
         arguments.out,
         model=arguments.model,
@@ -30,9 +31,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         dtype=arguments.dtype,
     )
     if arguments.json:
-        print(json.dumps({"model": str(arguments.out), "parameters": count}, indent=2))
+        values = {"model": str(arguments.out), "parameters": merged.parameters}
+        print(json.dumps({**values, "notes": merged.notes}, indent=2))
     else:
-        print(f"{arguments.out}: {show_count(count)} parameters, the adapter merged in")
+        for note in merged.notes:
+            print(f"hint: {note}", file=sys.stderr)
+        print(f"{arguments.out}: {show_count(merged.parameters)} parameters, the adapter merged in")
     return 0
 
 

@@ -33,7 +33,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     from rich.text import Text
 
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
 
     Console().print(_table(rows))
     if any(not row["trained"] for row in rows):
@@ -70,7 +70,7 @@ def _rows() -> list[dict[str, Any]]:
     """Presets, and outlines of what is only planned for, smallest first."""
     from outpace.catalog.models import PRESETS
     from outpace.catalog.outlines import OUTLINES
-    from outpace.planner.outlines import outline
+    from outpace.planner.model.outline import outline
 
     rows = [_row(name, outline(one.spec, name), True) for name, one in PRESETS.items()]
     rows += [_row(name, one, one.untrained is None) for name, one in OUTLINES.items()
@@ -79,7 +79,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _row(name: str, found: "Outline", trained: bool) -> dict[str, Any]:
-    from outpace.planner.outlines import parameters
+    from outpace.planner.model.outline import parameters
 
     return {
         "name": name,
@@ -99,5 +99,5 @@ def _parser() -> Parser:
     add = parser.arguments.add_argument
     add("word", nargs="?", default=None, metavar="WORD", help="only names with this in them")
     add("--near", type=number_type(int, 1), default=None, metavar="N",
-        help="the five nearest to so many parameters: 10M, 7B")  # fmt: skip
+        help="the five nearest to this number of parameters: 10M, 7B")  # fmt: skip
     return parser

@@ -49,7 +49,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a field's annotation holds: the plain type, its choices, and whether it is a tuple.
+    """Content of a field's annotation: the plain type, its choices, and whether it is a tuple.
 
     `words` may stand in the place of a number; `size` is a number of bytes.
     """
@@ -261,7 +261,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
 
 
 def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
-    """A length given nearer to the person replaces another kind of length given further away."""
+    """Let the length given nearest to the user replace other kinds of length given further away."""
     given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
     nearest_layer = min((order.index(origins[name]) for name in given), default=0)
     for name in given:

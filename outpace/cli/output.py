@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def output_file(text: str) -> Path:
     """A converter for argparse: a file that can be written, or a sentence why it cannot."""
     path = output_place(text)
-    why = "an empty name" if not text else _why_not(path)
+    why = "an empty name" if not text else _find_obstacle(path)
     if why is not None:
         raise argparse.ArgumentTypeError(f"{excerpt(text)}: {why}. Name a file that can be written")
     return path
@@ -27,8 +27,8 @@ def output_place(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _why_not(path: Path) -> str | None:
-    """What keeps `path` from being written, in words."""
+def _find_obstacle(path: Path) -> str | None:
+    """Return the reason why `path` cannot be written; None if it can."""
     try:
         os.lstat(path.absolute().parent / path.name)  # raises for names that none can have
     except (FileNotFoundError, NotADirectoryError):
@@ -67,5 +67,5 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 
 def save_output(path: Path, record: "Record") -> None:
-    """As `write_output`, of a record."""
+    """Write a record as `write_output` does."""
     write_output(path, record.as_file())

@@ -4,8 +4,9 @@ import argparse
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, nearest
@@ -18,9 +19,12 @@ class Parser:
     """argparse for one command: no abbreviations, no exits; bad input raises BadInputError."""
 
     def __init__(
-        self, command: str, about: str, epilog: str | None = None, usage: str | None = None
-    ) -> None:
+        self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Make the parser; `elsewhere` has a sentence for each option that another command has."""
         self.command = command
+        self.elsewhere = elsewhere
         self.arguments = _Argparse(
             prog=f"outpace {command}",
             usage=usage and f"outpace {command} {usage}",
@@ -53,7 +57,11 @@ class Parser:
     def _refuse(self, unknown: str) -> NoReturn:
         word = unknown.split("=")[0]
         flags = [flag for flag in self.arguments.flags() if flag.startswith("--")]
-        close = nearest(word, flags) if word.startswith("-") else _flagged(word, flags)
+        if word in self.elsewhere:
+            raise BadInputError(
+                f"outpace {self.command} has no option {word!r}. {self.elsewhere[word]}"
+            )
+        close = nearest(word, flags) if word.startswith("-") else _suggest_option(word, flags)
         kind = "option" if word.startswith("-") else "argument"
         raise BadInputError(
             f"outpace {self.command} has no {kind} {word!r}.{close} "
@@ -87,7 +95,7 @@ _TAKEN_BY = {
 _FOLDERS = {"run.json": "--resume", "config.json": "--model"}
 
 
-def _flagged(word: str, flags: list[str]) -> str:
+def _suggest_option(word: str, flags: list[str]) -> str:
     """Return ' Did you mean --config run.toml?' for a file or folder without its option, or ''."""
     path = Path(word)
     taken = _TAKEN_BY.get(path.suffix.casefold(), "")
@@ -96,6 +104,21 @@ def _flagged(word: str, flags: list[str]) -> str:
             taken = option
             break
     return f" Did you mean '{taken} {word}'?" if taken in flags else ""
+
+
+class JoinedList(argparse.Action):
+    """Join the values of an option that is given several times by commas, as in one list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = getattr(namespace, self.dest, None)
+        added = given is not None and given is not self.default
+        setattr(namespace, self.dest, f"{given},{values}" if added else values)
 
 
 class _Argparse(argparse.ArgumentParser):

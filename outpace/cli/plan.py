@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from outpace.cli.output import output_file, save_output, write_output
-from outpace.cli.parser import Parser, number_type
+from outpace.cli.parser import JoinedList, Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import Precision
 
 if TYPE_CHECKING:
     from outpace.interop.emit import Emitted
-    from outpace.launch.planning import Asked
-    from outpace.planner.job import Job
+    from outpace.jobs.planning.request import PlanQuestion
+    from outpace.planner.problem import Job
     from outpace.records.estimate import Plans
     from outpace.records.plan import Plan
 
@@ -28,22 +28,31 @@ _EPILOG = (
 )
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
+_LEAST_COMPARED = 2  # plans of an answer: the recommended, and the fastest if it is another
+# Plans are of trainings of all weights.
+ADAPTER_OPTIONS = dict.fromkeys(
+    ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
+    "It plans trainings of all weights. Of an adapter, outpace memory with the same --model, "
+    "--machine and --seq-len, and --micro-batch 1 --lora-rank 16 (and --base nf4), tells the "
+    "memory.",
+)
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Plan and print the answer; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     _check(arguments)
-    from outpace.launch.planning import job
-    from outpace.planner.plans import plans
+    from outpace.jobs.planning.request import job
+    from outpace.planner.plan import plans
 
-    asked = _asked(arguments)
+    asked = _read_request(arguments)
     if arguments.compare_nodes:
         return _compare(arguments, asked)
     if arguments.what_if is not None:
         return _what_if(arguments, asked)
     question = replace(job(asked), hints=True)
     answer = plans(question)
+    answer = answer.model_copy(update={"defaults": _defaults(arguments, answer, question)})
     number = arguments.explain or 1
     if number > len(answer.plans):
         raise BadInputError(
@@ -54,16 +63,26 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         _save(answer.plans[number - 1].plan, question, arguments.out)
     if arguments.emit is not None:
         chosen = None if arguments.explain is None else number
-        return _emit(arguments, question, answer, chosen)
+        return _export(arguments, question, answer, chosen)
     if arguments.json:
         print(answer.model_dump_json(indent=2), flush=True)
         return 0
-    from outpace.report.plan import explained, plans_text
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.plan import explanation_text, plans_text
 
-    text = plans_text(answer) if arguments.explain is None else explained(answer, number)
+    text = plans_text(answer) if arguments.explain is None else explanation_text(answer, number)
     Console().print(text)
     return 0
+
+
+def answer(argv: list[str]) -> "Plans":
+    """Return the plans that the words of a command line ask for. Raises BadInputError."""
+    arguments = _parser().read(argv)
+    _check(arguments)
+    from outpace.jobs.planning.request import job
+    from outpace.planner.plan import plans
+
+    return plans(replace(job(_read_request(arguments)), hints=True))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -77,11 +96,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise BadInputError("--price is of a device and hour: say how many --tokens to train on.")
 
 
-def _asked(arguments: argparse.Namespace) -> "Asked":
+def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     from outpace.cli.emitted import AUTOCAST
-    from outpace.launch.planning import Asked
+    from outpace.jobs.planning.request import PlanQuestion
 
-    return Asked(
+    return PlanQuestion(
         model=arguments.model,
         machine=arguments.machine,
         nodes=arguments.nodes,
@@ -100,13 +119,29 @@ def _asked(arguments: argparse.Namespace) -> "Asked":
         idle=arguments.may_idle,
         # A plan's number is of the list that is shown without --emit.
         autocast=arguments.emit in AUTOCAST and arguments.explain is None,
+        trainer=arguments.trainer,
+        measures=True,
     )
 
 
-def _compare(arguments: argparse.Namespace, asked: "Asked") -> int:
-    """The best plan on each number of nodes, the global batch the same."""
-    from outpace.launch.planning import job
-    from outpace.planner.plans import throughput
+def _defaults(arguments: argparse.Namespace, answer: "Plans", question: "Job") -> dict[str, str]:
+    """Options that decide on time and memory, where they were not given."""
+    from outpace.records.settings import DEFAULT_SEQ_LEN
+
+    found = {}
+    if arguments.seq_len is None and answer.reads_tokens:
+        found["--seq-len"] = f"{answer.seq_len} (of outpace train and memory: {DEFAULT_SEQ_LEN})"
+    if arguments.global_batch is None:
+        found["--global-batch"] = str(answer.global_batch)
+    if arguments.precision is None and "precision" not in (arguments.keep or ""):
+        found["--precision"] = question.wanted.precision
+    return found
+
+
+def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
+    """The fastest plan on each number of nodes, the global batch the same."""
+    from outpace.jobs.planning.request import job
+    from outpace.planner.plan import throughput
 
     question = job(replace(asked, nodes=max(asked.nodes, *arguments.compare_nodes)))
     each = question.cluster.fabric.per_node
@@ -120,23 +155,24 @@ def _compare(arguments: argparse.Namespace, asked: "Asked") -> int:
         batch = question.wanted.global_batch
         print(json.dumps({"global_batch": batch, "scaling": document}, indent=2), flush=True)
         return 0
-    from outpace.report.plan import scaling
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.plan import scaling
 
     notes = (*question.outline.notes, *question.cluster.notes)
     Console().print(scaling(rows, question.wanted.global_batch, notes))
     return 0
 
 
-def _what_if(arguments: argparse.Namespace, asked: "Asked") -> int:
-    """The best plan now and with something changed; a machine that is too small is an answer."""
-    from outpace.launch.planning import changed, job, what_if
+def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
+    """The fastest plan now and with something changed; a machine too small is an answer, too."""
+    from outpace.jobs.planning.request import job, what_if, with_numbers
 
-    now = job(asked)
-    # The same batch, however many devices there are then.
-    same = replace(asked, global_batch=now.wanted.global_batch)
-    other, numbers = what_if(same, arguments.what_if)
-    before, after = _tried(now), _tried(changed(job(other), numbers))
+    asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
+    other, numbers = what_if(asked, arguments.what_if)
+    # The same batch, of the larger number of devices, as --compare-nodes has it.
+    batch = max(job(one).wanted.global_batch for one in (asked, other))
+    now, then = (job(replace(one, global_batch=batch)) for one in (asked, other))
+    before, after = _try_to_plan(now), _try_to_plan(with_numbers(then, numbers))
     if isinstance(before, str) and isinstance(after, str):
         raise BadInputError(after if before == after else f"now: {before} Then: {after}")
     if arguments.json:
@@ -144,17 +180,16 @@ def _what_if(arguments: argparse.Namespace, asked: "Asked") -> int:
                 for name, found in (("now", before), ("then", after))}  # fmt: skip
         print(json.dumps(said, indent=2), flush=True)
         return 0
-    from outpace.report.plan import compared
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.plan import change_text
 
-    best = [found if isinstance(found, str) else found.plans[0] for found in (before, after)]
-    Console().print(compared(best[0], best[1], arguments.what_if))
+    Console().print(change_text(before, after, arguments.what_if))
     return 0
 
 
-def _tried(question: "Job") -> "Plans | str":
-    """The plans, or why there are none."""
-    from outpace.planner.plans import plans
+def _try_to_plan(question: "Job") -> "Plans | str":
+    """Return the plans, or why there are none."""
+    from outpace.planner.plan import plans
 
     try:
         return plans(question)
@@ -170,12 +205,12 @@ def _save(plan: "Plan", question: "Job", path: Path) -> None:
     save_output(path, file)
 
 
-def _emit(
+def _export(
     arguments: argparse.Namespace, question: "Job", answer: "Plans", chosen: int | None
 ) -> int:
-    """The chosen plan, or the fastest that the format can express, as a configuration."""
-    from outpace.launch.emitting import Named, figures, pick
-    from outpace.launch.outlines import find_outline
+    """Write the chosen plan, the recommended, or the fastest that the format can express."""
+    from outpace.jobs.planning.export_format import Named, figures, pick
+    from outpace.jobs.planning.find_outline import find_outline
 
     _, outline, spec = find_outline(arguments.model)
     positions, seq_len = outline.max_positions, question.wanted.seq_len
@@ -212,13 +247,13 @@ def _emit(
     notes = [one for one in written.unsaid if one not in told]
     warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
     estimate = [] if picked.estimate is None else [figures(picked.estimate)]
-    lines = [_start(arguments.out, written), picked.why, *estimate, *warning, *notes]
+    lines = [_format_start(arguments.out, written), picked.why, *estimate, *warning, *notes]
     print("\n".join(f"# {line}" for line in lines), file=sys.stderr)
     return 0
 
 
-def _start(out: Path | None, written: "Emitted") -> str:
-    """Where the configuration is, and the command that starts with it."""
+def _format_start(out: Path | None, written: "Emitted") -> str:
+    """Describe where the configuration is, and the command that starts training with it."""
     if out is not None:
         return f"Written: {out}. Start it: {written.command}"
     return f"On standard output: {written.file_name}. Save it (--out), then: {written.command}"
@@ -237,7 +272,7 @@ def _nodes_list(text: str) -> list[int]:
 
 
 def add_question(parser: Parser, of: str = "") -> None:
-    """What `outpace plan` and `outpace estimate` both ask for.
+    """Add the options that `outpace plan` and `outpace estimate` share.
 
     `of` names what defaults of length and batch are taken from before the model's.
     """
@@ -263,18 +298,22 @@ def add_question(parser: Parser, of: str = "") -> None:
 
 
 def _parser() -> Parser:
-    from outpace.cli.emitted import FORMATS
+    from outpace.cli.emitted import FORMATS, TRAINERS
 
-    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]")
+    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]",
+                    elsewhere=ADAPTER_OPTIONS)  # fmt: skip
     parser.add_json()
     add_question(parser)
     add = parser.arguments.add_argument
     whole = number_type(int, 1)
-    add("--keep", default=None, metavar="A=B,C=D",
+    add("--keep", action=JoinedList, default=None, metavar="A=B,C=D",
         help="settings to insist on (precision=bf16,…), and what each costs")  # fmt: skip
-    add("--vary", default=None, metavar="A,B",
+    add("--vary", action=JoinedList, default=None, metavar="A,B",
         help="settings to search too (precision, optimizer, compile, …), or all")  # fmt: skip
     add("--max-tp", type=whole, default=None, metavar="N", help="tensor parallel at most so wide")
+    add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
+        help=f"the software that trains, by whose traits time and memory are judged: "
+        f"{', '.join(TRAINERS)} (default: outpace)")  # fmt: skip
     add("--trained", action="store_true", default=False, help="only what outpace trains itself")
     add("--may-idle", action="store_true", default=False,
         help="nodes may stay idle, where fewer are faster or divide the batch")  # fmt: skip
@@ -291,8 +330,8 @@ def _parser() -> Parser:
         help="with link= (a node's network), inside= (a device's link in its node), memory= (a "
         "device's) or nodes= changed")  # fmt: skip
     add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
-        help="the fastest plan that the format can express (or --explain's), for "
-        f"{', '.join(FORMATS)}")  # fmt: skip
+        help="the recommended plan (or --explain's), else the fastest that the format can express, "
+        f"for {', '.join(FORMATS)}")  # fmt: skip
     add("--out", type=output_file, default=None, metavar="FILE",
         help="write the best (or --explain's) plan; with --emit what is emitted")  # fmt: skip
     return parser

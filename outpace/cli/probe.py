@@ -1,18 +1,20 @@
 """`outpace probe`."""
 
 import argparse
+import os
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
 from outpace.cli.main import end_at_once
 from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import Parser, duration_type, number_type
-from outpace.cli.stopping import stopped_once
-from outpace.launch.environment import ranks_from, restart_count
+from outpace.cli.stopping import interrupt_once
+from outpace.launch.launcher_env import ranks_from
 from outpace.records.errors import BadInputError, nearest
+from outpace.records.machine import Machine
 from outpace.records.probed import SectionName
 from outpace.records.settings import TrainSettings
 
@@ -43,24 +45,24 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     else:
         settings = _settings(vars(arguments))
     ranks = ranks_from(environ)
-    from outpace.launch import probing
-    from outpace.launch.probe_wishes import Wishes
-    from outpace.report.probe import progress_of, show_machine
+    from outpace.jobs.probe import job
+    from outpace.jobs.probe.request import ProbeRequest
+    from outpace.reporting.terminal.probe import progress_of, show_machine
 
     command = " ".join(["outpace", "probe", *(shlex.quote(_without_place(word)) for word in argv)])
     examined = None if arguments.handed_over is not None else environ
-    wishes = Wishes(sections, arguments.quick, settings, command, arguments.budget, examined)
+    wishes = ProbeRequest(sections, arguments.quick, settings, command, arguments.budget, examined)
     # What started us shows a bar of its own.
     quiet = arguments.handed_over is not None or (ranks is not None and ranks.rank != 0)
 
     def end() -> None:
         end_at_once("stopped at once by a second Ctrl-C", 128 + signal.SIGINT, argv, environ)
 
-    with progress_of(sections, quiet) as shown, stopped_once(shown.show_stopping, end):
+    with progress_of(sections, quiet) as shown, interrupt_once(shown.show_stopping, end):
         if ranks is None:
-            machine = probing.probe_here(wishes, shown)
+            machine = job.probe_here(wishes, shown)
         else:
-            found = probing.probe_ranks(wishes, ranks, restart_count(environ), shown)
+            found = job.probe_ranks(wishes, ranks, shown)
             if found is None:  # rank 0 speaks
                 return 0
             machine = found
@@ -73,6 +75,30 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     else:
         show_machine(machine, out)
     return 0
+
+
+def probe_machine(
+    sections: Sequence[str], quick: bool, budget_s: float | None, out: Path | None,
+    given: Mapping[str, object],
+) -> Machine:  # fmt: skip
+    """Measure this host for a Python program. Raises BadInputError."""
+    from outpace.jobs.probe import job
+    from outpace.jobs.probe.request import ProbeRequest
+    from outpace.reporting.terminal.probe import progress_of
+
+    for name in given:
+        if name not in (*_AS_IN_TRAINING, "model", "checkpoint_dir"):
+            raise BadInputError(
+                f"outpace.probe has no keyword {name!r}.{nearest(name, _AS_IN_TRAINING)}"
+            )
+    settings = _settings({"model": None, "checkpoint_dir": Path(), **given})
+    chosen = _sections(list(sections))
+    wishes = ProbeRequest(chosen, quick, settings, "outpace.probe", budget_s, os.environ)
+    with progress_of(chosen, True) as shown:
+        machine = job.probe_here(wishes, shown)
+    if out is not None:
+        save_output(out, machine)
+    return machine
 
 
 def _without_place(word: str) -> str:
@@ -96,7 +122,7 @@ def _sections(words: list[str]) -> tuple[SectionName, ...]:
 
 
 def _settings(given: Mapping[str, object]) -> TrainSettings:
-    """What of the options training has, too, by the same names."""
+    """Return the training settings that have the same names as options of the probe."""
     values = {name: given[name] for name in _AS_IN_TRAINING if given.get(name) is not None}
     values |= {"model": given["model"] or _DEFAULT_MODEL, "out": given["checkpoint_dir"]}
     return TrainSettings.parse(values, "outpace probe")

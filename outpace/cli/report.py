@@ -20,13 +20,13 @@ from outpace.records.standstill import HangReport
 from outpace.records.tuning import Tuning
 
 if TYPE_CHECKING:
-    from outpace.report.document import Document
+    from outpace.reporting.render.document import Document
 
 _ABOUT = "A run, comparison, tuning, plan, probe or certificate as a page that needs no network."
 _EPILOG = (
     "A PATH is a run's or a comparison's directory, comparison.json, tuning.json, machine.json of "
     "outpace probe, certificate.json of outpace verify, standstill.json of a run whose ranks "
-    "waited in vain, or what outpace plan --json printed. Several make one page, runs with what "
+    "hung, or what outpace plan --json printed. Several make one page, runs with what "
     "they differ in first; a probe among them is what runs are predicted from."
 )
 _FORMATS = ("html", "md", "csv", "png")
@@ -45,46 +45,73 @@ _RECORDS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a path leads to: a record, or a run's directory, which has many."""
+    """Subject of a report: a record, or the folder of a run, which has many."""
 
     path: Path
     record: Any | None
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Documents, their page or text, and the file that has it, if any."""
+
+    documents: "Sequence[Document]"
+    content: str | bytes
+    out: Path | None
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Write a report; returns 0. Raises BadInputError."""
     arguments = _parser().read(argv)
     kind = _format(arguments.format, arguments.out)
-    subjects = [_subject(path) for path in arguments.path]
-    browser = None
-    if kind == "png":
-        from outpace.report.picture import find_browser
-
-        browser = find_browser(arguments.browser)  # before the work
-    documents = [*_compared(subjects), *_documents(subjects)]
-    out = arguments.out
-    if out is None and (kind in ("html", "png") or arguments.json):
-        alone = len(subjects) == 1
-        out = _beside(arguments.path[0], kind) if alone else Path(f"report.{kind}")
-        if not alone and out.exists():
-            raise BadInputError(f"{out} is there already. Name another with --out.")
-    content = _content(documents, kind, browser)
-    if out is not None:
-        _write(out, content)
+    kept = kind in ("html", "png") or arguments.json
+    made = _make(arguments.path, arguments.out, kind, arguments.browser, kept)
     if arguments.json:
-        print(json.dumps(_said(documents, out, kind), indent=2), flush=True)
-    elif out is None:
-        assert isinstance(content, str)
-        sys.stdout.write(content)
+        print(json.dumps(_summarise(made.documents, made.out, kind), indent=2), flush=True)
+    elif made.out is None:
+        assert isinstance(made.content, str)
+        sys.stdout.write(made.content)
     else:
-        for document in documents:
+        for document in made.documents:
             print(*map(harmless, document.verdict), sep="\n")
-        print(f"report: {out}")
+        print(f"report: {made.out}")
     return 0
 
 
+def write_report(
+    paths: Sequence[Path], out: Path | None = None, kind: str | None = None,
+    browser: str | None = None,
+) -> Path:  # fmt: skip
+    """Write a report and return its file. Raises BadInputError."""
+    made = _make(paths, out, _format(kind, out), browser, kept=True)
+    assert made.out is not None
+    return made.out
+
+
+def _make(
+    paths: Sequence[Path], out: Path | None, kind: str, browser: str | None, kept: bool
+) -> "_Report":
+    """Make a report; where it is to be `kept`, also without `out`, it is written."""
+    subjects = [_read_subject(path) for path in paths]
+    program = None
+    if kind == "png":
+        from outpace.reporting.render.screenshot import find_browser
+
+        program = find_browser(browser)  # before the work
+    documents = [*_compare_subjects(subjects), *_documents(subjects)]
+    if out is None and kept:
+        alone = len(subjects) == 1
+        out = _default_out(paths[0], kind) if alone else Path(f"report.{kind}")
+        if not alone and out.exists():
+            raise BadInputError(f"{out} is there already. Name another with --out.")
+    content = _content(documents, kind, program)
+    if out is not None:
+        write_output(out, content)
+    return _Report(documents, content, out)
+
+
 def _format(asked: str | None, out: Path | None) -> str:
-    """As asked for, or as the file's name ends."""
+    """Return the format that was asked for, or that of the file's suffix."""
     suffix = None if out is None else out.suffix.removeprefix(".").lower()
     if asked is None:
         return suffix if suffix in _FORMATS else "html"
@@ -93,8 +120,8 @@ def _format(asked: str | None, out: Path | None) -> str:
     return asked
 
 
-def _subject(path: Path) -> _Subject:
-    """What is there. Raises BadInputError."""
+def _read_subject(path: Path) -> _Subject:
+    """Read what the path leads to. Raises BadInputError."""
     if path.is_dir():
         if (path / _RUN).is_file():
             return _Subject(path, None)
@@ -120,6 +147,12 @@ def _record(path: Path) -> Any:
     for name, kind in _RECORDS.items():
         if isinstance(values, dict) and name in values:
             return kind.parse(values, str(path))
+    if isinstance(values, dict) and "runs" in values and values.keys() & {"node", "machine"}:
+        raise BadInputError(
+            f"{path} is a machine that outpace calibrate corrected, which holds no probe. Plan "
+            f"with it: outpace plan --machine {path}. Reports are made of the machine.json that "
+            "outpace probe --out writes."
+        )
     if isinstance(values, dict) and "strategy" in values:
         raise BadInputError(
             f"{path} is one plan, without what it was chosen from. Keep the planner's answer: "
@@ -131,13 +164,13 @@ def _record(path: Path) -> Any:
     )
 
 
-def _compared(subjects: Sequence[_Subject]) -> "Iterator[Document]":
-    """Of several runs what they differ in, before each of them."""
+def _compare_subjects(subjects: Sequence[_Subject]) -> "Iterator[Document]":
+    """Yield a document of what several runs differ in."""
     runs = [one.path for one in subjects if one.record is None]
     if len(runs) < 2:
         return
     from outpace.experiment.judge import compare_runs
-    from outpace.report.comparison_document import comparison_document
+    from outpace.reporting.documents.comparison import comparison_document
 
     try:
         comparison = compare_runs(runs)
@@ -154,68 +187,64 @@ def _documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
 
 
 def _document(subject: _Subject, probe: Machine | None) -> "Document":
-    """Each kind's own module is imported when it is needed."""
+    """Make a record's document; each kind's module is imported only when needed."""
     record, folder = subject.record, subject.path.parent
     if record is None:
-        from outpace.report.run_document import run_document
-        from outpace.report.run_source import read_run
+        from outpace.reporting.data.run_folder import read_run
+        from outpace.reporting.documents.run import run_document
 
         return run_document(read_run(subject.path), probe)
     if isinstance(record, Comparison):
-        from outpace.report.comparison_document import comparison_document
+        from outpace.reporting.documents.comparison import comparison_document
 
         return comparison_document(record, folder, probe)
     if isinstance(record, Tuning):
-        from outpace.report.tuning_document import tuning_document
+        from outpace.reporting.documents.tuning import tuning_document
 
         return tuning_document(record, folder, probe)
     if isinstance(record, Plans):
-        from outpace.report.plan_document import plan_document
+        from outpace.reporting.documents.plan import plan_document
 
         return plan_document(record)
     if isinstance(record, Certificate):
-        from outpace.report.certificate_document import certificate_document
+        from outpace.reporting.documents.certificate import certificate_document
 
         return certificate_document(record)
     if isinstance(record, HangReport):
-        from outpace.report.standstill_document import standstill_document
+        from outpace.reporting.documents.hang import hang_document
 
-        return standstill_document(record)
+        return hang_document(record)
     if record.probed is None:
         raise BadInputError(
             f"{subject.path} is a machine that was not probed. Probe it: outpace probe --out "
             f"{subject.path.name}."
         )
-    from outpace.report.probe_document import probe_document
+    from outpace.reporting.documents.probe import probe_document
 
     return probe_document(record, record.probed)
 
 
 def _content(documents: "Sequence[Document]", kind: str, browser: str | None) -> str | bytes:
     if kind in ("md", "csv"):
-        from outpace.report.plain import markdown, table_csv
+        from outpace.reporting.render.markdown import markdown, table_csv
 
         return markdown(documents) if kind == "md" else table_csv(documents)
-    from outpace.report.page import page
+    from outpace.reporting.page import page
 
     html = page(documents)
     if browser is None:
         return html
-    from outpace.report.picture import picture
+    from outpace.reporting.render.screenshot import picture
 
     return picture(html, browser, root=os.geteuid() == 0)
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _default_out(path: Path, kind: str) -> Path:
     return (path if path.is_dir() else path.parent) / f"report.{kind}"
 
 
-def _write(out: Path, content: str | bytes) -> None:
-    write_output(out, content)
-
-
-def _said(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
-    """What was reported, without the figures."""
+def _summarise(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
+    """Return what was reported, without the figures."""
     return {
         "out": None if out is None else str(out),
         "format": kind,

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outpace.catalog.models import PRESETS
+from outpace.catalog.models import PRESETS, named_model
 from outpace.cli.options import RUN_FILE, flag, show
-from outpace.experiment.past import checkpoints
+from outpace.experiment.past_runs import checkpoints
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError
-from outpace.records.python import PYTHON
+from outpace.records.interpreter import PYTHON
+from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import TrainSettings
 
 # What determines the samples, their order, the model, or what of it is trained and with which
-# state: another value would be another run. (Precisions and contents: see `launch.describe.claim`.)
+# state: another value would be another run. (Precisions and contents:
+# see `jobs.train.run_record.claim`.)
 FIXED = (
     "model",
     "init",
@@ -54,11 +56,14 @@ def settings_of(run: Path) -> dict[str, Any]:
     """
     path = run / RUN_FILE
     if not run.is_dir():
-        raise BadInputError(f"--resume: there is no directory {run}; --out names the run to resume")
+        raise BadInputError(
+            f"--resume: there is no directory {run}. Give the folder of a run, which outpace train "
+            f"names at its end (outpace runs lists them).{explain_removed_checkpoint(run)}"
+        )
     if not path.exists():
         raise BadInputError(
-            f"--resume: {run} holds no run ({RUN_FILE} is missing). Give --out the directory of a "
-            "run, or leave --resume out to start one there."
+            f"--resume: {run} holds no run ({RUN_FILE} is missing). {_name_run(run)}, or leave "
+            "--resume out to start one there."
         )
     try:
         # `require_as_written` is for later, when it is known that this runs nobody's code.
@@ -67,17 +72,27 @@ def settings_of(run: Path) -> dict[str, Any]:
     except (KeyError, TypeError):
         raise BadInputError(f"{path} is damaged: it holds no settings of a run") from None
     except BadInputError as error:
-        raise BadInputError(f"the run's file is damaged: {error}.{_ways_on(run)}") from None
+        raise BadInputError(
+            f"the run's file is damaged: {error}.{_suggest_recovery(run)}"
+        ) from None
     if recorded.get("seq_len") is None:
         recorded["seq_len"] = document.get("seq_len")
     parsed = TrainSettings.parse(recorded, str(path))
     return {name: value for name, value in parsed if name not in _LEFT_OUT}
 
 
-def _ways_on(run: Path) -> str:
-    """What is left of a run whose file cannot be read, and how to use that."""
+def _name_run(folder: Path) -> str:
+    """Return what to give instead of a folder that is no run, such as the run that it lies in."""
+    around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
+    if around is None:
+        return "Give --resume the folder of a run"
+    return f"It lies in a run: give --resume {around}, from its newest checkpoint"
+
+
+def _suggest_recovery(run: Path) -> str:
+    """Return what is left of a run whose file cannot be read, and how to use it."""
     model, saved = run / "model", checkpoints(run)
-    parts = [f" Bring {run / RUN_FILE} back from a copy: nothing goes on without it."]
+    parts = [f" Bring {run / RUN_FILE} back from a copy: nothing can be resumed without it."]
     if (model / "config.json").is_file():
         parts.append(f"{model} is a model as it is: --model {model}.")
     if saved:
@@ -110,7 +125,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
 
 def _is_named(place: str) -> bool:
     """Whether it is known by its name, or lives in a program: no file or folder."""
-    return place == "stdlib" or place in PRESETS or place.startswith("python:")
+    return place == "stdlib" or named_model(place) in PRESETS or place.startswith("python:")
 
 
 def require_as_written(run: Path) -> None:
@@ -121,7 +136,7 @@ def require_as_written(run: Path) -> None:
 def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Path) -> None:
     """Refuse to change what makes the run what it is. Raises BadInputError naming the run's value.
 
-    `asked` holds what the person gives now, on the command line or in a file.
+    `asked` holds what the user gives now, on the command line or in a file.
     """
     for name in FIXED:
         if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):
@@ -132,7 +147,7 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
             raise BadInputError(
                 f"{flag(name)} {show(asked[name])}: the run in {run} was started with "
                 f"{flag(name)} {was}, and another value would make it another run. Leave "
-                f"{flag(name)} out to go on, or start a new run with another --out."
+                f"{flag(name)} out to resume, or start a new run with another --out."
             )
 
 

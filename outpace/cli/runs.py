@@ -10,14 +10,14 @@ from typing import Any
 from outpace.cli import options
 from outpace.cli.conditions import condition_of, field_of
 from outpace.cli.parser import Parser
-from outpace.experiment.past import (
+from outpace.experiment.past_runs import (
     Past,
     count,
     find,
     is_run,
+    mark_running,
     read,
     sizes,
-    with_going_on,
 )
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
@@ -54,32 +54,40 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     filters = arguments.where or arguments.sort is not None
     if len(paths) == 1 and is_run(paths[0]) and not filters:
         return _show(paths[0], arguments.json)
-    conditions = [condition_of(word) for word in arguments.where]
-    sort = None if arguments.sort is None else field_of(arguments.sort, "--sort")
-    folders = _folders(paths, arguments.all)
+    folders = search_folders(paths, arguments.all)
     runs = find(folders)
-    kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
-    _list(_sorted(kept, sort, arguments.reverse), len(runs), folders, arguments.json)
-    others = 0 if paths or arguments.all or arguments.json else count(_there(_OTHERS))
+    kept = select(runs, arguments.where, arguments.sort, arguments.reverse)
+    _list(kept, len(runs), folders, arguments.json)
+    others = 0 if paths or arguments.all or arguments.json else count(_existing_folders(_OTHERS))
     if others:
         print(f"{others} more of comparisons and tunings: outpace runs --all")
     return 0
 
 
-def _folders(paths: list[Path], everywhere: bool) -> list[Path]:
-    """Where to look. Raises BadInputError for what was named and is not there."""
+def select(
+    runs: Sequence[Past], where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
+) -> list[Past]:
+    """Return the runs of which all conditions hold, in the order that is asked for."""
+    conditions = [condition_of(word) for word in where]
+    by = None if sort is None else field_of(sort, "--sort")
+    kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
+    return _sort(kept, by, reverse)
+
+
+def search_folders(paths: list[Path], everywhere: bool = False) -> list[Path]:
+    """Return the folders to search. Raises BadInputError for a named one that does not exist."""
     for path in paths:
         if not path.is_dir():
             raise BadInputError(f"there is no folder {path}. Name a run, or a folder with runs.")
-    return paths or _there((_OWN, *_OTHERS) if everywhere else (_OWN,))
+    return paths or _existing_folders((_OWN, *_OTHERS) if everywhere else (_OWN,))
 
 
-def _there(names: Sequence[str]) -> list[Path]:
+def _existing_folders(names: Sequence[str]) -> list[Path]:
     return [Path(name) for name in names if Path(name).is_dir()]
 
 
-def _sorted(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
-    """By a field, the smallest first; runs of which it is not known come last, either way."""
+def _sort(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
+    """Sort by a field, smallest first; runs where it is unknown come last in either order."""
     if name is None:
         return runs[::-1] if reverse else runs
     values = [(one.value(name), one) for one in runs]
@@ -102,8 +110,8 @@ def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None
         names = ", ".join(map(str, folders)) or f"a folder {_OWN} of this one"
         print(f"none of the {of} runs in {names} is so" if of else f"no runs in {names}")
         return
-    from outpace.report.runs import runs_table
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.run_list import runs_table
 
     Console().print(runs_table([one.row for one in runs]))
 
@@ -114,8 +122,8 @@ def _show(folder: Path, as_json: bool) -> int:
             f"{folder} holds no run (no run.json). outpace runs lists those of this folder, "
             "outpace runs FOLDER those of another."
         )
-    (past,) = with_going_on([read(folder)])
-    command = None if past.record is None else repeated(past.record)
+    (past,) = mark_running([read(folder)])
+    command = None if past.record is None else repeat_command(past.record)
     files = sizes(folder)
     if as_json:
         document = {
@@ -128,8 +136,8 @@ def _show(folder: Path, as_json: bool) -> int:
         }
         print(json.dumps(document, indent=2))
         return 0
-    from outpace.report.runs import run_text
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.run_list import run_text
 
     console = Console(highlight=False)
     console.print(run_text(past, files))
@@ -138,8 +146,8 @@ def _show(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def repeated(record: RunRecord) -> str:
-    """The command that trains the same again, wherever the settings came from."""
+def repeat_command(record: RunRecord) -> str:
+    """Return the command that trains the same again, wherever the settings came from."""
     if record.settings.model.startswith("python:"):  # a live model, which no command names
         return shlex.join(["python", *record.command])
     given = {
@@ -147,7 +155,7 @@ def repeated(record: RunRecord) -> str:
         for name, value in record.settings
         if record.origins.get(name, options.DEFAULT) != options.DEFAULT and value != ()
     }
-    starting = list(_of_starting(record.command))
+    starting = list(_launch_options(record.command))
     if record.plan.world_size > 1 and not starting:
         # Of a launcher's processes nothing is in the settings.
         given.setdefault("nproc", record.plan.world_size)
@@ -155,8 +163,8 @@ def repeated(record: RunRecord) -> str:
     return shlex.join(["outpace", "train", *starting, *options.as_flags(own)])
 
 
-def _of_starting(command: Sequence[str]) -> Iterator[str]:
-    """Where ranks ran, and what keeps them going: no settings, but words of the command."""
+def _launch_options(command: Sequence[str]) -> Iterator[str]:
+    """Yield the options that are no settings: where ranks run, and how often they restart."""
     for word, following in itertools.pairwise((*command, "")):
         name, equals, _ = word.partition("=")
         if name in options.OF_STARTING:

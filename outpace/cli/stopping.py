@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a command that takes a while to stop: say so at once, and stop once."""
+"""Interrupts (Ctrl-C) of a command that takes a while to stop: say so at once, and stop once."""
 
 import signal
 import threading
@@ -46,8 +46,8 @@ class _Once:
 
 
 @contextmanager
-def stopped_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Within it SIGINT interrupts once, after `told`; while that goes on another one is `end`.
+def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Interrupt once on SIGINT, after `told`; a further one while that is handled calls `end`.
 
     Nothing changes outside of the main thread, and where SIGINT is ignored.
     """

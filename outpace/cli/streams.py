@@ -38,8 +38,8 @@ def repair_streams(argv: Sequence[str]) -> None:
                 os.close(null)
             os.set_inheritable(descriptor, True)
     errors = "outpace-json" if "--json" in argv else "outpace-text"
-    codecs.register_error("outpace-json", _escaped)
-    codecs.register_error("outpace-text", _spelt)
+    codecs.register_error("outpace-json", _escape)
+    codecs.register_error("outpace-text", _spell)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = _text(_Output(1), sys.stdout, errors)
@@ -70,7 +70,7 @@ class _Output(io.FileIO):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """As much as was taken. Raises OSError, once."""
+        """Return how many bytes were taken. Raises OSError, once."""
         if self.error is not None:
             return len(data)
         try:
@@ -84,22 +84,22 @@ class _Lenient(_Output):
     """A descriptor that takes whatever is written, also where its disk or terminal does not."""
 
     def write(self, data: Any) -> int:
-        """As much as was taken. Raises nothing."""
+        """Return how many bytes were taken. Raises nothing."""
         with suppress(OSError):
             return super().write(data)
         return len(data)
 
 
-def _escaped(error: UnicodeError) -> tuple[str, int]:
-    r"""As JSON writes a character in ASCII: \u00d7."""
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    r"""Write a character in ASCII as JSON does: \u00d7."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     pairs = (units[at : at + 2].hex() for at in range(0, len(units), 2))
     return "".join(f"\\u{pair}" for pair in pairs), error.end
 
 
-def _spelt(error: UnicodeError) -> tuple[str, int]:
-    """A character of the same meaning, or a question mark."""
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """Replace a character by one of the same meaning, or by a question mark."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
@@ -113,9 +113,17 @@ def flush_output() -> None:
         raise
     except OSError as error:
         raise _sentence(error) from None
+    if reader_is_gone():  # rich does not tell of it
+        raise BrokenPipeError
     error_before = output_error()  # argparse does not tell of it
     if error_before is not None:
         raise error_before
+
+
+def reader_is_gone() -> bool:
+    """Whether who read standard output has closed it (`outpace … | head`)."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return isinstance(raw, _Output) and isinstance(raw.error, BrokenPipeError)
 
 
 def output_error() -> OutputError | None:

@@ -17,14 +17,14 @@ from typing import NoReturn
 from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
 from outpace.interop.own_file import require_named
-from outpace.launch.ahead import touching
-from outpace.launch.environment import ranks_from, restart_count
-from outpace.launch.forked import can_fork, name_rank
-from outpace.launch.loading import loading
+from outpace.jobs.train.prefault import touching
+from outpace.launch.fork import can_fork, name_rank
+from outpace.launch.launcher_env import ranks_from
+from outpace.launch.lazy_imports import import_quickly
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.interpreter import PYTHON
 from outpace.records.measurement import Measurement
-from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -34,8 +34,8 @@ _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, sav
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Settings and whence each came; the command, as a person gave it.
+class _Request:
+    """Settings and the origin of each; the command, as the user gave it.
 
     `progress`: whether to show it. `trial`: of two steps, for --micro-batch auto.
     """
@@ -51,12 +51,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Train as the arguments say; returns 0. Raises OutpaceError."""
     argv = with_run_named(argv)
     arguments = _parser().read(argv)
-    asked = _asked(arguments, ["outpace", "train", *argv])
+    asked = _read_request(arguments, ["outpace", "train", *argv])
     if arguments.print_config:
+        asked = _apply_plan_file(asked, environ)
         print_config(asked.settings, asked.origins, arguments.json)
         return 0
-    ranks, handed = _place(environ), _without(argv, options.OF_STARTING)
-    done = _done(asked.settings) if arguments.auto_resume else None
+    ranks, handed = _identify_rank(environ), _drop_options(argv, options.OF_STARTING)
+    done = _finished_result(asked.settings) if arguments.auto_resume else None
     if done is not None:
         if ranks is None or ranks.rank == 0:
             show_measurement(done, arguments.json)
@@ -70,18 +71,18 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         # The run has its layout, and `refit` another where there are other ranks.
         asked = replace(asked, settings=asked.settings.model_copy(update={"plan": None}))
     elif asked.settings.plan is not None:
-        asked = _planned(asked, ranks)
+        asked = _apply_plan(asked, ranks)
         handed = [*_hand_over(asked), *(["--json"] if arguments.json else [])]
     if ranks is None and ((asked.settings.nproc or 1) > 1 or arguments.max_restarts):
         _on_this_host(asked.settings, handed, arguments.max_restarts or 0)
         return 0
     ranks = ranks or Ranks()
-    asked = _refitted(asked, ranks) if arguments.auto_resume else asked
+    asked = _replan(asked, ranks) if arguments.auto_resume else asked
     settings = asked.settings
     _check_nproc(settings, asked.origins, ranks)
     end = partial(main.end_at_once, arguments=argv, environ=environ)
     if asked.trial:
-        from outpace.launch import job
+        from outpace.jobs.train import job
 
         job.try_steps(settings, ranks=ranks, end=end)
         return 0
@@ -91,17 +92,17 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _place(environ: Mapping[str, str]) -> Ranks | None:
-    """Which rank this process is, where it is one; it is known as that from now on."""
+def _identify_rank(environ: Mapping[str, str]) -> Ranks | None:
+    """Return this process's rank, if it has one, and log under its name from now on."""
     ranks = ranks_from(environ)
     if ranks is not None:
         name_rank(ranks.rank)
     return ranks
 
 
-def _check_starting(asked: _Asked, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
+def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
     """Refuse options of starting ranks that contradict each other."""
-    given = _starting(arguments)
+    given = _given_launch_options(arguments)
     hosts = [name for name in given if name in ("--hosts", "--hostfile")]
     if not given:
         return
@@ -121,33 +122,33 @@ def _check_starting(asked: _Asked, arguments: argparse.Namespace, ranks: Ranks |
         raise BadInputError(f"{given[0]} is about hosts: name them with --hosts or --hostfile.")
     if {"--min-nodes", "--max-restarts"} & {*given} and asked.settings.out is None:
         raise BadInputError(
-            "a training that begins again goes on with its run: name its directory with --out DIR"
+            "a training that restarts resumes its run: name its directory with --out DIR"
         )
 
 
 def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None:
-    """Start ranks here, again where one is lost, at most so often."""
+    """Start ranks on this host; restart them, at most `most` times, when one is lost."""
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
     words = ["train", *handed]
     restarts = Restarts(most, settings.out, _say)
-    with loading():
+    with import_quickly():
         forks = can_fork(settings.device)
         if forks:
-            from outpace.launch import job  # noqa: F401  # what all ranks need, once
+            pass
     while True:
         begin = partial(main.command, words) if forks else None
         try:
             return local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", *words], begin=begin)
         except local.WorkerError as error:
             restarts.count(error)
-            words = _again(words)
+            words = _with_auto_resume(words)
 
 
-def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -> None:
+def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str]) -> None:
     """Train on all that --hosts or --hostfile names."""
-    from outpace.launch import hosts
+    from outpace.launch import ssh as hosts
     from outpace.records.hosts import Elastic, parse_hosts, read_hosts
 
     settings = asked.settings
@@ -170,16 +171,16 @@ def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -
     command = [*PYTHON, "-m", "outpace", "train", *handed]
     training = hosts.Training(
         command=command,
-        again=_again(command),
-        paths=[str(path) for one in named if one is not None for path in _lying_at(str(one))],
+        again=_with_auto_resume(command),
+        paths=[str(path) for one in named if one is not None for path in _existing_path(str(one))],
         out=settings.out or Path("runs"),
         elastic=Elastic(min_nodes=least, max_nodes=most, max_restarts=restarts),
     )
     hosts.start(found, training)
 
 
-def _lying_at(word: str) -> list[Path]:
-    """What a setting names, if it is a file or folder here: of a pattern its folder.
+def _existing_path(word: str) -> list[Path]:
+    """Return the file or folder that a setting names, if it exists here: of a pattern its folder.
 
     Of Megatron's prefixes the .bin, of file.py:build the file.
     """
@@ -190,13 +191,13 @@ def _lying_at(word: str) -> list[Path]:
     return [one for one in places if one.exists()][:1]
 
 
-def _again(command: list[str]) -> list[str]:
-    """The command that goes on with the run where there is one."""
+def _with_auto_resume(command: list[str]) -> list[str]:
+    """Return the command that resumes the run if there is one."""
     return command if "--auto-resume" in command else [*command, "--auto-resume"]
 
 
-def _without(argv: list[str], names: Sequence[str]) -> list[str]:
-    """Arguments but for these options and their values."""
+def _drop_options(argv: list[str], names: Sequence[str]) -> list[str]:
+    """Return the arguments without these options and their values."""
     kept, words = [], iter(argv)
     for word in words:
         if word in names:
@@ -210,31 +211,38 @@ def _say(sentence: str) -> None:
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
 
 
-def _planned(asked: _Asked, ranks: Ranks | None) -> _Asked:
-    """With the plan's settings; what is decided is said on standard error, by rank 0."""
-    from outpace.launch.auto import settle
+def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
+    """Apply the plan's settings; rank 0 says on standard error what was decided."""
+    from outpace.jobs.planning.auto_plan import settle
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
     settings, origins = settle(asked.settings, asked.origins, ranks, say)
     return replace(asked, settings=settings, origins=origins)
 
 
+def _apply_plan_file(asked: _Request, environ: Mapping[str, str]) -> _Request:
+    """Apply a plan that is given as a file; auto is only known when training starts."""
+    if asked.settings.plan in (None, "auto"):
+        return asked
+    return _apply_plan(asked, _identify_rank(environ))
+
+
 def _say_nothing(sentence: str) -> None:
     """Rank 0 says it."""
 
 
-def _refitted(asked: _Asked, ranks: Ranks) -> _Asked:
-    """With a layout for the ranks there are, where the run that goes on had another number."""
+def _replan(asked: _Request, ranks: Ranks) -> _Request:
+    """Choose a layout for the present ranks if the run that is resumed had another number."""
     if not asked.settings.resume or asked.trial:
         return asked
-    from outpace.launch.refit import refit
+    from outpace.jobs.planning.replan import refit
 
     say = _say if ranks.rank == 0 else _say_nothing
     settings, origins = refit(asked.settings, asked.origins, ranks, say)
     return replace(asked, settings=settings, origins=origins)
 
 
-def _hand_over(asked: _Asked) -> list[str]:
+def _hand_over(asked: _Request) -> list[str]:
     """Arguments by which other processes are given what was asked: all follow one plan."""
     handed = {**vars(asked), "settings": asked.settings.model_dump(mode="json")}
     with tempfile.NamedTemporaryFile(
@@ -257,26 +265,25 @@ def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks)
 
 
 def _train_here(
-    asked: _Asked,
+    asked: _Request,
     ranks: Ranks,
     environ: Mapping[str, str],
     end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
     ahead = touching(asked.settings, ranks, environ)  # while torch loads
-    with loading():
-        from outpace.launch import job
-        from outpace.launch.micro_batch import trier
-        from outpace.report.progress import Progress
+    with import_quickly():
+        from outpace.jobs.train import job
+        from outpace.jobs.train.auto_micro_batch import trier
+        from outpace.reporting.terminal.progress import TrainingProgress
 
-    heard = [Progress()] if asked.progress and ranks.rank == 0 else []
+    heard = [TrainingProgress()] if asked.progress and ranks.rank == 0 else []
     return job.train(
         asked.settings,
         ranks=ranks,
         origins=asked.origins,
         command=asked.command,
         callbacks=heard,
-        restart=restart_count(environ),
         end=end,
         attempt=trier(environ),
         explain=_explain,
@@ -287,11 +294,11 @@ def _train_here(
 def _explain(path: Path) -> None:
     """A page beside a file that says how ranks stood, and where it is on standard error."""
     from outpace.records.standstill import HangReport
-    from outpace.report.page import page
-    from outpace.report.standstill_document import standstill_document
+    from outpace.reporting.documents.hang import hang_document
+    from outpace.reporting.page import page
 
     shown = path.with_suffix(".html")
-    write_atomic(shown, page([standstill_document(HangReport.load(path))]))
+    write_atomic(shown, page([hang_document(HangReport.load(path))]))
     _say(f"how all ranks stood: {shown}")
 
 
@@ -300,8 +307,8 @@ def show_measurement(measurement: Measurement, as_json: bool) -> None:
     if as_json:
         print(measurement.model_dump_json(indent=2), flush=True)
         return
-    from outpace.report.summary import summary
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.summary import summary
 
     Console().print(summary(measurement))
 
@@ -313,8 +320,8 @@ def print_config(settings: TrainSettings, origins: dict[str, str], as_json: bool
         table = {name: {"value": values[name], "origin": origins[name]} for name in values}
         print(json.dumps(table, indent=2))
         return
-    from outpace.report.config import config_table
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.config import config_table
+    from outpace.reporting.terminal.console import Console
 
     Console().print(config_table(settings, origins))
 
@@ -340,7 +347,7 @@ def _parser() -> Parser:
         "--hosts",
         default=None,
         metavar="A:4,B:4",
-        help="train on these hosts, with so many ranks on each, over ssh",
+        help="train on these hosts over ssh, with this number of ranks on each",
     )
     add(
         "--hostfile",
@@ -354,28 +361,28 @@ def _parser() -> Parser:
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="go on while so many of the hosts are left (default: all are needed)",
+        help="keep training while at least N hosts are left (default: all are needed)",
     )
     add(
         "--max-nodes",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="train on so many of the hosts at once (default: on all)",
+        help="train on at most N of the hosts at once (default: on all)",
     )
     add(
         "--max-restarts",
         type=number_type(int, 0),
         default=None,
         metavar="N",
-        help="go on from the last checkpoint so often when a rank or host is lost (default: "
-        f"{_RESTARTS} with --min-nodes, else not at all)",
+        help="resume from the last checkpoint at most N times when a rank or host is lost "
+        f"(default: {_RESTARTS} with --min-nodes, else not at all)",
     )
     add(
         "--auto-resume",
         action="store_true",
         default=False,
-        help="go on with the run in --out where there is one, else begin it",
+        help="resume the run in --out if there is one, else start it",
     )
     # Settings and their origins as outpace.train hands them over.
     add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
@@ -383,25 +390,25 @@ def _parser() -> Parser:
     return parser
 
 
-def asked_of(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
-    """What these arguments come to, and whence each, for who has ranks started elsewhere.
+def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
+    """Read settings and their origins from arguments of a run whose ranks are started elsewhere.
 
     Raises BadInputError.
     """
     arguments = _parser().read(with_run_named(argv))
-    given = _starting(arguments)
+    given = _given_launch_options(arguments)
     if given:
         raise BadInputError(f"{given[0]}: the cluster starts the ranks, and starts them again")
-    asked = _asked(arguments, [])
+    asked = _read_request(arguments, [])
     return asked.settings, asked.origins
 
 
-def _starting(arguments: argparse.Namespace) -> list[str]:
-    """Options of starting ranks that were given."""
+def _given_launch_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the given options that say how ranks are started."""
     return [name for name in options.OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
 
 
-def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
+def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request:
     """Merge command line, file, the resumed run and defaults; or take what was handed over."""
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
@@ -409,13 +416,13 @@ def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
         if arguments.auto_resume:
             begun = _has_begun({"": {"out": settings.out}})
             settings = settings.model_copy(update={"resume": begun})
-        return _Asked(**{"command": command, **handed, "settings": settings})
+        return _Request(**{"command": command, **handed, "settings": settings})
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
     if arguments.auto_resume:
         layers[options.COMMAND_LINE]["resume"] = _has_begun(layers)
-    return _Asked(*merge(layers), command)
+    return _Request(*merge(layers), command)
 
 
 def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
@@ -426,12 +433,12 @@ def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
     return (Path(str(named[0])) / options.RUN_FILE).is_file()
 
 
-def _done(settings: TrainSettings) -> Measurement | None:
-    """What came of the run that is gone on with, where no step of it is left."""
+def _finished_result(settings: TrainSettings) -> Measurement | None:
+    """Return the result of the resumed run if no step of it is left."""
     if not settings.resume or settings.out is None:
         return None
     from outpace.records.run import RunRecord
-    from outpace.train.run_dir import RESULT_FILE
+    from outpace.training.run_dir import RESULT_FILE
 
     path = settings.out / RESULT_FILE
     if not path.is_file():
@@ -457,14 +464,14 @@ def with_run_named(argv: list[str]) -> list[str]:
     named += [word.partition("=")[2] for word in words if word.startswith("--out=")]
     if words != argv and len(set(named)) > 1:
         raise BadInputError(
-            f"--resume {named[0]} and --out {named[1]} are two runs. --resume goes on in the run's "
+            f"--resume {named[0]} and --out {named[1]} are two runs. --resume works in the run's "
             "own folder: leave --out out."
         )
     return words
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, nearest to the person first; with `resume`, the run's own come after them."""
+    """Merge layers, nearest to the user first; with `resume`, the run's own come after them."""
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)

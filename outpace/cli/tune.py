@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from outpace.cli import options
 from outpace.cli.experiments import (
     ASKED_FILE,
+    can_resume,
     folder_of,
-    goes_on,
-    going_on,
-    now,
+    format_interruption,
+    format_now,
     show,
     whole_lines,
 )
@@ -30,8 +30,8 @@ from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.tuning import TUNING_FILE, PlanTrial, Tuning
 
 if TYPE_CHECKING:
-    from outpace.experiment.tune import Ended, Limits
-    from outpace.launch.tuning import Proposer
+    from outpace.experiment.tune import Limits, TuningEnd
+    from outpace.jobs.planning.proposer import Proposer
 
 _ABOUT = (
     "The fastest plan for a training on this machine: the planner proposes, short trials decide."
@@ -47,7 +47,7 @@ HOST_FILE = "host.json"  # whose trials they are
 # Of the tuning, where they are a run's for outpace train.
 _TEXTS = {
     "out": "directory of the tuning (default: tunings/<time>)",
-    "resume": "go on with the tuning in --out, by the command that began it",
+    "resume": "resume the tuning in --out, with the command that started it",
 }
 _OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
@@ -58,57 +58,71 @@ _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Tune, print the plan and what was tried; returns 0, 1 where all trials failed."""
     arguments = _parser().read(argv)
-    settings, origins = _settings(arguments)
-    asked = _asked(settings, origins)
-    with folder_of(settings.out, settings.resume, "tunings", "tuning") as folder:
-        before = _before(folder, asked, settings.resume)
-        try:
-            tuning = _tuned(arguments, settings, origins, asked, folder, before)
-        except (KeyboardInterrupt, TerminatedError):
-            print(going_on(folder, "tune", *argv), file=sys.stderr, flush=True)
-            raise
+    folder, asked, tuning = _answer(arguments, argv)
     if arguments.json:
         print(tuning.model_dump_json(indent=2), flush=True)
     else:
-        from outpace.report.tuning import shown
+        from outpace.reporting.terminal.tuning import tuning_text
 
         then = _command(asked, folder) if tuning.fastest is not None else ()
-        show(shown(tuning), folder, "then", then)
+        show(tuning_text(tuning), folder, "then", then)
     return 0 if tuning.fastest is not None else 1
 
 
-def _tuned(
+def run_tuning(argv: list[str]) -> Tuning:
+    """Tune as the words of a command line ask, and keep all of it. Raises BadInputError."""
+    return _answer(_parser().read(argv), argv)[2]
+
+
+def _answer(arguments: argparse.Namespace, argv: list[str]) -> tuple[Path, dict[str, Any], Tuning]:
+    """Tune; return the folder that keeps it, and the settings that were given."""
+    settings, origins = _settings(arguments)
+    asked = _given_settings(settings, origins)
+    with folder_of(settings.out, settings.resume, "tunings", "tuning") as folder:
+        before = _load_trials(folder, asked, settings.resume)
+        try:
+            tuning = _tune(arguments, settings, origins, asked, folder, before)
+        except (KeyboardInterrupt, TerminatedError):
+            print(format_interruption(folder, "tune", *argv), file=sys.stderr, flush=True)
+            raise
+    return folder, asked, tuning
+
+
+def _tune(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
     asked: dict[str, Any], folder: Path, before: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
-    """Tune and keep what is found, also where it is interrupted."""
-    from outpace.experiment.tune import Limits, tuned
-    from outpace.launch.materials import prepare_data
-    from outpace.launch.tuning import Proposer, rates_to_begin_with
-    from outpace.report.progress import Progress
+    """Tune, and keep what is found also when interrupted."""
+    from outpace.experiment.tune import Limits, summarise
+    from outpace.jobs.inputs.inputs import prepare_data
+    from outpace.jobs.planning.proposer import Proposer, rates_to_begin_with
+    from outpace.reporting.terminal.progress import TrainingProgress
 
     host_bytes = _host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
     # Else the first trial does it, within its limit of time.
-    prepare_data(settings, [Progress()])
+    prepare_data(settings, [TrainingProgress()])
     _require_host(folder, proposer.machine)
     rates = rates_to_begin_with(settings)  # once nothing is left that may be refused
     if rates is not None:
         proposer = Proposer(settings, origins, host_bytes, rates)
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / ASKED_FILE, json.dumps(asked, indent=2) + "\n")
-    began_s, started = time.monotonic() - sum(trial.took_s for trial in before), now()
+    if not (folder / HOST_FILE).is_file():
+        proposer.machine.save(folder / HOST_FILE)
+    began_s, started = time.monotonic() - sum(trial.took_s for trial in before), format_now()
     limits = Limits(arguments.trials, arguments.budget, arguments.within)
     ended, interrupt = _trials(proposer, asked, folder, limits, before, host_bytes)
     tuning = Tuning(
         settings=asked,
         trials=ended.trials,
-        **tuned(ended.trials),
+        **summarise(ended.trials),
         stopped=ended.stopped,
         considered=proposer.considered,
         took_s=time.monotonic() - began_s,
         machine=proposer.machine,
         started=started,
-        command=("outpace", "tune", *options.as_flags({**asked, **_given(limits)})),
+        command=("outpace", "tune", *options.as_flags({**asked, **_limit_flags(limits)})),
     )
     tuning.save(folder / TUNING_FILE)
     if tuning.fastest is not None:
@@ -120,9 +134,9 @@ def _tuned(
 
 
 def _host_bytes(settings: TrainSettings) -> int | None:
-    """For a trial on a CPU: else the one that is too large takes the machine down with it."""
-    from outpace.launch.resolve import resolve_device
-    from outpace.probe.limits import free_bytes
+    """Return the host memory that a trial on a CPU may take without exhausting the machine."""
+    from outpace.jobs.defaults import resolve_device
+    from outpace.probing.hardware.process_memory import free_bytes
 
     if resolve_device(settings, Ranks()).type != "cpu":
         return None
@@ -130,17 +144,15 @@ def _host_bytes(settings: TrainSettings) -> int | None:
 
 
 def _require_host(folder: Path, machine: Machine) -> None:
-    """Of trials on another machine nothing can be learned here. Raises BadInputError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Refuse to resume trials of another machine. Raises BadInputError."""
     path = folder / HOST_FILE
     if not path.is_file():
-        machine.save(path)
         return
     then = Machine.load(path)
     for name in machine.differences(then):
         raise BadInputError(
             f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, "
-            f"and is {getattr(machine, name)} here. Go on there, or use another --out."
+            f"and is {getattr(machine, name)} here. Resume there, or use another --out."
         )
 
 
@@ -151,10 +163,10 @@ def _trials(
     limits: "Limits",
     before: list[PlanTrial],
     host_bytes: int | None,
-) -> tuple["Ended", BaseException | None]:
+) -> tuple["TuningEnd", BaseException | None]:
     """Each is written as soon as it is there; and what interrupted them, if so."""
     from outpace.experiment.trials import Trials, fit_together
-    from outpace.experiment.tune import Chosen, Ended, tune
+    from outpace.experiment.tune import Chosen, TuningEnd, tune
 
     own = {name: value for name, value in asked.items() if name not in _NOT_OF_TRIALS}
     trials, seen = Trials(own, folder, host_bytes), list(before)
@@ -180,28 +192,28 @@ def _trials(
         try:
             return tune(proposer, trials.run, race, limits, before, record_trial), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
-            return Ended(tuple(seen), "it was interrupted"), interrupt
+            return TuningEnd(tuple(seen), "it was interrupted"), interrupt
 
 
 def _say(words: str) -> None:
     print(f"outpace: {words}", file=sys.stderr, flush=True)
 
 
-def _given(limits: "Limits") -> dict[str, Any]:
-    """By the names of flags."""
+def _limit_flags(limits: "Limits") -> dict[str, Any]:
+    """Return the limits by the names of their flags."""
     return {"trials": limits.trials, "budget": limits.budget_s, "within": limits.within}
 
 
 def _line(trial: PlanTrial) -> str:
     from outpace.records.units import show_seconds
-    from outpace.report.tuning import disturbed
+    from outpace.reporting.terminal.tuning import disturbance_words
 
     predicted = f"predicted {show_seconds(trial.predicted_s)}"
     if trial.step_time_s is None:
         return f"trial {trial.number}: {trial.title} ({predicted}) failed: {trial.failure}"
     return (
         f"trial {trial.number}: {trial.title} takes {show_seconds(trial.step_time_s)} a step "
-        f"({predicted}){disturbed(trial)}"
+        f"({predicted}){disturbance_words(trial)}"
     )
 
 
@@ -224,8 +236,8 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     return settings, origins
 
 
-def _asked(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any]:
-    """What a person said, as JSON has it."""
+def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that the user gave, as JSON has them."""
     values = settings.model_dump(mode="json")
     return {
         name: value
@@ -234,10 +246,10 @@ def _asked(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
-    """Trials that are there already. Raises BadInputError."""
+def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
+    """Return the trials that exist already. Raises BadInputError."""
     path = folder / TRIALS_FILE
-    if not goes_on(folder, path, resumes, "tuning"):
+    if not can_resume(folder, path, resumes, "tuning"):
         return []
     try:
         then = dict(json.loads((folder / ASKED_FILE).read_text(encoding="utf-8")))
@@ -253,7 +265,7 @@ def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTria
 
 
 def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:
-    """That trains by the plan that was found."""
+    """Return the command that trains by the plan that was found."""
     own = {name: value for name, value in asked.items() if name != "nproc"}
     return ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from outpace.cli.output import output_file, save_output
-from outpace.cli.parser import Parser, number_type
-from outpace.launch.environment import ranks_from, restart_count
+from outpace.cli.parser import JoinedList, Parser, number_type
+from outpace.launch.launcher_env import ranks_from
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
+from outpace.records.interpreter import PYTHON
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import Precision
 from outpace.records.plan import Plan, PlanFile, Strategy
-from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 
@@ -33,12 +33,12 @@ _EPILOG = "Exit code 1 when a strategy fails. Without options: all strategies, o
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Prove strategies and print a certificate; 0 if all passed. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    asked = arguments.strategy or arguments.names or "all"
-    strategies = chosen("--strategy", asked, STRATEGIES)
-    precisions = chosen("--precision", arguments.precision, PRECISIONS)
+    asked = ",".join(filter(None, [arguments.strategy, *arguments.names])) or "all"
+    strategies = choose_words("--strategy", asked, STRATEGIES)
+    precisions = choose_words("--precision", arguments.precision, PRECISIONS)
     proved = None if arguments.run is None else RunRecord.load(arguments.run / "run.json")
     ranks = ranks_from(environ)
-    module = _module_named(arguments.model, proved)
+    module = _custom_reference(arguments.model, proved)
     if module is not None:
         return _verify_module(module, arguments, asked, ranks, proved)
     if ranks is None:
@@ -51,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     from outpace.experiment.parity import Trial
     from outpace.experiment.verify import plan_of_run, plans_for, verify
-    from outpace.launch.group import process_groups
+    from outpace.jobs.ranks.process_groups import process_groups
     from outpace.parallel import why_not
 
     device = _device(arguments.device, ranks)
@@ -67,7 +67,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         for name, why in skipped.items():
             if asked != "all":
                 raise BadInputError(f"--strategy {name}: {why}.")
-        levers = _levers(arguments.levers)
+        levers = _read_options(arguments.levers)
         plans = [
             Plan.parse({**plan.model_dump(), **levers}, "--levers")
             for precision in precisions
@@ -76,7 +76,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             for plan in plans_for(name, ranks.world_size, precision)
         ]
     trial = Trial(_spec(arguments.model, proved, plans), device=device)
-    with process_groups(ranks, device, 300.0, restart_count(environ)) as groups:
+    with process_groups(ranks, device, 300.0) as groups:
         certificate = verify(plans, trial, groups, skipped=skipped)
     if ranks.rank == 0:
         beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
@@ -85,8 +85,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _module_named(model: str | None, proved: RunRecord | None) -> str | None:
-    """'file.py:function' of a module of one's own, where it is what is to be proved."""
+def _custom_reference(model: str | None, proved: RunRecord | None) -> str | None:
+    """Return 'file.py:function' of the custom model that is to be proved, if it is one."""
     from outpace.interop.models import names_code
 
     reference = model if model is not None or proved is None else proved.settings.model
@@ -100,7 +100,7 @@ def _verify_module(
     ranks: Ranks | None,
     proved: RunRecord | None,
 ) -> int:
-    """Prove strategies of a user's own module, in processes forked from this one."""
+    """Prove strategies of a custom model, in processes forked from this one."""
     if ranks is not None:
         raise BadInputError(
             f"verify --model {reference} starts its own processes. Call it without torchrun, and "
@@ -111,11 +111,11 @@ def _verify_module(
             f"verify --model {reference} computes in fp64 on the CPU, or in fp32 where the module "
             "does. Leave --precision and --device out."
         )
-    from outpace.experiment.module_verify import verify_own
+    from outpace.experiment.module_verify import verify_custom
     from outpace.interop.models import open_model
     from outpace.interop.own import build_own
     from outpace.interop.own_file import require_named
-    from outpace.launch.outlines import trial_batches
+    from outpace.jobs.inputs.custom_batches import trial_batches
 
     if arguments.model is None:
         require_named(reference, arguments.run / "run.json")
@@ -127,7 +127,7 @@ def _verify_module(
     nproc = arguments.nproc if proved is None else proved.plan.world_size
     nproc = max((plan.world_size for plan in given), default=nproc)
     per_pass = math.lcm(*(plan.data_parallel * plan.samples_per_pass for plan in given))
-    certificate = verify_own(
+    certificate = verify_custom(
         own,
         trial_batches(own, nproc, per_pass),
         plans=plans,
@@ -144,10 +144,10 @@ def _verify_module(
 def _module_plans(
     arguments: argparse.Namespace, asked: str, proved: RunRecord | None
 ) -> Sequence[Plan | str] | None:
-    """What to prove: a plan, a run's plan, names of strategies, or None for all."""
+    """Return what to prove: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
         raise BadInputError(
-            "--levers are for outpace's own models. Of a module of your own give a whole plan with "
+            "--levers is for models that outpace builds. For a custom model give a whole plan with "
             "--plan FILE.json."
         )
     if arguments.plan is not None:
@@ -156,7 +156,7 @@ def _module_plans(
         from outpace.experiment.module_verify import plan_like
 
         return [plan_like(proved.plan)]
-    return None if asked == "all" else list(chosen("--strategy", asked, STRATEGIES))
+    return None if asked == "all" else list(choose_words("--strategy", asked, STRATEGIES))
 
 
 def _require_passed(certificate: Certificate) -> None:
@@ -170,7 +170,7 @@ def _require_passed(certificate: Certificate) -> None:
         raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
 
 
-def _levers(text: str) -> dict[str, str]:
+def _read_options(text: str) -> dict[str, str]:
     """Fields of a plan and their values, from "checkpointing=full,loss=plain"."""
     levers: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
@@ -189,7 +189,7 @@ def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.devi
     """This rank's. Metal has no fp64, so it is not chosen."""
     import torch
 
-    from outpace.launch.resolve import resolve_device
+    from outpace.jobs.defaults import resolve_device
     from outpace.records.settings import TrainSettings
 
     if choice == "auto":
@@ -198,7 +198,7 @@ def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.devi
 
 
 def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
-    """What is trained: the model named, a tiny one like a run's, or a tiny one."""
+    """Return the model to train: the one named, a tiny one like a run's, or a tiny one."""
     from outpace.experiment.verify import tiny_like, tiny_spec
     from outpace.interop.models import open_model
 
@@ -220,15 +220,18 @@ def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
     if as_json:
         print(certificate.model_dump_json(indent=2), flush=True)
         return
-    from outpace.report.certificate import certificate_table
-    from outpace.report.terminal import Console
+    from outpace.reporting.terminal.certificate import certificate_table
+    from outpace.reporting.terminal.console import Console
 
     Console().print(certificate_table(certificate))
 
 
-def chosen(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
-    """The words of a comma-separated list, in the order of those `known`; all of them for "all"."""
-    words = list(known) if text == "all" else text.split(",")
+def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
+    """The words of a list, between commas or blanks, in the order of those `known`.
+
+    All of them for "all". Raises BadInputError.
+    """
+    words = list(known) if text == "all" else text.replace(",", " ").split() or [text]
     for word in words:
         if word not in known:
             raise BadInputError(
@@ -242,21 +245,24 @@ def _parser() -> Parser:
     parser = Parser("verify", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.arguments.add_argument
-    add("names", nargs="?", default=None, metavar="A,B", help="as --strategy")
+    add("names", nargs="*", default=[], metavar="A,B", help="as --strategy; or A B")
     add(
         "--strategy",
+        action=JoinedList,
         default=None,
         metavar="A,B",
         help="strategies to prove, or all that this machine has (default: all)",
     )
     add(
         "--precision",
+        action=JoinedList,
         default="fp64",
         metavar="A,B",
         help="of fp64, fp32, bf16, bf16-master, or all (default: fp64); tolerances: docs/proof.md",
     )
     add(
         "--levers",
+        action=JoinedList,
         default="",
         metavar="NAME=VALUE,…",
         help="what else to prove each plan with, such as checkpointing=full,loss=plain",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 
-import outpace
 from outpace.cli.parser import Parser
+from outpace.records.version import __version__
 
 _SHOWN = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 
@@ -18,7 +18,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     parser.add_json()
     arguments = parser.read(argv)
     versions: dict[str, str | None] = {
-        "outpace": outpace.__version__,
+        "outpace": __version__,
         "python": platform.python_version(),
     }
     for name in _SHOWN:

@@ -17,9 +17,9 @@ from outpace.records.units import show_count
 from outpace.records.utilisation import Utilisation
 
 if TYPE_CHECKING:
-    from outpace.probe.utilisation import Sampler
-    from outpace.report.terminal import Console
-    from outpace.report.utilisation import View
+    from outpace.probing.utilisation.sampler import Sampler
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.utilisation import View
 
 _ABOUT = "How busy devices and cores are while something trains; averages at the end."
 _EPILOG = (
@@ -38,14 +38,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     words, command = argv[:at], argv[at + 1 :]
     arguments = _parser().read(words)
     _check(arguments, command, at < len(argv))
-    from outpace.probe.utilisation import Sampler, open_nvml, training_in
-    from outpace.report.terminal import Console
-    from outpace.report.utilisation import View
+    from outpace.probing.utilisation.sampler import Sampler, open_nvml, training_in
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.utilisation import View
 
     folder: Path | None = arguments.run
     roots = [] if folder is None else training_in(folder / "metrics.jsonl")
     if folder is not None and not roots:
-        return _recorded(folder, arguments)
+        return _show_recorded(folder, arguments)
     nvml = open_nvml()
     console = Console(stderr=True, highlight=False)
     view = View(console, arguments.every)
@@ -56,7 +56,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             sampler = Sampler([started.pid], nvml=nvml)
             watching = _Watching(sampler, view, arguments.every, said=lambda: started.said)
             try:
-                started.outlive(watching.until)
+                started.outlive(watching.sample_until)
             finally:
                 view.close()
                 _finish(watching, arguments, console, command=True)
@@ -66,7 +66,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     watching = _Watching(sampler, view, arguments.every, doing)
     code = 0
     try:
-        watching.until(_nap, arguments.for_s)
+        watching.sample_until(_nap, arguments.for_s)
     except KeyboardInterrupt:
         code = _INTERRUPTED if arguments.for_s is not None else 0
     finally:
@@ -80,7 +80,7 @@ def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
         raise BadInputError("outpace watch -- : which command? Write it after the two dashes.")
     if command and arguments.run is not None:
         raise BadInputError(
-            f"{arguments.run} and a command: watch a run that goes on, or start a command. Leave "
+            f"{arguments.run} and a command: watch a run in progress, or start a command. Leave "
             "one of them out; a run that outpace train starts records its load by itself."
         )
     if command and arguments.for_s is not None:
@@ -98,18 +98,18 @@ class _Watching:
         doing: Callable[[], str] = lambda: "",
         said: Callable[[], str] = lambda: "",
     ) -> None:
-        from outpace.probe.recorder import Samples
+        from outpace.probing.utilisation.recorder import Samples
 
         self._samples, self._view, self._every_s = Samples(sampler, every_s), view, every_s
         self._doing, self._said = doing, said
         self._began_s = time.monotonic()
 
     @property
-    def seen(self) -> Utilisation | None:
+    def utilisation(self) -> Utilisation | None:
         """All so far; None before the first sample."""
         return self._samples.series
 
-    def until(self, wait: Callable[[float], bool], for_s: float | None = None) -> None:
+    def sample_until(self, wait: Callable[[float], bool], for_s: float | None = None) -> None:
         """Sample until `wait(seconds)` says that it is over, the run has ended or time is up."""
         over = False
         try:
@@ -140,10 +140,10 @@ def _finish(
     watching: _Watching, arguments: Namespace, console: "Console", command: bool = False
 ) -> None:
     """Write the files, then the table or the document."""
-    from outpace.report.terminal import Console
-    from outpace.report.utilisation import closing
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.utilisation import closing_text
 
-    seen = watching.seen
+    seen = watching.utilisation
     if seen is None:
         console.print("nothing was seen: it was over within a tenth of a second")
         return
@@ -162,7 +162,7 @@ def _finish(
         return
     # Beside a command's own output there is standard error alone.
     console = console if command else Console(highlight=False)
-    console.print(closing(seen, console.width))
+    console.print(closing_text(seen, console.width))
     for path in paths:
         console.print(f"written to {path}", style="dim", markup=False, soft_wrap=True)
 
@@ -180,7 +180,7 @@ def _print_json(seen: list[Utilisation]) -> None:
     )
 
 
-def _recorded(folder: Path, arguments: Namespace) -> int:
+def _show_recorded(folder: Path, arguments: Namespace) -> int:
     """Show what a run that is over recorded by itself. Raises BadInputError when it did not."""
     if not (folder / "run.json").is_file():
         raise BadInputError(f"{folder} holds no run (no run.json). Name the folder of a run.")
@@ -194,13 +194,13 @@ def _recorded(folder: Path, arguments: Namespace) -> int:
     if arguments.json:
         _print_json(seen)
         return 0
-    from outpace.report.terminal import Console
-    from outpace.report.utilisation import closing
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.utilisation import closing_text
 
     console = Console(highlight=False)
     for path, one in zip(paths, seen, strict=True):
         console.print(f"{path}, recorded from {one.started}", markup=False, soft_wrap=True)
-        console.print(closing(one, console.width))
+        console.print(closing_text(one, console.width))
     return 0
 
 

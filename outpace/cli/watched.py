@@ -11,7 +11,7 @@ from typing import IO, Any, Self
 from rich.text import Text
 
 from outpace.records.errors import BadInputError
-from outpace.report.terminal import Console
+from outpace.reporting.terminal.console import Console
 
 _CHUNK = 1 << 14
 
@@ -44,12 +44,12 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process ID of the command."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 and the signal's number for one that a signal ended."""
+        """Exit code as a shell has it: 128 plus the signal's number if a signal ended it."""
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
@@ -72,11 +72,11 @@ class Command:
         """
         while self._process.poll() is None:
             with suppress(KeyboardInterrupt):
-                watch(self._ended_within)
+                watch(self._wait_for_end)
         for reader in self._readers:
             reader.join(timeout=1)
 
-    def _ended_within(self, seconds: float) -> bool:
+    def _wait_for_end(self, seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.poll() is not None
@@ -97,5 +97,5 @@ class Command:
 
 
 def _last(line: bytes) -> str:
-    """What is seen of a line that was written over by carriage returns."""
+    """Return what a terminal shows of a line that carriage returns overwrite."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

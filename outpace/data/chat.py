@@ -101,8 +101,8 @@ class Rendered:
 class ChatFormat:
     """A tokenizer with its chat template, ready to render. Raises BadInputError for a broken one.
 
-    `stop_id` is the token with which the template ends an answer, and `special_names` finds what
-    the tokenizer reads as special tokens wherever it stands.
+    `stop_id` is the token with which the template ends an answer, where it `stops` it with one,
+    and `special_names` finds what the tokenizer reads as special tokens wherever it stands.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -123,12 +123,12 @@ class ChatFormat:
         # Without a post-processor, which may trim blanks off the places of tokens.
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
-        self.stop_id = self._stop_id()
+        self.stop_id, self.stops = self._stop_id()
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
-    def _stop_id(self) -> int:
-        """The last special token of an answer, where it has one; else the end of text."""
+    def _stop_id(self) -> tuple[int, bool]:
+        """The last special token of an answer, or the end of text; whether that ends answers."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
         # A template that never ends, or asks for all memory, is found here.
@@ -141,8 +141,9 @@ class ChatFormat:
             for number, token in self.tokenizer.inner.get_added_tokens_decoder().items()
             if token.special
         }
+        special.add(self.tokenizer.eos_id)
         ends = [i for i, target in zip(ids, said, strict=True) if target and i in special]
-        return ends[-1] if ends else self.tokenizer.eos_id
+        return (ends[-1], True) if ends else (self.tokenizer.eos_id, False)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation so far, with the header of the answer to come."""
@@ -278,10 +279,19 @@ class ChatFormat:
 
         `spans` are those of all its answers where they are not given.
         """
+        ids, said, _ = self.encode_joined(rendered, rendered.spans if spans is None else spans)
+        return ids, said
+
+    def encode_joined(
+        self, rendered: Rendered, spans: Sequence[Span]
+    ) -> tuple[list[int], list[bool], bool]:
+        """Encode as `encode` does; say whether a span begins within a token, not learnt then."""
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
-        return list(encoding.ids), _inside(
-            encoding.offsets, rendered.spans if spans is None else spans
+        starts = {start for start, _ in spans}
+        joined = any(
+            not starts.isdisjoint(range(first + 1, end)) for first, end in encoding.offsets
         )
+        return list(encoding.ids), _inside(encoding.offsets, spans), joined
 
 
 def _inside(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -317,7 +327,8 @@ class Conversations:
     `cut` were longer than a sample, `empty` have nothing to learn (in what is left of them), and of
     `partial` the template shows the last answer only. `altered` have answers that the template does
     not write as they stand, `toolless` tools that it does not write, `marked` words that the
-    tokenizer reads as special tokens; each with the first's place. `unread` counts the columns that
+    tokenizer reads as special tokens; each with the first's place. `joined` are those
+    with an answer that begins within a token of the template's. `unread` counts the columns that
     have no part in conversations, and what messages have that the template does not write.
     """
 
@@ -329,6 +340,7 @@ class Conversations:
     toolless: tuple[str, ...] = ()
     marked: tuple[str, ...] = ()
     wordless: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -342,7 +354,7 @@ def encode_all(
     is left to learn from.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
-    altered, toolless, marked, wordless = [], [], [], []
+    altered, toolless, marked, wordless, joined = [], [], [], [], []
     unread: Counter[str] = Counter()
     for encoded in _encode_rows(chat, rows):
         unread.update(encoded.unread)
@@ -350,6 +362,7 @@ def encode_all(
         altered += [encoded.where] * encoded.altered
         marked += [encoded.where] * encoded.marked
         wordless += [encoded.where] * encoded.wordless
+        joined += [encoded.where] * encoded.joined
         ids, said = encoded.ids, encoded.said
         tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
         targets = [token if mine else IGNORED for token, mine in nexts]
@@ -373,7 +386,7 @@ def encode_all(
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(
         ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), tuple(marked),
-        tuple(wordless), dict(unread),
+        tuple(wordless), tuple(joined), dict(unread),
     )  # fmt: skip
 
 
@@ -389,6 +402,7 @@ class _EncodedMessages:
     toolless: bool
     marked: bool
     wordless: bool
+    joined: bool
     unread: tuple[str, ...]
 
 
@@ -414,7 +428,8 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     talk = conversation_of(row, chat.roles)
     rendered = chat.render(talk.messages, row.where, talk.tools)
     bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
-    ids, said = chat.encode(rendered, _learnt_spans(chat, rendered, talk, row.where))
+    spans = _learnt_spans(chat, rendered, talk, row.where)
+    ids, said, joined = chat.encode_joined(rendered, spans)
     marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
     wordless = any(
         mine and not str(one["content"]).strip() and not one.get("tool_calls")
@@ -423,7 +438,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     unread = (*talk.unread, *_unwritten_keys(chat, talk, row.where))
     return _EncodedMessages(
         row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), marked, wordless,
-        unread,
+        joined, unread,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 import tokenizers
@@ -13,7 +14,7 @@ from outpace.data.padded import Ragged, ragged
 from outpace.data.row_files import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
-from outpace.records.errors import BadInputError, excerpt, shorten
+from outpace.records.errors import BadInputError, excerpt, quote_names, shorten
 
 # Columns of texts by what benchmarks call them, pairs before single ones.
 _TEXTS = (
@@ -43,7 +44,7 @@ class Columns:
 
 def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> Columns:
     """The columns asked for, else those of a benchmark's names. Raises BadInputError."""
-    there = ", ".join(map(repr, table.columns))
+    there = quote_names(table.columns)
     if texts is not None and len(texts) not in (1, 2):
         raise BadInputError(f"--text-fields names {len(texts)} columns; a sample has 1 or 2 texts")
     found = texts or next((t for t in _TEXTS if set(t) <= set(table.columns)), None)
@@ -54,6 +55,10 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
     ):
         missing = [name for name in names or () if name not in table.columns]
         if not names or missing:
+            wanted = (
+                names or [n for n in _LABELS if what == "label"] or [n for t in _TEXTS for n in t]
+            )
+            _require_in_first(table, wanted)
             lacks = f"no column {missing[0]!r}" if missing else f"no column that is known as {what}"
             form = describe_form(table.columns)
             rows = nested_rows(table.rows[0]) if len(table.rows) == 1 else ""
@@ -61,6 +66,17 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return Columns(found, named)
+
+
+def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
+    """Refuse a first row without a column that a later one has, by which columns are known."""
+    for row in table.rows:
+        name = next((name for name in wanted if name in row.values), None)
+        if name is not None and name not in table.rows[0].values:
+            raise BadInputError(
+                f"{table.rows[0].where} has no {name!r}, which {row.where} has. Give it one, or "
+                "leave it out."
+            )
 
 
 def columns_hints(table: Table, columns: Columns, *, texts: bool, label: bool) -> list[str]:
@@ -89,21 +105,48 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     """Labels that may be one, and samples without a text."""
     hints = []
     alike: dict[str, set[str]] = {}
-    for example in parts[0]:
-        plain = unicodedata.normalize("NFKC", example.label).casefold()
-        alike.setdefault(" ".join(plain.split()), set()).add(example.label)
+    seen = {example.label for example in parts[0]}
+    for label in seen:
+        plain = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
+        alike.setdefault(_plain_number(plain), set()).add(label)
     same = [" and ".join(map(repr, sorted(names))) for names in alike.values() if len(names) > 1]
+    same.sort()
     if same:
         more = f" and {len(same) - 3} more" if len(same) > 3 else ""
         hints.append(
             f"labels {'; '.join(same[:3])}{more} differ in capitals, blanks or forms of letters "
-            "only, and are classes of their own: write them alike if they are one"
+            "or numbers only, and are classes of their own: write them alike if they are one"
+        )
+    numbers = sorted(label for label in seen if _is_number(label))
+    names = sorted(label for label in seen if not _is_number(label))
+    if numbers and names and not same:
+        hints.append(
+            f"some labels are numbers (such as {numbers[0]!r}) and others names (such as "
+            f"{names[0]!r}), and each is a class of its own: where files name the same classes "
+            "in two ways, write them alike"
         )
     count = sum(map(len, parts))
     empty = sum(not any(map(str.strip, one.texts)) for part in parts for one in part)
     if empty:
         hints.append(f"{empty:,} of {count:,} samples have a label and no text")
     return hints
+
+
+def _is_number(label: str) -> bool:
+    return label.removeprefix("-").replace(".", "", 1).isdecimal()
+
+
+def _plain_number(label: str) -> str:
+    """A label in small letters, as the whole number that it may stand for."""
+    if label in ("true", "false"):
+        return str(int(label == "true"))
+    if not _is_number(label):
+        return label
+    number = Decimal(label)  # a float would be one for ids that differ above 2^53
+    whole = number.to_integral_value()
+    if number != whole:
+        return label
+    return str(whole) if whole else "0"
 
 
 def examples_of(
@@ -281,7 +324,7 @@ def encode(
     if unknown is not None:
         raise BadInputError(
             f"the validation data has the label {unknown.label!r}, which the training data has "
-            f"not: {', '.join(map(repr, labels))}"
+            f"not: {quote_names(labels)}"
         )
     pair = max(len(example.texts) for example in examples)
     inner = tokenizer.inner
@@ -293,16 +336,17 @@ def encode(
         texts = [one.texts[0] if pair == 1 else one.texts for one in part]
         for text, encoding in zip(texts, inner.encode_batch(texts), strict=True):
             if len(encoding.ids) > seq_len:
-                encoding, cut = _cut(inner, text, seq_len), cut + 1
+                encoding, cut = _truncate(tokenizer, text, seq_len), cut + 1
             found.append(_sample(tokenizer, encoding, segments))
     fill = {"tokens": tokenizer.pad_id or 0, **({"segments": 0} if segments else {})}
     targets = [numbers[example.label] for example in examples]
     return Encoded(ragged(found, fill, targets), cut)
 
 
-def _cut(inner: tokenizers.Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
-    """The encoding of a text or a pair, the longer of the two cut first."""
-    inner.enable_truncation(seq_len, strategy="longest_first")
+def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
+    """The encoding of a text or a pair, the longer of the two cut first, as transformers cuts."""
+    inner = tokenizer.inner
+    inner.enable_truncation(seq_len, strategy="longest_first", direction=tokenizer.truncation_side)
     try:
         return inner.encode_batch([text])[0]
     finally:

@@ -12,7 +12,7 @@ from outpace.data.row_files import (
     read_value,
     rows_in_columns,
 )
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, quote_names
 
 Message = Mapping[str, Any]
 
@@ -40,6 +40,10 @@ _ROLES: Mapping[str, Collection[str]] = {
     "tool": ("function", "function_response", "observation", "ipython", "tool_response"),
 }  # fmt: skip
 _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names)}
+# Keys of a message that say who speaks, in data of any make; and columns of classes.
+_SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
+_CONTENTS = frozenset(("content", "value", "text"))
+_CLASSES = frozenset(("label", "labels"))
 # Keys of a message that say whether it is learnt.
 _WEIGHTS = ("weight", "train", "loss")
 _FORMS = (
@@ -126,12 +130,7 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
                 None)  # fmt: skip
     _require_wanted(row)
     if pair is None:
-        there = ", ".join(map(repr, values)) or "no columns"
-        if (form := describe_form(values)) is not None:
-            raise BadInputError(f"{row.where} has {there}: {form}")
-        if rows := nested_rows(row):
-            raise BadInputError(f"{row.where} has {there}{rows}")
-        raise BadInputError(f"{row.where} has {there}, but a conversation is one of: {_FORMS}.")
+        raise _refuse_form(row)
     ask, answer = pair
     read = [ask, answer]
     turns: list[_Turn] = []
@@ -154,6 +153,48 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     turns.append(({"role": "user", "content": question}, False))
     turns.append(({"role": "assistant", "content": _text(values[answer], answer, row)}, True))
     return turns, read
+
+
+def _refuse_form(row: Row) -> BadInputError:
+    """Return the error of a row that is no conversation, with what to do."""
+    values = row.values
+    there = quote_names(values) or "no columns"
+    if (form := describe_form(values)) is not None:
+        return BadInputError(f"{row.where} has {there}: {form}")
+    if not _SPEAKERS.isdisjoint(values) and not _CONTENTS.isdisjoint(values):
+        return BadInputError(
+            f"{row.where} has {there}: it is one message, and a row holds a whole "
+            'conversation. Write the messages of each into one row: {"messages": [{"role": …, '
+            '"content": …}, …]}.'
+        )
+    if (name := _message_column(values)) is not None:
+        return BadInputError(
+            f"{row.where} has {there}. Its {name!r} is a list of messages: rename it to "
+            "'messages', and the keys of a message to role and content."
+        )
+    if rows := nested_rows(row):
+        return BadInputError(f"{row.where} has {there}{rows}")
+    return BadInputError(
+        f"{row.where} has {there}, but a conversation is one of: {_FORMS}. {_advise(values)}"
+    )
+
+
+def _message_column(values: Mapping[str, Any]) -> str | None:
+    """Return the first column that holds messages under a name of its own."""
+    for name, value in values.items():
+        listed = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        if listed and value and all(not _SPEAKERS.isdisjoint(one) for one in value):
+            return name
+    return None
+
+
+def _advise(values: Collection[str]) -> str:
+    """Say what to do with rows of these columns, which are no conversations."""
+    if not _CLASSES.isdisjoint(values):
+        return "To learn labels of texts, use --task classify."
+    if "text" in values:
+        return "To learn texts as they are, leave --task chat out."
+    return "Rename the columns to two of these names." if values else "Leave such rows out."
 
 
 def _history(value: Any, row: Row) -> list[_Turn]:
@@ -187,7 +228,9 @@ def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
 def _listed(value: Any, name: str, row: Row) -> list[Any]:
     if isinstance(value, list) and value:
         return value
-    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of messages")
+    text = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+    remedy = ": it is JSON within a text. Decode it, so that the row holds the list" if text else ""
+    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of messages{remedy}")
 
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
@@ -213,6 +256,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     if calls:
         content = content or ""
     elif isinstance(content, list):
+        _require_one_text(content, row)
         content = "".join(_part(part, row) for part in content)
     other = ("from", "value", "function_call")
     kept = {key: value for key, value in one.items() if key not in other}
@@ -228,16 +272,27 @@ def _is_learnt(one: Message, row: Row) -> bool:
     """What a message's weight says. Raises BadInputError for one between none and all."""
     for name in _WEIGHTS:
         value = one.get(name)
-        if value is None or (name != "weight" and not isinstance(value, bool)):
+        if value is None:
             continue
         if value not in (0, 1):
             raise BadInputError(
-                f"{row.where}: a message has the {name} {value!r}; it has to be 0 (not learnt) or "
-                "1 (learnt)"
+                f"{row.where}: a message has the {name} {value!r}; it has to be 0 or false (not "
+                "learnt), or 1 or true (learnt). Call what means something else by another name."
             )
         if not value:
             return False
     return True
+
+
+def _require_one_text(parts: Sequence[Any], row: Row) -> None:
+    """Refuse a list of several bare texts, which may be answers to choose from."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) > 1:
+        raise BadInputError(
+            f"{row.where}: a message has a list of {len(texts)} texts ({_show(texts[0])}, …), and "
+            "it is not known whether they are parts of one or alternatives. Join them, write parts "
+            'as {"type": "text", "text": …}, or give each alternative a row of its own.'
+        )
 
 
 def _part(part: Any, row: Row) -> str:

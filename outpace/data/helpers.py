@@ -19,7 +19,7 @@ import tokenizers
 
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
-from outpace.records.python import PYTHON
+from outpace.records.interpreter import PYTHON
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 

@@ -19,14 +19,19 @@ from outpace.data.sources import (
     numbered_lines,
     readable,
 )
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, quote_names
 
 _READ_BYTES = 1 << 20
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 _SPACES = " \t\r\n"
 # Reads, in Python, the rows that an object holds under a name and writes each on a line.
 _UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
+# Characters that divide cells in tables of other tools, as users know them.
+_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_COLUMN_NAME = re.compile(r"[\"']?\w[\w .-]{0,40}[\"']?")
 _NESTED = re.compile(rb'\s*\{\s*"([^"\\]+)"\s*:\s*\[\s*\{')
+# Under which programs keep ids of tokens, with a header or without.
+_RAW_SUFFIXES = (".npy", ".npz", ".dat", ".raw", ".ids", ".tokens", ".tok")
 # Of a block of text: with more NULs than both it is a file with holes, or no text at all.
 _NUL_SHARE, _FEW_NULS = 1 / 16, 15
 _HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
@@ -58,7 +63,22 @@ def read_rows(
         return _json_list(file) if first_sign(file) == "[" else _json_lines(file)
     if form == "parquet":
         return _parquet(file, columns)
+    if form == "text":
+        _require_tabs(file)
     return _table(file, "," if form == "csv" else "\t", on_left_out)
+
+
+def _require_tabs(file: Path) -> None:
+    """Refuse a plain text; a .txt with tabs in its first line is a table, as of some benchmarks."""
+    if file.suffix.lower() == ".txt":
+        first = next((line for line in _lines_of(file) if line.strip()), "")
+        if "\t" in first:
+            return
+    raise BadInputError(
+        f"{file} is plain text, not rows with columns, as conversations and labels are. Give "
+        ".jsonl, .json, .tsv, .csv, .parquet or hf:NAME. Training and eval take texts with --task "
+        "pretrain."
+    )
 
 
 def checked_text(text: Any, where: str, field: str) -> str:
@@ -84,7 +104,9 @@ def require_text(file: Path, block: bytes) -> None:
     each of its characters has a byte that is a control character of no text.
     """
     if (kind := binary_kind(block)) is not None:
-        raise BadInputError(f"{file} is {kind}, not text. Unpack or convert it, or leave it out.")
+        raise BadInputError(
+            f"{file} is {kind}, not text. Unpack or convert it, or leave it out.{_of_tokens(file)}"
+        )
     if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return  # which fails to decode, with its place
     if block.count(0) > _HOLE_SHARE * len(block):
@@ -94,8 +116,15 @@ def require_text(file: Path, block: bytes) -> None:
         raise BadInputError(
             f"{file} is not UTF-8 text: {controls:,} of its first {len(block):,} bytes are control "
             f"characters, the first at offset {block.find(0)}, as in UTF-16. Convert it, as with "
-            "iconv -f UTF-16LE -t UTF-8, or leave it out."
+            f"iconv -f UTF-16LE -t UTF-8, or leave it out.{_of_tokens(file)}"
         )
+
+
+def _of_tokens(file: Path) -> str:
+    """Say how ids of tokens are named, of a file that may hold some."""
+    if file.suffix.lower() not in _RAW_SUFFIXES:
+        return ""
+    return " If it holds ids of tokens, write them with numpy's tofile into a file named .bin."
 
 
 def require_whole(file: Path, block: bytes, offset: int) -> None:
@@ -192,11 +221,11 @@ def first_sign(file: Path) -> str:
     return head[:1].decode("latin-1")
 
 
-def _reason(error: Exception) -> str:
-    """Why JSON cannot be read, and at which character of its line."""
+def _reason(error: Exception, column: int | None = None) -> str:
+    """Why JSON cannot be read, and at which character of its line, by default the error's."""
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
-        return f"{message} at column {error.colno}"
+        return f"{message} at column {error.colno if column is None else column}"
     return str(error)
 
 
@@ -207,7 +236,8 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
         if alone:
             require_text(file, line)
         try:
-            values = read_value(line.decode("utf-8-sig"))
+            # Without the end of its line, behind which what is cut off would be missed.
+            values = read_value(line.decode("utf-8-sig").rstrip(_SPACES))
         except UnicodeDecodeError as error:
             raise BadInputError(
                 f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
@@ -219,6 +249,8 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
             if alone and (single := _single_object(file)) is not None:
                 yield single
                 return
+            if alone:
+                _require_line_ends(file, line)
             if b"\0" in line:
                 raise BadInputError(_holes(where, line)) from None
             raise BadInputError(
@@ -294,11 +326,12 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._scanner = json.JSONDecoder(object_pairs_hook=_object)
         self._text, self._at, self._lines, self._read = "", 0, 1, 0
+        self._column = 1  # of the first character at hand
         self._ended = False
 
     def _more(self) -> None:
         """Read on, twice as much as is at hand, so that nothing is looked at too often."""
-        self._lines += self._text.count("\n", 0, self._at)
+        self._lines, self._column = self._place(self._at)
         self._text, self._at = self._text[self._at :], 0
         block = self._stream.read(max(_READ_BYTES, 2 * len(self._text)))
         if not self._read:
@@ -329,7 +362,13 @@ class _Text:
 
     def line(self) -> int:
         """The line's number, from 1."""
-        return self._lines + self._text.count("\n", 0, self._at)
+        return self._place(self._at)[0]
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """Line and column, each from 1, of the character at hand with this number."""
+        begin = self._text.rfind("\n", 0, at)
+        column = self._column + at if begin < 0 else at - begin
+        return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
         """The next value, and its characters. Raises BadInputError."""
@@ -341,10 +380,11 @@ class _Text:
             except (ValueError, RecursionError) as error:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):
-                    place = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-                    line = self._lines + self._text.count("\n", 0, place)
+                    at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
+                    # Of what is cut off, behind its last character that is no blank.
+                    line, column = self._place(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
-                        f"{where}, line {line}, is not JSON: {_reason(error)}"
+                        f"{where}, line {line}, is not JSON: {_reason(error, column)}"
                     ) from None
                 self._more()
                 continue
@@ -364,7 +404,7 @@ def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, i
         missing = next((name for name in columns or () if name not in names), None)
         if missing is not None:
             raise BadInputError(
-                f"{file} has no column {missing!r}, but {', '.join(map(repr, names))}. "
+                f"{file} has no column {missing!r}, but {quote_names(names)}. "
                 "Name it with --text-field."
             )
         share = file.stat().st_size // max(1, table.metadata.num_rows)
@@ -394,6 +434,7 @@ def _table(
         if header is None:
             header = _COLA if _is_cola(row) else row
             if header is row:
+                _require_delimiter(file, delimiter, row)
                 _require_distinct(header, f"{file}, line {number}")
                 continue
         where = f"{file}, line {number}"
@@ -404,8 +445,32 @@ def _table(
         else:
             raise BadInputError(
                 f"{where} has {len(row)} columns, but the header has {len(header)}: "
-                f"{', '.join(map(repr, header))}"
+                f"{quote_names(header)}"
             )
+
+
+def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> None:
+    """Refuse a table with one column whose name is a list of names, divided in another way."""
+    if len(header) != 1:
+        return
+    for other, name in _DELIMITERS.items():
+        names = header[0].split(other)
+        if other != delimiter and len(names) > 1 and all(map(_COLUMN_NAME.fullmatch, names)):
+            known = {",": "name it .csv", "\t": "name it .tsv"}
+            remedy = known.get(other) or f"write it with {_DELIMITERS[delimiter]}"
+            raise BadInputError(
+                f"{file} is divided by {name}, where {_DELIMITERS[delimiter]} are read: its only "
+                f"column would be {header[0]!r}. To read it, {remedy}."
+            )
+
+
+def _require_line_ends(file: Path, line: bytes) -> None:
+    """Refuse a file that is one line because its lines end in carriage returns alone."""
+    if b"\r" in line.rstrip(b"\r\n") and not line.endswith(b"\n"):
+        raise BadInputError(
+            f"{file} has carriage returns alone at the ends of its lines, as old systems wrote "
+            f"them. Convert it, as with tr '\\r' '\\n' < {shlex.quote(str(file))}."
+        )
 
 
 def _lines_of(file: Path) -> Iterator[str]:
@@ -419,6 +484,7 @@ def _lines_of(file: Path) -> Iterator[str]:
                 )
             if not offset:
                 require_text(file, line)
+                _require_line_ends(file, line)
             require_whole(file, line, offset)
             mark = len(codecs.BOM_UTF8) if not offset and line.startswith(codecs.BOM_UTF8) else 0
             try:

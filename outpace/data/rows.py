@@ -10,7 +10,13 @@ import numpy as np
 import xxhash
 
 from outpace.data.row_files import Row, read_rows
-from outpace.data.sources import Form, Source, form_of, open_dataset, open_source
+from outpace.data.sources import (
+    Source,
+    is_held_out,
+    open_dataset,
+    open_source,
+    row_files_below,
+)
 from outpace.records.errors import BadInputError
 
 _NAMED = (".tsv", ".txt", ".csv", ".jsonl", ".json", ".parquet")
@@ -45,8 +51,17 @@ def read_table(reference: str) -> Table:
         raise BadInputError(f"{reference} holds tokens, and a task needs rows with columns")
     table = _of_dataset(source) if source.kind == "dataset" else _of_files(source)
     if not table.rows:
+        if table.left_out:
+            _refuse_columns(source)
         raise BadInputError(f"the data at {reference} has no rows")
     return table
+
+
+def _refuse_columns(source: Source) -> None:
+    """Raise BadInputError for the first line that does not have its header's columns."""
+    for file in source.files:
+        for _ in read_rows(file):
+            pass
 
 
 def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
@@ -59,6 +74,31 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     train = tuple(train for train, _ in pairs)
     found = tuple(validation for _, validation in pairs if validation is not None)
     return train, found if len(found) == len(pairs) else None
+
+
+def unread_file_hints(references: Sequence[str]) -> list[str]:
+    """Say in a sentence which files of rows in a folder are passed over beside its named splits."""
+    hints = []
+    for reference in references:
+        if not Path(reference).is_dir():
+            continue
+        read = [Path(name) for name in _split_of(reference) if name is not None]
+        if not all(path.is_file() for path in read):
+            continue
+        others = [
+            path.name
+            for path in row_files_below(Path(reference))
+            if path not in read and not is_held_out(path)
+        ]
+        if others:
+            more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+            names = " and ".join(path.name for path in read)
+            hints.append(
+                f"of {reference} {names} {'is' if len(read) == 1 else 'are'} read; {others[0]}"
+                f"{more} {'is' if len(others) == 1 else 'are'} left out. Name files with --data to "
+                "read them"
+            )
+    return hints
 
 
 def _split_of(reference: str) -> tuple[str, str | None]:
@@ -112,26 +152,13 @@ def _of_files(source: Source) -> Table:
     columns: dict[str, None] = {}
     left_out: list[str] = []
     for file in source.files:
-        found = [row for row, _ in read_rows(file, _form(file), on_left_out=left_out.append)]
+        found = [row for row, _ in read_rows(file, on_left_out=left_out.append)]
         rows += found
         for row in found[:1]:
             columns |= dict.fromkeys(row.values)
     return Table(
         source.reference, tuple(columns), tuple(rows), {}, len(left_out), hints=source.hints
     )
-
-
-def _form(file: Path) -> Form:
-    """What a file of rows holds: a .txt is a table, as benchmarks name some."""
-    form = form_of(file)
-    if file.suffix.lower() == ".txt":
-        return "tsv"
-    if form == "text":
-        raise BadInputError(
-            f"{file}: a task needs rows with columns. Give .jsonl, .json, .tsv, .csv, .parquet or "
-            "hf:NAME."
-        )
-    return form
 
 
 def held_out(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
@@ -162,6 +189,19 @@ def fingerprint(rows: Iterable[Row]) -> str:
     for row in rows:
         digest.update(_content(row))
     return digest.hexdigest()
+
+
+def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
+    """Say in a sentence how many rows to validate with are learnt, too."""
+    learnt = {xxhash.xxh3_128_digest(_content(row)) for row in train}
+    found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learnt]
+    if not found:
+        return []
+    return [
+        f"{len(found):,} of {len(validation):,} rows held out for validation are among those to "
+        f"train on, word for word (first {found[0]}): the validation loss is better than it would "
+        "be on new ones. Leave repeated rows out, or name others with --eval-data"
+    ]
 
 
 def nul_hints(rows: Iterable[Row]) -> list[str]:

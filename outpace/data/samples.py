@@ -74,6 +74,17 @@ class TokenDataset(Dataset[Batch]):
             return -(-self._most // self._once_in) * self._once_in
         return sum(self._sizes)
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample."""
+        return self._seq_len
+
+    @property
+    def left_over_tokens(self) -> int:
+        """Targets that are in no sample: those behind the last whole one of each source."""
+        targets = sum(len(stream) - 1 for stream in self._streams)
+        return targets - sum(self._sizes) * self._seq_len
+
     def each_once(self, most: int, batch: int) -> "TokenDataset":
         """The first `most` samples of a pass, or all, each once, in batches of `batch`.
 

@@ -1,5 +1,6 @@
 """What a --data argument means: files, folders, globs, datasets, tokens, Python's own source."""
 
+import filecmp
 import glob
 import json
 import os
@@ -52,6 +53,8 @@ _HELD_OUT_NAME = re.compile(
 )
 
 _BLOCK_BYTES = 1 << 20
+# Of each end of files of one size; and how many files.
+_COMPARED_BYTES, _COMPARED_FILES = 1 << 16, 1000
 # JSON can make thirty times as much of it in memory.
 LINE_BYTES = 64 << 20
 # Parts of the standard library that are no prose about Python: tests, and generated tables.
@@ -238,6 +241,40 @@ def binary_kind(head: bytes) -> str | None:
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 
+def files_in_both(train: Source, held_out: Source) -> list[Path]:
+    """Return the files to validate on that are among those to train on, by all that they hold.
+
+    Of very many files to validate on, the first are looked at. Empty files and indices hold nothing
+    to train on.
+    """
+    wanted = {
+        file: size
+        for file in held_out.files[:_COMPARED_FILES]
+        if (size := file.stat().st_size) and file.suffix.lower() != ".idx"
+    }
+    sizes = set(wanted.values())
+    alike: dict[tuple[int, str, str], list[Path]] = {}
+    for file in train.files:
+        if (size := file.stat().st_size) in sizes:
+            alike.setdefault(_ends_of(file, size), []).append(file)
+    if not alike:
+        return []
+    return [
+        file
+        for file, size in wanted.items()
+        if any(filecmp.cmp(file, one, shallow=False) for one in alike.get(_ends_of(file, size), ()))
+    ]
+
+
+def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
+    """The size of a file, and what it begins and ends with."""
+    with file.open("rb") as stream:
+        begin = stream.read(_COMPARED_BYTES)
+        stream.seek(max(0, size - _COMPARED_BYTES))
+        end = stream.read(_COMPARED_BYTES)
+    return size, xxhash.xxh3_128_hexdigest(begin), xxhash.xxh3_128_hexdigest(end)
+
+
 def require_tokens(file: Path, head: bytes) -> None:
     """Refuse a .bin that begins as a file of another kind does."""
     if (kind := binary_kind(head)) is not None:
@@ -245,6 +282,20 @@ def require_tokens(file: Path, head: bytes) -> None:
             f"{file} is {kind}, not ids of tokens. Write them as uint16 or uint32 without a "
             "header, as numpy's tofile does, or as Megatron's .bin with its .idx."
         )
+
+
+def row_files_below(folder: Path) -> list[Path]:
+    """Files of a folder that hold rows by their suffix, but for those about the data."""
+    return [
+        file
+        for file in _files_below(folder)
+        if form_of(file) not in ("text", "tokens") and not _ABOUT.match(file.name)
+    ]
+
+
+def is_held_out(file: Path) -> bool:
+    """Whether a file is named as one to validate or to test with."""
+    return _split_named([file.stem]) == "held out"
 
 
 def _splits_of(files: Sequence[Path]) -> dict[Path, str | None]:
@@ -383,6 +434,10 @@ def open_dataset(reference: str) -> Any:
             return datasets.load_dataset(name, config or None, split=split)
         found = datasets.load_from_disk(name)
         if not isinstance(found, datasets.DatasetDict):
+            if split != "train":  # what is asked for would be all rows, those to train on
+                raise BadInputError(
+                    f"the dataset {reference} has no splits, so {split!r} is none; write hf:{name}"
+                )
             return found
         if split not in found:
             raise BadInputError(

@@ -267,6 +267,12 @@ def megatron_stream(path: Path) -> Stream:
             raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not what it says")
         if (borders < 0).any() or (np.diff(borders) < 0).any():
             raise ValueError("its documents do not follow each other")
+        if not len(borders) or borders[0] != 0 or borders[-1] != sequences:
+            ends = f"{borders[0]} to {borders[-1]}" if len(borders) else "none"
+            raise ValueError(
+                f"it has {sequences} sequences, and documents of other ones ({ends}), as where "
+                "files were merged without their documents. Make it again from the texts"
+            )
         document_starts = starts[borders[:-1]]
     except (OSError, ValueError, IndexError, OverflowError) as error:
         raise BadInputError(f"{idx} is not a readable Megatron index: {error}") from None

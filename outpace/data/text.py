@@ -16,7 +16,7 @@ from outpace.data.row_files import (
     require_whole,
 )
 from outpace.data.sources import Source, open_dataset, readable
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, quote_names
 
 # A longer text is handed on in pieces, so that memory stays flat.
 PIECE_BYTES = 1 << 20
@@ -122,24 +122,32 @@ def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
 
 def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
     """The text of each record of a file."""
-    for row, consumed in read_rows(file, columns=[field]):
+    for number, (row, consumed) in enumerate(read_rows(file, columns=[field])):
         if field not in row.values:
-            there = ", ".join(map(repr, row.values)) or "no fields"
-            raise BadInputError(f"{row.where} has no field {field!r}, but {there}{_remedy(row)}")
+            there = quote_names(row.values) or "no fields"
+            remedy = _remedy(row, number)
+            raise BadInputError(f"{row.where} has no field {field!r}, but {there}{remedy}")
         text = row.values[field]
         if isinstance(text, (list, dict)) and (rows := nested_rows(row)):
             raise BadInputError(f"{row.where}: {field!r} is {type(text).__name__}, not text{rows}")
         yield checked_text(text, row.where, field), consumed
 
 
-def _remedy(row: Row) -> str:
-    """How to read records without the field: as what they are, or by another field."""
+def _remedy(row: Row, before: int) -> str:
+    """How to read records without the field: as what they are, or by another field.
+
+    `before`: records that have it, before this one.
+    """
     if (form := describe_form(row.values)) is not None:
         return f": {form}"
     try:
         conversation_of(row)
     except BadInputError:
-        return nested_rows(row) or ". Name it with --text-field."
+        return nested_rows(row) or (
+            ". Records before it have it: correct this one, or take it out."
+            if before
+            else ". Name it with --text-field."
+        )
     return ". They are conversations: --task chat learns them."
 
 
@@ -148,7 +156,7 @@ def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
     if field not in dataset.column_names:
         form = describe_form(dataset.column_names)
         remedy = f": {form}" if form else ". Name it with --text-field."
-        there = ", ".join(map(repr, dataset.column_names))
+        there = quote_names(dataset.column_names)
         raise BadInputError(f"{reference} has no column {field!r}, but {there}{remedy}")
     batches = dataset.select_columns([field]).iter(batch_size=1000)
     texts = chain.from_iterable(batch[field] for batch in batches)

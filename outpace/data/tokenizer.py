@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from outpace.data.added_tokens import add_tokens
 from outpace.data.interruptible import call_interruptibly
 from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
-from outpace.records.base import require_no_pointer
+from outpace.records.base import read_object, require_no_pointer
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, OutpaceError, excerpt, shorten
 
@@ -47,6 +47,16 @@ _KEPT = (
     "chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces",
     "model_input_names", "additional_special_tokens", "extra_special_tokens", "truncation_side",
     "split_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+# Classes of transformers that overrule parts of tokenizer.json by tokenizer_config.json.
+_BERT_CLASSES = frozenset(
+    {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer",
+     "ConvBertTokenizer", "SqueezeBertTokenizer", "LxmertTokenizer", "FunnelTokenizer",
+     "MPNetTokenizer", "RetriBertTokenizer"}
+)  # fmt: skip
+_GPT2_CLASSES = frozenset(
+    {"GPT2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer", "BartTokenizer",
+     "LongformerTokenizer", "BlenderbotTokenizer", "LEDTokenizer", "DebertaTokenizer"}
 )  # fmt: skip
 # Roles whose token data is made with, so that another in its place would be another text.
 _NEEDED = ("mask_token", "cls_token", "sep_token")
@@ -158,6 +168,11 @@ class Tokenizer:
         return frozenset(name for name in bare if len(name) == 1)
 
     @property
+    def truncation_side(self) -> str:
+        """The end at which transformers cuts texts that are too long: right, or left."""
+        return "left" if self._config.get("truncation_side") == "left" else "right"
+
+    @property
     def roles(self) -> dict[str, str]:
         """The tokens that have a role, by transformers' names: eos_token, pad_token, …"""
         return dict(self._roles)
@@ -261,12 +276,17 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def train_tokenizer(
-    documents: Iterable[str], vocab_size: int, *, masked: bool = False
+    documents: Iterable[str],
+    vocab_size: int,
+    *,
+    masked: bool = False,
+    set_pattern: Callable[[tokenizers.Tokenizer], None] | None = None,
 ) -> Tokenizer:
     """A byte-level BPE (Radford et al. 2019, §2.2) learnt from the first 32 M characters.
 
-    `masked` adds the special tokens of masked language models. Deterministic. Raises
-    BadInputError when there is no text, or the vocabulary cannot hold all bytes.
+    `masked` adds the special tokens of masked language models, `set_pattern` replaces GPT-2's way
+    of cutting texts before anything is learnt. Deterministic. Raises BadInputError
+    when there is no text, or the vocabulary cannot hold all bytes.
     """
     specials = [END_OF_TEXT, *(MASKED_SPECIALS if masked else ())]
     least = 256 + len(specials)
@@ -278,6 +298,8 @@ def train_tokenizer(
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    if set_pattern is not None:
+        set_pattern(inner)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=specials,
@@ -369,7 +391,51 @@ def load_tokenizer(reference: str) -> Tokenizer:
             "vocab.json with merges.txt, or vocab.txt"
         )
     _require_no_dropout(found, path)
+    _require_added_ids(found, path)
     return found
+
+
+def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
+    """Refuse a post-processor that adds other ids than its tokens have.
+
+    Left of a vocabulary that was replaced: texts would begin with another token, or with one
+    that no model has.
+    """
+    told = json.loads(tokenizer.inner.to_str())["post_processor"]
+    vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
+    for name, number in _added_ids(told):
+        if vocabulary.get(name) != number:
+            raise BadInputError(
+                f"the tokenizer {path} adds {excerpt(name)} to texts under the id {number}, but "
+                + (
+                    f"that token's id is {vocabulary[name]}"
+                    if name in vocabulary
+                    else "it has no such token"
+                )
+                + ": its post_processor belongs to another vocabulary. Correct the ids in "
+                "post_processor of tokenizer.json."
+            )
+
+
+def _added_ids(told: Any) -> Iterator[tuple[str, int]]:
+    """The tokens that a post-processor adds, with the ids that it gives them."""
+    if not isinstance(told, dict):
+        return
+    for step in told.get("processors") or ():
+        yield from _added_ids(step)
+    used = [
+        item["SpecialToken"]["id"]
+        for name in ("single", "pair")
+        for item in told.get(name) or ()
+        if "SpecialToken" in item
+    ]
+    for name in dict.fromkeys(used):
+        token = told["special_tokens"][name]
+        yield from zip(token["tokens"], token["ids"], strict=True)
+    for role in ("sep", "cls"):
+        if isinstance(told.get(role), list):
+            name, number = told[role]
+            yield name, number
 
 
 def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
@@ -411,15 +477,52 @@ def _load(path: Path) -> Tokenizer | None:
     if (path / "tokenizer.json").is_file():
         inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         add_tokens(inner, config, path)
+        _follow_config(inner, config)
         return Tokenizer(inner, _content(config.get("eos_token")), config, template_file)
     if "tokenizer_class" in config or (config and (path / "config.json").is_file()):
         return _of_class(path, config, template_file)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():
+            if _model_type(path) not in ("", "gpt2"):  # whose pattern cuts texts otherwise
+                with suppress(ValueError):  # its class reads other files: these are GPT-2's
+                    return _of_class(path, config, template_file)
             return _byte_pairs(path / vocab, path / merges)
     if (path / "vocab.txt").is_file():
         return _word_pieces(path / "vocab.txt")
     return None
+
+
+def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Cut texts as tokenizer_config.json says where its class overrules tokenizer.json with it.
+
+    As transformers 4 and 5 do: BERT's classes take letters' case, accents and Chinese characters
+    from there (or their defaults), GPT-2's and RoBERTa's the blank before a text. Raises
+    BadInputError.
+    """
+    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    if config.get("split_special_tokens") is True:
+        raise BadInputError(
+            "its tokenizer_config.json has split_special_tokens: true, so that special tokens "
+            "would be cut in pieces, those of a chat template too. Remove it there"
+        )
+    if kind in _BERT_CLASSES and isinstance(inner.normalizer, normalizers.BertNormalizer):
+        inner.normalizer = normalizers.BertNormalizer(
+            clean_text=inner.normalizer.clean_text,
+            handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+            strip_accents=config.get("strip_accents"),
+            lowercase=config.get("do_lower_case", True),
+        )
+    prefix, cut = config.get("add_prefix_space"), inner.pre_tokenizer
+    if kind in _GPT2_CLASSES and isinstance(cut, pre_tokenizers.ByteLevel) and prefix is not None:
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=bool(prefix), trim_offsets=cut.trim_offsets, use_regex=cut.use_regex
+        )
+
+
+def _model_type(path: Path) -> str:
+    """The model_type of a config.json beside a tokenizer, or ''."""
+    config = path / "config.json"
+    return str(read_object(config).get("model_type") or "") if config.is_file() else ""
 
 
 def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:

@@ -37,6 +37,11 @@ def start_method() -> str | None:
     return "fork" if chosen is None and sys.platform == "linux" else None
 
 
+def forks_workers() -> bool:
+    """Whether `start_method`, or Python's own choice in its place, forks workers."""
+    return "fork" in (start_method(), multiprocessing.get_start_method(allow_none=True))
+
+
 @contextmanager
 def starting_workers() -> Iterator[Begin]:
     """What is given is the `worker_init_fn` of a DataLoader whose workers are started within.

@@ -1,4 +1,4 @@
-"""One run of an arm in processes of its own: a training of outpace's, or a person's command."""
+"""One run of an arm in processes of its own: a training with outpace, or a command of the user."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outpace.experiment.past import read, with_going_on
-from outpace.experiment.processes import Running
+from outpace.experiment.past_runs import mark_running, read
+from outpace.experiment.processes import ProcessTree
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
+from outpace.records.interpreter import PYTHON
 from outpace.records.measurement import WARMUP_STEPS, Measurement
-from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
-from outpace.train.run_dir import RESULT_FILE
+from outpace.training.run_dir import RESULT_FILE
 
 # What a comparison does not look at takes no time.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
@@ -29,14 +29,14 @@ _TOLD = 2000  # characters of what a failed run said last
 
 @dataclass(frozen=True)
 class Failed:
-    """Of a run: its exit code, None where it was stopped; and why, for a person."""
+    """Failure of a run: its exit code, None if it was stopped; and the reason, for the user."""
 
     exit_code: int | None
-    words: str
+    reason: str
 
 
 def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
-    """What an arm's runs are told. Raises BadInputError."""
+    """Return the settings of an arm's runs. Raises BadInputError."""
     where = f"arm {arm.name}"
     settings = TrainSettings.parse({**_SHORT, **experiment.common, **arm.settings}, where)
     if settings.steps is not None and settings.steps <= WARMUP_STEPS:
@@ -60,7 +60,7 @@ def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) ->
     found = train_once(given, folder / where, config, arm.environment, _limit_s(experiment))
     value, failure = None, None
     if isinstance(found, Failed):
-        failure = found.words
+        failure = found.reason
     elif found.steps <= WARMUP_STEPS:
         failure = _only_warm_up(found.steps)
     else:
@@ -96,15 +96,19 @@ def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
 
 
 def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | Failed:
-    """What a training came to by its exit code, None where it was stopped at its limit."""
+    """Return a training's result, or its failure by the exit code, None if stopped at its limit."""
     if code is None:
         return Failed(None, f"it was stopped after {limit_s:.0f} s")
-    return Failed(code, _last(said, code)) if code != 0 else Measurement.load(run / RESULT_FILE)
+    return (
+        Failed(code, _last_message(said, code))
+        if code != 0
+        else Measurement.load(run / RESULT_FILE)
+    )
 
 
 def _require_left(run: Path) -> None:
     """Raises BadInputError where a process still trains there: it would be measured beside it."""
-    (past,) = with_going_on([read(run)])
+    (past,) = mark_running([read(run)])
     if past.row.state == "going on":
         raise BadInputError(
             f"a process of this host still trains in {run}, from a time when this was ended by "
@@ -113,7 +117,7 @@ def _require_left(run: Path) -> None:
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Run a person's command once; the outcome's value is what the metric finds last."""
+    """Run a command of the user once; the outcome's value is the metric's last match."""
     assert arm.command is not None and experiment.metric is not None
     began_s, limit_s = time.monotonic(), _limit_s(experiment)
     code, said = _run(["sh", "-c", arm.command], arm.environment, limit_s)
@@ -124,7 +128,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
     if code is None:
         found = f"it was stopped after {limit_s:.0f} s; a larger --budget gives it more"
     elif code != 0:
-        found = _last(said, code)
+        found = _last_message(said, code)
     else:
         found = _figure(experiment.metric, said, log)
     value, failure = (None, found) if isinstance(found, str) else (found, None)
@@ -135,7 +139,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
 
 
 def _figure(metric: str, said: str, log: Path) -> float | str:
-    """What the metric finds last; or in words why that cannot be compared."""
+    """Return the metric's last value; or, in words, why it cannot be compared."""
     found = re.findall(metric, said)
     try:
         value = float(found[-1])
@@ -161,7 +165,7 @@ def check_metric(metric: str) -> None:
 
 
 def _limit_s(experiment: Experiment) -> float:
-    """For one run: what hangs may not keep the others from running for ever."""
+    """Return the time limit of one run, so that one that hangs does not keep the others waiting."""
     return max(_LEAST_LIMIT_S, experiment.budget_s)
 
 
@@ -172,7 +176,7 @@ def _run(
 
     Nothing of it is left behind where we are stopped.
     """
-    running = Running(words, environment)
+    running = ProcessTree(words, environment)
     try:
         code = running.wait(time.monotonic() + limit_s)
     finally:
@@ -180,8 +184,8 @@ def _run(
     return code, said
 
 
-def _last(said: str, code: int) -> str:
-    """What a run said last that is meant for a person."""
+def _last_message(said: str, code: int) -> str:
+    """Return the last output of a run that is meant for the user."""
     lines = [line for line in said.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("outpace: ")]
     words = _error(lines, code) or (told or lines or ["it said nothing"])[-1]
@@ -198,7 +202,7 @@ def _error(lines: list[str], code: int) -> str | None:
 
 
 def _label(experiment: Experiment, arm: Arm, number: int) -> str:
-    """Of a run: its arm's place keeps names apart that are alike as files."""
+    """Return a run's file name; the arm's number tells names apart that are equal as file names."""
     return f"{experiment.arms.index(arm)}-{safe(arm.name)}-{number + 1:03d}"
 
 

@@ -28,7 +28,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Ended:
+class ComparisonEnd:
     """All outcomes, and why there are no more."""
 
     outcomes: tuple[Outcome, ...]
@@ -42,37 +42,39 @@ def compare(
     before: Sequence[Outcome] = (),
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Ended:
+) -> ComparisonEnd:
     """Rounds after those of `before`. `told` hears of every run, and what may be said since."""
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
     for number in range(begin, experiment.rounds):
         arms = remaining_arms(experiment, outcomes)
         if experiment.arms[0] not in arms:
-            return Ended(
+            return ComparisonEnd(
                 tuple(outcomes),
-                f"{experiment.arms[0].name} fails: {_why(experiment.arms[0], outcomes)}",
+                f"{experiment.arms[0].name} fails: {_last_failure(experiment.arms[0], outcomes)}",
             )
         if len(arms) < 2:
-            return Ended(tuple(outcomes), "all arms but the first fail")
+            return ComparisonEnd(tuple(outcomes), "all arms but the first fail")
         if outcomes and clock() - began_s >= experiment.budget_s:
-            return Ended(tuple(outcomes), f"the budget of {experiment.budget_s:.0f} s is spent")
+            return ComparisonEnd(
+                tuple(outcomes), f"the budget of {experiment.budget_s:.0f} s is spent"
+            )
         found = verdicts(experiment, outcomes)
         if all(clear(found[arm.name], experiment.within) for arm in arms[1:]):
-            return Ended(tuple(outcomes), "the verdict is clear")
+            return ComparisonEnd(tuple(outcomes), "the verdict is clear")
         for arm in _order(experiment, arms, number):
             outcome = run(experiment, arm, number, folder)
             outcomes.append(outcome)
             told(outcome, verdicts(experiment, outcomes))
-    return Ended(tuple(outcomes), _all_done(experiment.rounds))
+    return ComparisonEnd(tuple(outcomes), _format_end(experiment.rounds))
 
 
-def _all_done(rounds: int) -> str:
+def _format_end(rounds: int) -> str:
     return "the one round is done" if rounds == 1 else f"all {rounds} rounds are done"
 
 
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
-    """Of each arm against the first, by the rounds in which both ran.
+    """Compare each arm with the first, by the rounds in which both ran.
 
     That some difference is claimed though there is none has probability ALPHA, of all arms.
     """
@@ -100,7 +102,7 @@ def clear(one: Verdict, within: float) -> bool:
 
 
 def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Without those of a last round that was broken off: its arms did not run side by side."""
+    """Drop the outcomes of an unfinished last round: its arms did not run side by side."""
     last = max((one.round for one in outcomes), default=-1)
     before = [one for one in outcomes if one.round < last]
     ran = {one.arm for one in outcomes if one.round == last}
@@ -108,12 +110,12 @@ def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Ou
     return list(outcomes) if whole else before
 
 
-def _why(arm: Arm, outcomes: Sequence[Outcome]) -> str:
+def _last_failure(arm: Arm, outcomes: Sequence[Outcome]) -> str:
     return next(
         (one.failure for one in reversed(outcomes) if one.arm == arm.name and one.failure), "?"
     )
 
 
 def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Drawn anew for every round, the same in every repetition of an experiment."""
+    """Draw an order for each round, the same in every repetition of an experiment."""
     return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

@@ -1,4 +1,4 @@
-"""What finished runs differ in: settings, plan, program, machine; and where in a step it shows."""
+"""Differences between finished runs: settings, plan, program, machine; where they show."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,13 @@ from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.units import show_seconds
-from outpace.records.utilisation import Load
-from outpace.train.run_dir import RESULT_FILE, RUN_FILE
+from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
 # Of settings: what the plan has as it was resolved, what facts say, and where things lie.
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
               "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
 _MAPPINGS = ("versions", "variables")  # facts that are JSON objects: told key by key
 _LONG = 60  # characters of a value that a person reads in a list
-_OTHERS_CORES = 0.25  # a host's share of cores that others use, from which on it is told
 _LOST = 0.1  # share of a run's time in slow steps, from which on it is told
 
 
@@ -43,7 +41,7 @@ def _change(values: Sequence[str]) -> str:
 
 
 def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """By name, what is not the same in all, as each run had it."""
+    """Return, by name, the values that are not the same in all runs, as each run had them."""
     rows = [_values_of(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
@@ -59,7 +57,7 @@ def _tells(name: str, values: Sequence[str]) -> bool:
 
 
 def _values_of(record: RunRecord) -> dict[str, str]:
-    """Everything that may explain a difference, what explains most of them first."""
+    """Return all that may explain a difference, the most likely explanations first."""
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
         name: _show_value(getattr(record.settings, name))
@@ -89,7 +87,7 @@ def _show_value(value: object) -> str:
 
 
 def _part(results: Sequence[ArmResult]) -> list[str]:
-    """Which part of a step differs the most between the first run and the others."""
+    """Say which part of a step differs the most between the first run and the others."""
     known = [one.parts for one in results if one.parts is not None]
     if len(known) < 2 or len(known) < len(results):
         return []
@@ -101,7 +99,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
 
 
 def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
-    """Of runs whose time in all is not told by their median step: what slower steps took."""
+    """Say what slower steps took, in runs whose total time the median step does not explain."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = [float(step["step_time_s"]) for step in steps_of(run)]
@@ -118,7 +116,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
 
 
 def _other_processes(runs: Mapping[str, Path]) -> list[str]:
-    """Of runs on cores that others used, how many: this slows a run that waits for its threads."""
+    """Say how many cores other processes used: this slows a run that waits for its threads."""
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE
@@ -127,12 +125,6 @@ def _other_processes(runs: Mapping[str, Path]) -> list[str]:
             f"{name}: other processes kept {used:.1f} of the {len(load.host.cores)} cores of host "
             f"{load.node} busy meanwhile."
             for load in loads
-            if (used := disturbing_cores(load)) is not None
+            if (used := load.host.disturbing_cores) is not None
         ]
     return told
-
-
-def disturbing_cores(load: Load) -> float | None:
-    """Cores of a host that others than the run kept busy; None: too few to tell, or not known."""
-    used = load.host.other_cores
-    return used if used is not None and used > _OTHERS_CORES * len(load.host.cores) else None

@@ -1,4 +1,4 @@
-"""What determined an arm's runs, and what of it differs between arms though nobody asked for it."""
+"""Facts that determined an arm's runs, and which of them differ between arms unintentionally."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import Load
-from outpace.train.run_dir import RESULT_FILE, RUN_FILE
+from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
 # By what a run's record calls it: the settings that are asked for where it may differ.
@@ -58,7 +58,7 @@ Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """By name, what a comparison has to hold still, but for variables that are `asked` for."""
+    """Return, by name, facts that a comparison must hold still, except variables `asked` for."""
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -89,7 +89,7 @@ def _of_machine(machine: Machine, device: str) -> dict[str, str]:
 
 
 def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> Facts:
-    """Of all runs that left a record."""
+    """Read the facts of all runs that left a record."""
     asked = {name for arm in experiment.arms for name in arm.environment}
     found: dict[str, dict[str, list[str]]] = {}
     for name, run in dict.fromkeys((one.arm, one.run) for one in outcomes if one.run is not None):
@@ -118,7 +118,7 @@ def _loads(run: Path) -> tuple[Load, ...]:
 
 
 def _devices_hz(loads: Sequence[Load]) -> float | None:
-    """Of the devices that the run used."""
+    """Return the mean clock of the devices that the run used."""
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
     return _mean_hz([one.clock_hz for one in used])
 
@@ -147,8 +147,8 @@ def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {name: " → ".join(values) for name, values in facts.items()}
 
 
-def differing(experiment: Experiment, facts: Facts) -> list[str]:
-    """Sentences on what is not the same for all runs, and was not asked to differ."""
+def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
+    """Return sentences on facts that differ between runs although nobody asked for it."""
     told = []
     for name, asked in _ASKED.items():
         values = {arm: own[name] for arm, own in facts.items() if name in own}
@@ -180,7 +180,7 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
 
 
 def _draws(record: RunRecord) -> tuple[Any, ...] | None:
-    """What decides which numbers dropout draws; None: there is none, but for own models' own."""
+    """Return what decides dropout's draws; None without dropout (custom models aside)."""
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):
         return None
@@ -188,8 +188,8 @@ def _draws(record: RunRecord) -> tuple[Any, ...] | None:
     return (*(getattr(plan, name) for name in _OF_DRAWS), split)
 
 
-def beside(stored: Comparison, now: Comparison) -> list[str]:
-    """Whether what was found before is found again, and what is not as it was then."""
+def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
+    """Say whether the stored result is found again, and which facts have changed since."""
     lines = [f"beside what was stored ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)
@@ -204,11 +204,11 @@ def beside(stored: Comparison, now: Comparison) -> list[str]:
             f"{'differs from' if apart else 'agrees with'} "
             f"{old.slowdown:+.1%} ({old.low:+.1%} to {old.high:+.1%})"
         )
-    return lines + _changed(stored, now)
+    return lines + _changed_facts(stored, now)
 
 
-def _changed(stored: Comparison, now: Comparison) -> list[str]:
-    """Facts that are not as they were; of commands only where they ran is known."""
+def _changed_facts(stored: Comparison, now: Comparison) -> list[str]:
+    """Return facts that have changed; for commands only where they ran is known."""
     then = {arm.arm: arm.facts for arm in stored.arms}
     pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]

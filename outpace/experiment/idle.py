@@ -1,4 +1,4 @@
-"""How idle a pipeline really is: measured, beside the closed form and the schedule's own play.
+"""Idle time of a pipeline: measured, by the closed form, and by simulating its schedule.
 
 Either stages compute, or they wait for a set time instead, in the same schedule with the same sends
 and receives. Stages that wait need no core, so more of them than the machine has cores show the
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.launch.group import Groups
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, Pass, Request, apply
-from outpace.planner.play import Action, StageTime, Timeline, idle_share_formula, play
+from outpace.planner.pipeline.simulator import Action, StageTime, Timeline, idle_share_formula, play
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Strategy
@@ -42,8 +42,8 @@ class _Pause(torch.autograd.Function):
         return gradient, None, None
 
 
-class Waiting(nn.Module):
-    """In the place of a block: waits for as long as a stage is to take.
+class WaitingBlock(nn.Module):
+    """Block that only waits, for as long as a stage is to take.
 
     The gradients of inputs and of weights are made apart, as a schedule may ask for them apart.
     """
@@ -73,7 +73,7 @@ def waiting_pipeline(
     )  # fmt: skip
     model = Transformer(spec)
     for number, stage_time in enumerate(times):
-        model.blocks[number] = Waiting(stage_time)
+        model.blocks[number] = WaitingBlock(stage_time)
     plan = Plan(strategy=strategy, pp=ranks, pp_microbatches=microbatches)
     if plan.stages != len(times):
         raise BadInputError(f"{strategy} has {plan.stages} stages here, but {len(times)} times")
@@ -84,15 +84,17 @@ def waiting_pipeline(
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A step as it was: how long it took, and each action's time, by its place in the orders."""
+class StepObservation:
+    """Observation of one step: its duration, and each action's time by its place in the orders."""
 
     makespan_s: float
     seconds: Mapping[Action, float]
     idle_share: float
 
 
-def watch(layout: Layout, batch: Batch, todo: Sequence[Sequence[Action]], groups: Groups) -> Seen:
+def watch(
+    layout: Layout, batch: Batch, todo: Sequence[Sequence[Action]], groups: Groups
+) -> StepObservation:
     """Take a step and see what each rank did when. Every rank of the job calls this."""
     marks: list[tuple[str, float]] = []
     given = Pass(
@@ -105,17 +107,21 @@ def watch(layout: Layout, batch: Batch, todo: Sequence[Sequence[Action]], groups
     marks.append(("communication", time.perf_counter()))
     for parameter in layout.model.parameters():
         parameter.grad = None
-    mine = _done(marks, todo[groups.ranks.rank])
+    mine = _action_times(marks, todo[groups.ranks.rank])
     said: list[Any] = [None] * groups.ranks.world_size
     # The processes are on one host, whose monotonic clock they share.
     dist.all_gather_object(said, (marks[0][1], marks[-1][1], mine), group=groups.control)
     makespan_s = max(end_s for _, end_s, _ in said) - min(begin_s for begin_s, _, _ in said)
     seconds = {action: took for _, _, done in said for action, took in done.items()}
-    return Seen(makespan_s, seconds, 1 - sum(seconds.values()) / (makespan_s * len(said)))
+    return StepObservation(
+        makespan_s, seconds, 1 - sum(seconds.values()) / (makespan_s * len(said))
+    )
 
 
-def _done(marks: Sequence[tuple[str, float]], order: Sequence[Action]) -> dict[Action, float]:
-    """How long each action took: what lies between two communications, in their order.
+def _action_times(
+    marks: Sequence[tuple[str, float]], order: Sequence[Action]
+) -> dict[Action, float]:
+    """Return how long each action took: the time between two communications, in their order.
 
     The first stage needs no gradients of its inputs: torch has nothing to do there.
     """
@@ -134,39 +140,42 @@ def _done(marks: Sequence[tuple[str, float]], order: Sequence[Action]) -> dict[A
 
 @dataclass(frozen=True)
 class Idleness:
-    """Shares of a step in which ranks wait: measured, by formula, and as the schedule plays.
+    """Shares of a step in which ranks wait: measured, by formula, and simulated.
 
-    `played` with the stages' set times, where there are any; `replayed` with those that the step
+    `simulated` with the stages' set times, where there are any; `replayed` with those that the step
     itself took, so that what is left between it and the measured one is the cost of sending.
     """
 
     measured: float
     formula: float | None
-    played: float | None
+    simulated: float | None
     replayed: float
     makespan_s: float
-    played_makespan_s: float | None
+    simulated_makespan_s: float | None
 
 
 def judge(
-    strategy: Strategy, seen: Seen, todo: Sequence[Sequence[Action]], times: Sequence[StageTime]
+    strategy: Strategy,
+    seen: StepObservation,
+    todo: Sequence[Sequence[Action]],
+    times: Sequence[StageTime],
 ) -> Idleness:
     """A step that was seen, beside what it should have been. `times` may be unknown: ()."""
     microbatches = len({action.microbatch for order in todo for action in order})
     played: Timeline | None = None
     if times:
-        played = play(todo, lambda action: expected(action, times))
+        played = play(todo, lambda action: expected_time_s(action, times))
     return Idleness(
         measured=seen.idle_share,
         formula=idle_share_formula(strategy, len(todo), microbatches),
-        played=None if played is None else played.idle_share,
+        simulated=None if played is None else played.idle_share,
         replayed=play(todo, seen.seconds.__getitem__).idle_share,
         makespan_s=seen.makespan_s,
-        played_makespan_s=None if played is None else played.makespan_s,
+        simulated_makespan_s=None if played is None else played.makespan_s,
     )
 
 
-def expected(action: Action, times: Sequence[StageTime]) -> float:
+def expected_time_s(action: Action, times: Sequence[StageTime]) -> float:
     """A stage's time; on the first, whose inputs need no gradients, all in the weights' part."""
     whole = times[action.stage]
     if action.stage == 0 and action.kind in ("I", "W"):

@@ -5,27 +5,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.experiment.compare import Ended
+from outpace.experiment.compare import ComparisonEnd
 from outpace.experiment.differences import differences
-from outpace.experiment.facts import differing, other_clocks, read_facts
+from outpace.experiment.facts import describe_differences, other_clocks, read_facts
+from outpace.experiment.finished_runs import NOT_IN_TURN, arms_of, outcomes_of
 from outpace.experiment.results import curves, losses_in_words, results
-from outpace.experiment.stored import NOT_IN_TURN, arms_of, outcomes_of
-from outpace.probe.machine import identify
+from outpace.probing.hardware.machine import identify
 from outpace.records.comparison import Comparison, Experiment
 
 
 def judge(
-    experiment: Experiment, folder: Path, ended: Ended, took_s: float, started: str,
+    experiment: Experiment, folder: Path, ended: ComparisonEnd, took_s: float, started: str,
     command: tuple[str, ...],
 ) -> Comparison:  # fmt: skip
-    """What the outcomes come to; runs are read from `folder`."""
+    """Judge the outcomes of an experiment; runs are read from `folder`."""
     facts = read_facts(experiment, folder, ended.outcomes)
     return Comparison(
         experiment=experiment,
         command=command,
         arms=tuple(results(experiment, folder, ended.outcomes, facts)),
         outcomes=ended.outcomes,
-        differing=(*differing(experiment, facts), *other_clocks(folder, ended.outcomes)),
+        differing=(*describe_differences(experiment, facts), *other_clocks(folder, ended.outcomes)),
         losses=losses_in_words(curves(experiment, folder, ended.outcomes)),
         stopped=ended.stopped,
         took_s=took_s,
@@ -37,7 +37,7 @@ def judge(
 def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison:
     """Compare runs that are over. Raises BadInputError."""
     experiment = arms_of(runs, price)
-    ended = Ended(tuple(outcomes_of(runs, experiment)), "the runs are over")
+    ended = ComparisonEnd(tuple(outcomes_of(runs, experiment)), "the runs are over")
     words = ["outpace", "compare", "--runs", *map(str, runs)]
     words += [] if price is None else ["--price", f"{price:g}"]
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -45,12 +45,12 @@ def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison
     folders = {arm.name: run for arm, run in zip(experiment.arms, runs, strict=True)}
     return found.model_copy(
         update={
-            "differing": (NOT_IN_TURN, *_unsaid(found.differing)),
+            "differing": (NOT_IN_TURN, *_drop_intentions(found.differing)),
             "differences": differences(folders, found.arms),
         }
     )
 
 
-def _unsaid(differing: Sequence[str]) -> list[str]:
-    """Without what differs between arms "which nobody asked for": of such runs nothing was."""
+def _drop_intentions(differing: Sequence[str]) -> list[str]:
+    """Drop differences that "nobody asked for": of finished runs nobody asked anything."""
     return [one for one in differing if "which nobody asked for" not in one]

@@ -1,4 +1,4 @@
-"""What forwards keep for backwards, in bytes."""
+"""Bytes that forward passes keep for backward passes."""
 
 from collections.abc import Iterator
 

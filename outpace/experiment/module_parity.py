@@ -1,4 +1,4 @@
-"""What a user's own module computes in one process, and under a plan; for one rank of either.
+"""Numbers of a custom model in one process, and under a plan; for one rank of either.
 
 The reference is a plain loop: the whole global batch at once, torch's clipping and SGD with
 momentum. With SGD a parameter moves in proportion to its gradient, so that what passes as a
@@ -23,11 +23,19 @@ from outpace.nn.scratch import Scratch
 from outpace.nn.spread import is_spread, whole
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
-from outpace.parallel.api import divisor
 from outpace.parallel.batches import cut
+from outpace.parallel.batchnorm import by_micro_batch, commit
 from outpace.parallel.comparison import explain, mismatch, relative, scales
-from outpace.parallel.module_state import preserved
-from outpace.parallel.moved_parameters import keep_values
+from outpace.parallel.kept_state import KeptState, find_kept_state
+from outpace.parallel.layout import Pass, divisor
+from outpace.parallel.module_state import kept_attributes, preserved
+from outpace.parallel.moved_parameters import (
+    NEEDED_BEFORE,
+    MovedParameters,
+    explain_writes,
+    is_lost_value,
+    keep_values,
+)
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.own import lay_out, synchronise_statistics
 from outpace.parallel.plain import (
@@ -38,11 +46,12 @@ from outpace.parallel.plain import (
     to_float64,
     without_dropout,
 )
+from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.checkpoint import Checkpointer, Progress
-from outpace.train.step import Stepper
+from outpace.training.checkpoint import Checkpointer, Progress
+from outpace.training.step import RawStep, Stepper
 
 STEPS = 3
 SAVED_STEP = 2  # from which is resumed
@@ -58,7 +67,7 @@ class ModuleTrial:
     `double`: whether to compute in float64. `spoil` plants a fault in a layout, to see it caught.
     """
 
-    own: OwnModel
+    custom: OwnModel
     batches: Sequence[Any]
     samples: int
     double: bool = True
@@ -71,8 +80,8 @@ class ModuleTrial:
         """
         if self.double:
             torch.set_default_dtype(torch.float64)  # of what the forward makes by itself
-            to_float64(self.own.module)
-        return OwnObjective(self.own)
+            to_float64(self.custom.module)
+        return OwnObjective(self.custom)
 
     def batch(self, step: int) -> Any:
         """The global batch of a step, counted from 1."""
@@ -84,50 +93,65 @@ class ModuleTrial:
 
 
 @dataclass
-class Facts:
-    """What was noticed while the reference ran."""
+class ReferenceFacts:
+    """Facts noticed while the reference ran."""
 
     narrow: bool = False  # computed in fewer bits than 64 in spite of all
     draws: bool = False  # random numbers, dropout apart
     seconds: float = 0.0
     made: tuple[str, ...] = ()  # parameters that were not there before the first forward
+    state: KeptState = field(default_factory=KeptState)  # that no checkpoint has
+    state_of_ranks: KeptState = field(default_factory=KeptState)  # of which each rank has its own
+    written: tuple[str, ...] = ()  # parameters that the forward writes to
 
 
 @dataclass
-class Course:
+class ReferenceCourse:
     """Tensors of each step by kind and name, and the model's whole state after the last."""
 
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
-    facts: Facts = field(default_factory=Facts)
+    facts: ReferenceFacts = field(default_factory=ReferenceFacts)
 
 
-def settings_of() -> TrainSettings:
-    """Of the optimizer that all share."""
+def optimizer_settings() -> TrainSettings:
+    """Return the settings of the optimizer that all runs share."""
     return TrainSettings(lr=LR, clip=CLIP, beta1=MOMENTUM)
 
 
-def reference(trial: ModuleTrial, shares: int = 1, pieces: int = 1) -> Course:
+def reference(
+    trial: ModuleTrial, shares: int = 1, pieces: int = 1, pipeline: bool = False
+) -> ReferenceCourse:
     """Train in one process. A global batch goes through in `pieces` of each of its `shares`.
 
-    Buffers are those that the first share leaves behind, as those of a rank 0 are.
+    Buffers are those that the first share leaves behind, as those of a rank 0 are. `pipeline`:
+    moving averages of batch normalisations are of all pieces of a step, as a pipeline keeps them.
     """
     objective = trial.begin()
-    module = trial.own.module
+    module = trial.custom.module
+    if pipeline:
+        by_micro_batch(module)
     named = dict(module.named_parameters())
-    optimizer = make_optimizer(named.items(), "sgd", settings_of())
-    course = Course(parameters=tuple(named))
+    optimizer = make_optimizer(named.items(), "sgd", optimizer_settings())
+    course = ReferenceCourse(parameters=tuple(named))
+    facts = course.facts
+    facts.state, facts.state_of_ranks = [
+        find_kept_state(objective, trial.batch(1), Pass(), alone=alone) for alone in (True, False)
+    ]
     for step in range(1, STEPS + 1):
         with ExitStack() as stack:
             stack.enter_context(without_dropout(module))
             narrow = stack.enter_context(NarrowResults()) if step == 1 else None
+            watch = stack.enter_context(MovedParameters(named.items())) if step == 1 else None
             drawn = random_state(CPU)
             totals = _pass_in_shares(objective, trial.batch(step), shares, pieces)
-            course.facts.draws |= not same_random_state(drawn, random_state(CPU))
-        if narrow is not None:
-            course.facts.made = tuple(n for n, _ in module.named_parameters() if n not in named)
-            course.facts.narrow = bool(narrow.dtypes)
+            commit(module)
+            facts.draws |= not same_random_state(drawn, random_state(CPU))
+        if narrow is not None and watch is not None:
+            facts.made = tuple(n for n, _ in module.named_parameters() if n not in named)
+            facts.narrow = bool(narrow.dtypes)
+            facts.written = tuple(sorted(watch.written))
         gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
         for gradient in gradients.values():
             gradient.div_(divisor(totals[1]))
@@ -189,12 +213,13 @@ def _step(
 
 
 @dataclass
-class Found:
-    """What a rank has to say: of its own tensors, and as one of all ranks.
+class RankFindings:
+    """Findings of one rank, on its own tensors or on those of all ranks.
 
     `whole` and `cut` are the differences from the two references, by (kind, name, step); `held`
     are the gradients that this rank has in the first step. `unmatched` says why a tensor cannot be
-    compared with one process's.
+    compared with one process's. `attributes` are those that steps have changed before the
+    checkpoint, which has none of them.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -202,6 +227,7 @@ class Found:
     notes: dict[tuple[str, str, int], str] = field(default_factory=dict)
     unmatched: dict[tuple[str, str, int], str] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
 
 
 class PlannedRun:
@@ -213,25 +239,25 @@ class PlannedRun:
         plan: Plan,
         ranks: Ranks,
         folder: Path,
-        references: Mapping[str, Course],
+        references: Mapping[str, ReferenceCourse],
         floor: float,
         at: Callable[[str], None],
     ) -> None:
         self._floor = floor
         self._trial, self._plan, self._ranks, self._folder = trial, plan, ranks, folder
         self._references, self._at = references, at
-        self.found = Found()
+        self.found = RankFindings()
         at("laying the module out")
         objective = trial.begin()
         self._control = dist.new_group(backend="gloo")
         scratch = Scratch(folder)
         alone = Ranks() if plan.world_size == 1 else ranks
-        synchronise_statistics(trial.own, plan)
-        self.layout = lay_out(objective, trial.own, plan, alone, CPU, scratch)
+        synchronise_statistics(trial.custom, plan)
+        self.layout = lay_out(objective, trial.custom, plan, alone, CPU, scratch)
         self._optimizer = make_optimizer(
             self.layout.named_parameters(),
             "sgd",
-            settings_of(),
+            optimizer_settings(),
             partial(place_optimizer, self.layout, plan, scratch),
         )
         trial.spoil(self.layout)
@@ -259,9 +285,12 @@ class PlannedRun:
 
     def train(self) -> None:
         """All steps from the beginning, with a checkpoint on the way."""
+        begin = kept_attributes(self.layout.objective)
         for step in range(1, STEPS + 1):
             self._take(step, "")
             if step == SAVED_STEP:
+                now = kept_attributes(self.layout.objective)
+                self.found.attributes = {n for n, v in now.items() if begin.get(n, v) != v}
                 self._at(f"saving a checkpoint after step {step}")
                 self._checkpointer.save(*self.layout.saved(self._optimizer), self._progress(step))
                 self._checkpointer.settle()
@@ -291,7 +320,7 @@ class PlannedRun:
         self._gradients.clear()
         self._stepper.begin()
         with without_dropout(self.layout.objective):
-            raw = self._stepper.run(step, LR, share, lambda: False)
+            raw = self._run_step(step, share)
         held = _step(raw.totals.double(), dict(self._gradients), raw.grad_norm)
         if step == 1:
             self.found.held = set(held["gradient"])
@@ -299,6 +328,19 @@ class PlannedRun:
             for name, reference_of in self._references.items():
                 wanted = reference_of.steps[step - 1][kind]
                 self._note(name, kind + when, step, wanted, tensors)
+
+    def _run_step(self, step: int, share: list[Any]) -> RawStep:
+        """Run it. Raises BadInputError where micro-batches need what a forward has written to."""
+        versions = {name: p._version for name, p in self.layout.named_parameters()}
+        try:
+            return self._stepper.run(step, LR, share, lambda: False)
+        except RuntimeError as error:
+            now = dict(self.layout.named_parameters())
+            written = [name for name, version in versions.items() if now[name]._version != version]
+            if not written or not is_lost_value(error):
+                raise
+            said = explain_writes(written, self._plan.strategy, NEEDED_BEFORE)
+            raise BadInputError(said) from error
 
     def _share(self, batch: Any) -> list[Any]:
         """This rank's passes of a global batch."""
@@ -345,7 +387,7 @@ class PlannedRun:
         wanted: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """How far each tensor is from a reference's."""
+        """Note how far each tensor is from a reference's."""
         noted = self.found.whole if which == "whole" else self.found.cut
         of = scales(wanted, self._floor)
         for name, tensor in tensors.items():
@@ -362,6 +404,6 @@ def _fail(sentence: str) -> None:
     raise RuntimeError(sentence)
 
 
-def own_dtypes(module: nn.Module) -> set[torch.dtype]:
+def parameter_dtypes(module: nn.Module) -> set[torch.dtype]:
     """The dtypes of a module's floating-point and complex parameters."""
     return floating_dtypes(module.parameters())

@@ -1,4 +1,4 @@
-"""`outpace.verify`: a user's own module under every strategy, against one process.
+"""`outpace.verify`: a custom model under every strategy, against one process.
 
 Each plan has processes of its own, forked from this one, and a time limit: one that hangs or
 crashes is a result like any other.
@@ -8,7 +8,7 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,24 +24,33 @@ from torch.utils._pytree import tree_map
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.module_parity import (
     STEPS,
-    Course,
-    Found,
     ModuleTrial,
     PlannedRun,
+    RankFindings,
+    ReferenceCourse,
+    ReferenceFacts,
     Spoil,
-    own_dtypes,
+    parameter_dtypes,
     reference,
 )
 from outpace.interop.own import OwnModel, build_own
-from outpace.launch.forked_job import Rank, RankEnd, run_forked
+from outpace.launch.forked_job import ForkedRank, RankEnd, run_forked
 from outpace.parallel import why_not
-from outpace.parallel.batches import samples_in
+from outpace.parallel.batches import explain_lengths, samples_in
+from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
-from outpace.parallel.first_batch import explain_new_parameters
+from outpace.parallel.kept_state import (
+    explain_state_after_resume,
+    explain_state_of_wrong,
+    name_attributes,
+)
+from outpace.parallel.moved_parameters import explain_writes
 from outpace.parallel.own import refused_strategy
 from outpace.parallel.plain import has_dropout
-from outpace.probe.machine import identify
-from outpace.probe.versions import commit, versions
+from outpace.parallel.plain_pass import explain_new_parameters
+from outpace.parallel.sparse_gradients import refuse_sparse_gradients
+from outpace.probing.hardware.machine import identify
+from outpace.probing.hardware.versions import commit, versions
 from outpace.records.certificate import Certificate, ParityVerdict, TensorDifference
 from outpace.records.errors import BadInputError, first_names, nearest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
@@ -54,7 +63,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_LIMIT_S = 120.0
 # What ranks would each import by themselves.
 _USED = (
-    "outpace.train.states", "torch._dynamo", "torch.distributed.fsdp",
+    "outpace.training.states", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
     "torch.distributed.optim",
 )  # fmt: skip
@@ -79,7 +88,7 @@ def verify(
     `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
     have to be shared by all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as
     `outpace.parallelize` takes them. `plans` are plans, or names of strategies for `nproc`
-    processes; None: every strategy that takes a module of one's own.
+    processes; None: every strategy that takes a custom model.
 
     Runs on the CPU of this host, in processes forked from this one, which have `time_limit_s` for
     each plan. `module` stays as it is, and is trained in the mode in which it is, as by
@@ -92,11 +101,11 @@ def verify(
             module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm
         )
     )
-    return verify_own(own, batch, plans=plans, nproc=nproc, time_limit_s=time_limit_s)
+    return verify_custom(own, batch, plans=plans, nproc=nproc, time_limit_s=time_limit_s)
 
 
-def verify_own(
-    own: OwnModel,
+def verify_custom(
+    custom: OwnModel,
     batch: Batches,
     *,
     plans: Sequence[Plan | str] | str | None = None,
@@ -105,14 +114,14 @@ def verify_own(
     name: str | None = None,
     spoil: Spoil = lambda layout: None,
 ) -> Certificate:
-    """As `verify`, of what `build_own` returns. `spoil` plants a fault, to see it caught."""
-    _check(own.module)
+    """Do as `verify` for what `build_own` returns. `spoil` plants a fault, to see it caught."""
+    _check(custom.module)
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
-    own = _host_copy(own)
+    custom = _host_copy(custom)
     asked, skipped = _plans(plans, nproc, samples)
-    double = len(own_dtypes(own.module)) == 1 and min(_bytes(own.module)) > 2
-    trial = ModuleTrial(own, batches, samples, double, spoil)
+    double = len(parameter_dtypes(custom.module)) == 1 and min(_bytes(custom.module)) > 2
+    trial = ModuleTrial(custom, batches, samples, double, spoil)
     with tempfile.TemporaryDirectory(prefix="outpace-verify-") as temporary:
         with warnings.catch_warnings():  # of torch about itself
             warnings.simplefilter("ignore")
@@ -125,7 +134,7 @@ def verify_own(
     return Certificate(
         verdicts=tuple(verdicts),
         model=None,
-        module=name or type(own.module).__name__,
+        module=name or type(custom.module).__name__,
         notes=tuple(notes),
         processes=max(plan.world_size for plan in asked),
         steps=STEPS,
@@ -152,23 +161,24 @@ def _check(module: nn.Module) -> None:
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if any(p.is_meta for p in module.parameters()):
         raise BadInputError("the module has parameters on meta. Give them values first.")
+    refuse_sparse_gradients(module)
 
 
 def _bytes(module: nn.Module) -> list[int]:
-    return [dtype.itemsize for dtype in own_dtypes(module)] or [4]
+    return [dtype.itemsize for dtype in parameter_dtypes(module)] or [4]
 
 
 def _on_cpu(batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _host_copy(own: OwnModel) -> OwnModel:
-    """On the CPU: where it is already, the forked processes have copies of their own."""
-    if all(t.device.type == "cpu" for t in [*own.module.parameters(), *own.module.buffers()]):
-        return own
+def _host_copy(custom: OwnModel) -> OwnModel:
+    """Return the model on the CPU; itself if it is there already, as forks copy it anyway."""
+    if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
+        return custom
     import copy
 
-    return replace(own, module=copy.deepcopy(own.module).cpu())
+    return replace(custom, module=copy.deepcopy(custom.module).cpu())
 
 
 def _plans(
@@ -178,7 +188,7 @@ def _plans(
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
-        return [_settled(one, nproc, samples) for one in asked], {}
+        return [_resolve_plan(one, nproc, samples) for one in asked], {}
     skipped: dict[str, str] = {}
     plans = []
     for name in STRATEGIES:
@@ -195,7 +205,7 @@ def _plans(
     return plans, skipped
 
 
-def _settled(one: Plan | str, nproc: int, samples: int) -> Plan:
+def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
     if isinstance(one, Plan):
         one.accumulation(samples)  # raises where the samples cannot be shared
         return one
@@ -240,13 +250,18 @@ def plan_like(plan: Plan) -> Plan:
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
 
+# How one process cuts a batch: shares, pieces of each, and whether as a pipeline.
+_Cut = tuple[int, int, bool]
+_WHOLE: _Cut = (1, 1, False)
+
+
 class _Bench:
-    """Where plans are run beside their references; all that is learnt lies in `folder`."""
+    """Runner of plans and their references; all results lie in `folder`."""
 
     def __init__(self, trial: ModuleTrial, folder: Path, limit_s: float) -> None:
         self._trial, self._folder, self._limit_s = trial, folder, limit_s
         self._numbers = iter(range(1_000_000))
-        self._courses: dict[tuple[int, int], Path] = {}
+        self._courses: dict[_Cut, Path] = {}
         self._floor = DOUBLE.floor
 
     def settle(self) -> tuple[ComparisonLimits, list[str]]:
@@ -255,24 +270,24 @@ class _Bench:
         Raises BadInputError where one process cannot do it.
         """
         notes = []
-        end = self._reference(1, 1)
+        end = self._reference(_WHOLE)
         if not end.fine and self._trial.double:
             why = end.said or "it ended"
             self._trial = replace(self._trial, double=False)
             notes.append(f"in fp32, since in float64 its forward fails ({why.splitlines()[0]})")
-            end = self._reference(1, 1)
+            end = self._reference(_WHOLE)
         if not end.fine:
+            model = type(self._trial.custom.module).__name__
             raise BadInputError(
-                f"one process cannot train {type(self._trial.own.module).__name__} on this batch: "
-                f"{_how_it_ended(end, self._limit_s)}"
+                f"one process cannot train {model} on this batch: {_format_end(end, self._limit_s)}"
             )
-        facts = self._course(1, 1).facts
-        dtypes = own_dtypes(self._trial.own.module)
+        facts = self._course().facts
+        dtypes = parameter_dtypes(self._trial.custom.module)
         if facts.made:
             raise BadInputError(explain_new_parameters(facts.made))
         if facts.draws:
             raise BadInputError(
-                f"{type(self._trial.own.module).__name__} draws random numbers in its forward, "
+                f"{type(self._trial.custom.module).__name__} draws random numbers in its forward, "
                 "dropout apart, and no two ways to cut a batch draw alike. Draw from the batch "
                 "(a number of each sample), or verify with the drawing switched off."
             )
@@ -286,27 +301,27 @@ class _Bench:
             elif len(dtypes) > 1:
                 names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 notes.append(f"in its own dtypes ({', '.join(names)})")
-        if has_dropout(self._trial.own.module):
+        if has_dropout(self._trial.custom.module):
             notes.append("without dropout")
-        if not self._trial.own.module.training:
+        if not self._trial.custom.module.training:
             notes.append("in evaluation mode, as it was given; call module.train() for the other")
         self._floor = allowed.floor
         return allowed, notes
 
-    def _reference(self, shares: int, pieces: int) -> RankEnd:
+    def _reference(self, way: _Cut) -> RankEnd:
         folder = self._next()
         path = folder / "course.pt"
         trial = self._trial
 
-        def act(rank: Rank) -> None:
-            rank.at("training in one process")
-            torch.save(reference(trial, shares, pieces), path)
+        def act(rank: ForkedRank) -> None:
+            rank.note_phase("training in one process")
+            torch.save(reference(trial, *way), path)
 
-        self._courses[shares, pieces] = path
+        self._courses[way] = path
         return run_forked(1, act, self._limit_s, folder)[0]
 
-    def _course(self, shares: int, pieces: int) -> Course:
-        course: Course = torch.load(self._courses[shares, pieces], weights_only=False)
+    def _course(self) -> ReferenceCourse:
+        course: ReferenceCourse = torch.load(self._courses[_WHOLE], weights_only=False)
         return course
 
     def _next(self) -> Path:
@@ -316,10 +331,11 @@ class _Bench:
         """Run a plan, and say how it compares."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
-        shares, pieces = plan.data_parallel, self._pieces(plan)
-        cut_too = (shares, pieces) != (1, 1) and self._cut_reference(shares, pieces)
-        names = {"whole": (1, 1)} | ({"cut": (shares, pieces)} if cut_too else {})
-        found: list[Found] = []
+        averages = plan.pp > 1 and bool(batch_norms(self._trial.custom.module))
+        way = (plan.data_parallel, self._pieces(plan), averages)
+        cut_too = way[:2] != (1, 1) and self._cut_reference(way)
+        names = {"whole": _WHOLE} | ({"cut": way} if cut_too else {})
+        found: list[RankFindings] = []
         for phase in ("train", "resume"):
             if phase == "train":
                 place = self._next()
@@ -329,28 +345,36 @@ class _Bench:
             )
             ends = run_forked(plan.world_size, act, self._limit_s, folder)
             if not all(end.fine for end in ends):
-                return self._unfinished(plan, allowed, ends, phase)
+                return self._unfinished_verdict(plan, allowed, ends, phase, way)
             found += [
                 pickle.loads((place / f"{phase}-{rank}.found").read_bytes())
                 for rank in range(plan.world_size)
             ]
-        return _verdict(plan, allowed, found, self._course(1, 1), plan.world_size)
+        return _verdict(plan, allowed, found, self._course(), plan.world_size)
 
     def _pieces(self, plan: Plan) -> int:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
-    def _cut_reference(self, shares: int, pieces: int) -> bool:
+    def _cut_reference(self, way: _Cut) -> bool:
         """Whether there is one for this cut: a module may not be able to train on so little."""
-        known = (shares, pieces) in self._courses
-        if not known and not self._reference(shares, pieces).fine:
-            self._courses[shares, pieces] = Path()
-        return self._courses[shares, pieces] != Path()
+        if way not in self._courses and not self._reference(way).fine:
+            self._courses[way] = Path()
+        return self._courses[way] != Path()
 
-    def _paths(self, names: Mapping[str, tuple[int, int]]) -> dict[str, Path]:
-        return {name: self._courses[cut] for name, cut in names.items()}
+    def _fails_cut(self, way: _Cut) -> bool:
+        """Whether the plain module, which trains on the whole batch, fails on these parts of it."""
+        return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
 
-    def _unfinished(
-        self, plan: Plan, allowed: ComparisonLimits, ends: Sequence[RankEnd], phase: str
+    def _paths(self, names: Mapping[str, _Cut]) -> dict[str, Path]:
+        return {name: self._courses[way] for name, way in names.items()}
+
+    def _unfinished_verdict(
+        self,
+        plan: Plan,
+        allowed: ComparisonLimits,
+        ends: Sequence[RankEnd],
+        phase: str,
+        way: _Cut,
     ) -> ParityVerdict:
         refusal = next((end.said for end in ends if end.refused), None)
         if refusal is not None:
@@ -361,10 +385,13 @@ class _Bench:
         failed.sort(key=lambda one: _of_peers(one[1]))
         if failed:
             rank, end = failed[0]
-            said = f"rank {rank} failed in {end.at}: {_how_it_ended(end, self._limit_s)}"
+            said = f"rank {rank} failed in {end.at}: {_format_end(end, self._limit_s)}"
         else:
             where = "; ".join(f"rank {rank} was in {end.at}" for rank, end in late)
             said = f"it hangs: no end within {self._limit_s:.0f} s ({where})"
+        lengths = explain_lengths(self._trial.batches[0])
+        if failed and lengths and self._fails_cut(way):
+            return _make(plan, allowed, reason=f"{said}: {lengths}", refused=True)
         after = " (after resuming)" if phase == "resume" else ""
         return _make(plan, allowed, reason=f"{said}{after}")
 
@@ -385,22 +412,22 @@ def _on_rank(
     paths: Mapping[str, Path],
     phase: str,
     floor: float,
-    rank: Rank,
+    rank: ForkedRank,
 ) -> None:
     """One rank's part of a plan, in its own process."""
     references = {
         name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
     }
-    run = PlannedRun(trial, plan, rank.ranks, place, references, floor, rank.at)
+    run = PlannedRun(trial, plan, rank.ranks, place, references, floor, rank.note_phase)
     if phase == "train":
         run.train()
     else:
         run.resume()
-    rank.at("leaving")
+    rank.note_phase("leaving")
     (place / f"{phase}-{rank.ranks.rank}.found").write_bytes(pickle.dumps(run.found))
 
 
-def _how_it_ended(end: RankEnd, limit_s: float) -> str:
+def _format_end(end: RankEnd, limit_s: float) -> str:
     if end.exit_code is None:
         return f"no end within {limit_s:.0f} s (in {end.at})"
     if end.exit_code < 0:
@@ -411,7 +438,11 @@ def _how_it_ended(end: RankEnd, limit_s: float) -> str:
 
 
 def _verdict(
-    plan: Plan, allowed: ComparisonLimits, found: Sequence[Found], course: Course, world: int
+    plan: Plan,
+    allowed: ComparisonLimits,
+    found: Sequence[RankFindings],
+    course: ReferenceCourse,
+    world: int,
 ) -> ParityVerdict:
     whole = _worst(one.whole for one in found)
     cut = _worst(one.cut for one in found)
@@ -420,8 +451,8 @@ def _verdict(
     for name in set(course.steps[0]["gradient"]) - held:
         whole["gradient", name, 1] = cut["gradient", name, 1] = None
         unmatched["gradient", name, 1] = MISSING
-    wrong = {key: off for key, off in whole.items() if not _within(off, allowed)}
-    by_cut = {key for key in wrong if key in cut and _within(cut[key], allowed)}
+    wrong = {key: off for key, off in whole.items() if not _is_allowed(off, allowed)}
+    by_cut = {key for key in wrong if key in cut and _is_allowed(cut[key], allowed)}
     faults = {key: off for key, off in wrong.items() if key not in by_cut}
     notes: dict[tuple[str, str, int], str] = {}
     for one in found:
@@ -445,12 +476,18 @@ def _verdict(
         TensorDifference(kind=k, name=n, step=s, relative=named[k, n, s])
         for k, n, s in listed[:_MOST_NAMED]
     )
-    cause = _likely_cause(plan, listed, unmatched, notes) if faults else CUT
-    kind, name, step = listed[0]
-    how = unmatched.get(listed[0]) or _off(named[listed[0]])
-    reason = f"{kind} {name} (step {step}) {how}"
+    attributes = set().union(*(one.attributes for one in found))
+    known = _known_cause(plan, course.facts, listed) if faults else _explain_cut(course.facts)
+    cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
+    largest = max(listed, key=lambda key: _size(named[key]))
+    told = [listed[0]] if largest == listed[0] else [listed[0], largest]
+    first, *worst_of = [
+        f"{key[0]} {key[1]} (step {key[2]}) {unmatched.get(key) or _format_deviation(named[key])}"
+        for key in told
+    ]
     others = len(listed) - 1
-    reason += f", and {others} more" if others else ""
+    reason = first + (f", and {others} more" if others else "")
+    reason += "".join(f"; the worst is {one}" for one in worst_of)
     return _make(
         plan, allowed, worst=worst, worst_key=worst_key, reason=f"{reason}. {cause}",
         cause=cause, differences=differences,
@@ -467,7 +504,22 @@ CUT = (
 )
 
 
-def _off(relative: float | None) -> str:
+def _explain_cut(facts: ReferenceFacts) -> str:
+    """Return what to know where one process that cuts the batch alike computes the same."""
+    if facts.written:
+        what = f"writes to {first_names(facts.written)}"
+    elif facts.state_of_ranks.found:
+        what = f"or the loss keeps {name_attributes(facts.state_of_ranks.names)}"
+    else:
+        return CUT
+    return (
+        f"The forward {what} with each micro-batch, so that a batch which is cut is another one "
+        "than the whole: one process that cuts it alike computes the same. Have one micro-batch a "
+        "step, on one process, to train as with the whole batch"
+    )
+
+
+def _format_deviation(relative: float | None) -> str:
     if relative is None:
         return MISSING
     if relative == float("inf"):
@@ -479,14 +531,14 @@ def _size(relative: float | None) -> float:
     return float("inf") if relative is None else relative
 
 
-def _within(relative: float | None, allowed: ComparisonLimits) -> bool:
+def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
     return relative is not None and relative <= allowed.relative
 
 
 def _worst(
     several: Iterator[dict[tuple[str, str, int], float | None]],
 ) -> dict[tuple[str, str, int], float | None]:
-    """Of what several ranks found the largest."""
+    """Keep the largest deviation that any rank found of each tensor."""
     merged: dict[tuple[str, str, int], float | None] = {}
     for one in several:
         for key, off in one.items():
@@ -503,18 +555,39 @@ def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, in
     return resumed, step, _KINDS.index(kind), -_size(off)
 
 
+def _known_cause(
+    plan: Plan, facts: ReferenceFacts, listed: Sequence[tuple[str, str, int]]
+) -> str | None:
+    """Return the cause that was seen in one process already; None where nothing was."""
+    if listed[0][0].endswith(" after resuming"):
+        state = facts.state if plan.world_size == 1 else facts.state_of_ranks
+        return explain_state_after_resume(state) if state.found else None
+    if facts.written:
+        why = (
+            "micro-batches and ranks do it in another order, or by other samples, than one process"
+        )
+        said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
+        return said[0].upper() + said[1:]
+    return explain_state_of_wrong([facts.state_of_ranks])
+
+
 def _likely_cause(
     plan: Plan,
     listed: Sequence[tuple[str, str, int]],
     unmatched: Mapping[tuple[str, str, int], str],
     notes: Mapping[tuple[str, str, int], str],
+    attributes: Collection[str],
 ) -> str:
     kind = listed[0][0]
     if kind.endswith(" after resuming"):
-        return (
+        said = (
             "Without a break it is right: the checkpoint does not hold all that the module needs, "
             "such as buffers of another rank, or state that is in no buffer"
         )
+        if not attributes:
+            return said
+        named = name_attributes(sorted(attributes))
+        return f"{said}. Steps change {named}: if it is read again, register it as a buffer"
     explained = next((f"{key[1]} {notes[key]}" for key in listed if key in notes), None)
     if kind == "loss" and plan.pp > 1:
         return (

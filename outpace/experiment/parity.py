@@ -1,7 +1,7 @@
 """The proof that a plan computes what a single process does: same batches, same numbers.
 
 The reference is a plain loop over the whole global batch at once: no layout, no micro-batches, no
-exchange, torch's own clipping and AdamW. It shares the model's code with what is proved, and
+collectives, torch's own clipping and AdamW. It shares the model's code with what is proved, and
 nothing else. Every rank runs it for itself, then runs its part of the plan, and compares what it
 holds.
 """
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.experiment.tolerance import Tolerance
-from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt, adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.mixed import DTYPES, lower_weights, make_mixed
+from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, stream
 from outpace.optim.build import Build, make_optimizer
-from outpace.optim.master import rounded_from
+from outpace.optim.master import master_weights
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.fill import parts_of
 from outpace.parallel.offload import place_optimizer
@@ -35,9 +35,9 @@ from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.step import Stepper
-from outpace.train.synthetic import Batch, shares
-from outpace.train.wire import Wire
+from outpace.training.step import Stepper
+from outpace.training.synthetic import Batch, shares
+from outpace.training.wire import Wire
 
 # Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
@@ -52,7 +52,7 @@ LIMIT = 0.05  # far below the norm of every step, so that clipping is always act
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained, alike by the reference and by every plan."""
+    """Training that the reference and every plan run alike."""
 
     spec: ModelSpec
     steps: int = 3
@@ -118,7 +118,7 @@ class Trial:
         name: OptimizerName = "adamw-for-loop",
         wide_values: dict[str, Tensor] | None = None,
     ) -> torch.optim.Optimizer:
-        """By default AdamW's for-loop, which has no kernels of its own.
+        """Make the optimizer; by default AdamW's for-loop, which has no kernels of its own.
 
         With `wide_values` it steps fp32 copies of the parameters, which begin with them.
         """
@@ -140,7 +140,7 @@ class Trace:
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """Of everything held after a step."""
+        """Return the names of everything held after a step."""
         return {f"{kind} {name}" for kind, held in self.steps[0].items() for name in held}
 
 
@@ -192,7 +192,7 @@ def _state(
     """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
-    masters = rounded_from(optimizer)
+    masters = master_weights(optimizer)
     for name, parameter in named:
         held = masters.get(parameter, parameter.detach())
         if held.itemsize > 2 or not parameter.requires_grad:
@@ -203,7 +203,7 @@ def _state(
     return found
 
 
-def planned(
+def train_under_plan(
     trial: Trial,
     plan: Plan,
     ranks: Ranks,
@@ -220,7 +220,7 @@ def planned(
     mixed = make_mixed(plan.precision, device, True, fully_shards=plan.fully_shards)
     whole_values = lower_weights(objective, mixed)
     scratch = Scratch()
-    apply_levers(objective.model, plan, scratch=scratch)
+    apply_options(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
     wide_values = parts_of(layout, whole_values)
@@ -232,7 +232,7 @@ def planned(
 
     def look_at(name: str, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
-            with wire.paused():
+            with wire.pause():
                 seen[name] = whole(parameter.grad).clone()
 
     def look() -> None:
@@ -262,14 +262,14 @@ def planned(
         with wire if step == trial.steps else nullcontext():
             raw = stepper.run(step, trial.lr, shares(batch, plan, ranks.rank), lambda: False)
         held = _step_of(dict(use.found), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm)
-        trace.steps.append({**held, **_state(*_counting(layout, optimizer))})
+        trace.steps.append({**held, **_state(*_checkpoint_parts(layout, optimizer))})
     return trace
 
 
-def _counting(
+def _checkpoint_parts(
     layout: Layout, optimizer: torch.optim.Optimizer
 ) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
-    """This rank's parameters and optimizer, where a checkpoint would have them from it."""
+    """Return this rank's parameters and optimizer, if a checkpoint would have them from it."""
     model, holder = layout.saved(optimizer)
     return (() if model is None else layout.named_parameters()), holder
 
@@ -303,7 +303,7 @@ class Use:
 
     def _keep(self, name: str, parameter: nn.Parameter) -> None:
         if name not in self.found:
-            with self._wire.paused():
+            with self._wire.pause():
                 self.found[name] = whole(parameter.detach()).clone()
 
 
@@ -354,7 +354,7 @@ def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
 def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
-    """What each of a kind's differences is measured by: see Tolerance."""
+    """Return what each difference of a kind is measured by: see Tolerance."""
     if kind == "loss":  # none of the targets may be missing
         return {"mean": float(known["mean"]), "tokens": 1.0}
     # The largest is one of numbers: weights in 4 bits are codes.

@@ -16,7 +16,7 @@ _STOP_S = 20.0  # for a run to end by itself when it is told to
 _REST_S = 2.0  # for what it started to end after it
 
 
-class Running:
+class ProcessTree:
     """A command that runs, with all that it starts."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
@@ -34,7 +34,7 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """Of the first process."""
+        """Process ID of the first process."""
         return self._process.pid
 
     @property
@@ -43,7 +43,7 @@ class Running:
         return self._process.poll()
 
     def wait(self, until_s: float) -> int | None:
-        """Its exit code; None where it did not end until then, by time.monotonic()."""
+        """Return its exit code; None if it has not ended by that moment of time.monotonic()."""
         while self.exit_code is None and time.monotonic() < until_s:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(min(until_s - time.monotonic(), 1.0), 0.0))
@@ -53,12 +53,12 @@ class Running:
         """Stop it with all that it started, until `go_on`."""
         self._send(signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """After `pause`."""
+    def unpause(self) -> None:
+        """Continue after `pause`."""
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
-        for one in self._started():
+        for one in self._descendants():
             with suppress(psutil.Error):
                 one.send_signal(number)
         if self.exit_code is None:
@@ -73,32 +73,32 @@ class Running:
         started: set[psutil.Process] = set()
         try:
             # Before anything ends: nobody finds the children of who is gone.
-            started = self._started()
+            started = self._descendants()
             if self.exit_code is None:
-                self.go_on()  # what is stopped hears nothing
+                self.unpause()  # what is stopped hears nothing
                 with suppress(OSError):
                     os.killpg(self.pid, signal.SIGTERM)
                 self.wait(time.monotonic() + _STOP_S)
             psutil.wait_procs(started, timeout=_REST_S)
         finally:  # also where Ctrl-C is pressed again
-            for one in started | self._started():
+            for one in started | self._descendants():
                 with suppress(psutil.Error):
                     one.kill()
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
             psutil.wait_procs(started, timeout=_REST_S)
             self.wait(time.monotonic() + _REST_S)
-        return self._said()
+        return self._read_output()
 
-    def _said(self) -> str:
+    def _read_output(self) -> str:
         if self._output.closed:
             return ""
         with self._output as output:
             output.seek(0)
             return output.read().decode(errors="replace")
 
-    def _started(self) -> set[psutil.Process]:
-        """Children, and theirs; none once it has ended, whose number may be another's then."""
+    def _descendants(self) -> set[psutil.Process]:
+        """Return its children and theirs; none once it has ended, as its PID may be reused."""
         if self.exit_code is None:
             with suppress(psutil.Error):
                 return set(psutil.Process(self.pid).children(recursive=True))

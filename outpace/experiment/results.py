@@ -1,4 +1,4 @@
-"""What runs came to, arm by arm: medians, parts of a step, losses."""
+"""Results of runs, arm by arm: medians, parts of a step, losses."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from outpace.experiment.compare import verdicts
 from outpace.experiment.facts import Facts, in_words, other_numbers
-from outpace.experiment.past import result_of
+from outpace.experiment.past_runs import result_of
 from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.lines import ChangedLineError, strip_checksum
 from outpace.records.measurement import PARTS, Measurement, TimeParts
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import device_utilisation
-from outpace.train.run_dir import METRICS_FILE, RUN_FILE
+from outpace.training.run_dir import METRICS_FILE, RUN_FILE
 
 _MILLION = 1e6
 # Of two losses of the same step and samples, relative: sums in another order, in each precision,
@@ -45,8 +45,8 @@ def results(
     for arm in experiment.arms:
         own = [one for one in outcomes if one.arm == arm.name and one.value is not None]
         folders = [folder / run for run in dict.fromkeys(one.run for one in own) if run is not None]
-        runs = [result for run in folders if (result := _finished(run)) is not None]
-        measured = _measured(runs, experiment.price)
+        runs = [result for run in folders if (result := _finished_result(run)) is not None]
+        measured = _median_figures(runs, experiment.price)
         if experiment.metric is not None:
             measured["metric"] = _median([one.value for one in own])
         rows.append(
@@ -60,20 +60,20 @@ def results(
     return rows
 
 
-def _finished(run: Path) -> Measurement | None:
-    """What a run came to; None where it is none, is not finished, or goes further now."""
+def _finished_result(run: Path) -> Measurement | None:
+    """Return a run's result; None if it is not a run, is not finished, or continues now."""
     path = run / RUN_FILE
     return result_of(run, RunRecord.load(path)) if path.is_file() else None
 
 
-def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any]:
+def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[str, Any]:
     if not runs:
         return {}
 
-    def of(name: str) -> float | None:
+    def median_of(name: str) -> float | None:
         return _median([getattr(run, name) for run in runs])
 
-    tokens_per_s = of("tokens_per_s")
+    tokens_per_s = median_of("tokens_per_s")
     per_million = None
     if price is not None and tokens_per_s:
         paid = 1 if runs[0].device == "cpu" else runs[0].world_size
@@ -81,13 +81,14 @@ def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any
     parts = {f"{part}_s": _median([getattr(run.parts, f"{part}_s") for run in runs]) or 0.0
              for part in PARTS}  # fmt: skip
     return {
-        **{name: of(name) for name in ("step_time_s", "tokens_per_s", "samples_per_s",
+        **{name: median_of(name) for name in ("step_time_s", "tokens_per_s", "samples_per_s",
                                        "model_flops_per_s", "mfu", "final_loss")},
-        **{name: None if (count := of(name)) is None else round(count)
+        **{name: None if (count := median_of(name)) is None else round(count)
            for name in ("peak_memory_bytes", "sent_bytes")},
         "idle_share": _median([_idle_share(run) for run in runs]),
         "device_utilisation": _median([_on_devices(run) for run in runs]),
         "core_utilisation": _median([_on_cores(run) for run in runs]),
+        "other_cores": _median([_other_cores(run) for run in runs]),
         "peak_memory_by_rank": _by_rank([run.peak_memory_by_rank for run in runs]),
         "parts": TimeParts(**parts),
         "price_per_million_tokens": per_million,
@@ -101,7 +102,7 @@ def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _idle_share(run: Measurement) -> float | None:
-    """As the run's ranks saw it; on devices the time in which they computed nothing."""
+    """Return the idle share that the run's ranks saw; on devices, the time without computation."""
     busy = _on_devices(run)
     return run.idle_share if busy is None else 1 - busy
 
@@ -114,6 +115,13 @@ def _on_cores(run: Measurement) -> float | None:
     shares = [load.host.utilisation for load in run.utilisation]
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
+
+
+def _other_cores(run: Measurement) -> float | None:
+    """Cores of all hosts that other processes kept busy; None where they were few."""
+    used = [load.host.disturbing_cores for load in run.utilisation]
+    known = [cores for cores in used if cores is not None]
+    return sum(known) if known else None
 
 
 def _median(values: Iterable[T | None]) -> float | None:
@@ -153,7 +161,7 @@ def _is_number(value: Any) -> bool:
 
 
 def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Curve]:
-    """Of each arm its first run that was finished."""
+    """Return the loss curve of each arm's first finished run."""
     found: dict[str, Curve] = {}
     for one in outcomes:
         if one.value is None or one.run is None or one.arm in found:
@@ -174,13 +182,13 @@ def losses_in_words(found: Mapping[str, Curve]) -> str | None:
     may: dict[str, float] = {}
     why: set[str] = set()
     for name in others:
-        apart = _apart(found[first].losses, found[name].losses)
+        apart = _largest_gap(found[first].losses, found[name].losses)
         if apart is None:
             continue
         changed = other_numbers(found[first].record, found[name].record)
         (may if changed else must)[name] = apart
         why.update(changed)
-    told = [_must(first, must, found[first].record.plan.precision)] if must else []
+    told = [_judge_equal_losses(first, must, found[first].record.plan.precision)] if must else []
     if may:
         worst = max(may, key=lambda name: may[name])
         told.append(
@@ -191,8 +199,8 @@ def losses_in_words(found: Mapping[str, Curve]) -> str | None:
     return " ".join(told) or None
 
 
-def _must(first: str, apart: Mapping[str, float], precision: str) -> str:
-    """Of arms that train the same numbers as the first."""
+def _judge_equal_losses(first: str, apart: Mapping[str, float], precision: str) -> str:
+    """Judge the losses of arms that train the same numbers as the first."""
     worst = max(apart, key=lambda name: apart[name])
     allowed = _AGREE.get(precision, _AGREE_LOW)
     if apart[worst] <= allowed:
@@ -203,7 +211,7 @@ def _must(first: str, apart: Mapping[str, float], precision: str) -> str:
     )
 
 
-def _apart(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
-    """At most, after the same samples; None: there are no such."""
+def _largest_gap(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
+    """Return the largest relative difference after the same samples; None if there are none."""
     gaps = [abs(one[at] - other[at]) / max(abs(one[at]), 1e-12) for at in one.keys() & other.keys()]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=None)

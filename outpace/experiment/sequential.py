@@ -22,7 +22,7 @@ from outpace.records.evidence import log_evidence
 
 
 def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
-    """Where the median of what these were drawn from lies, at any time, but with probability α.
+    """Return an interval for the distribution's median, valid at any time with probability 1 − α.
 
     Infinite where there are too few to say.
     """
@@ -42,7 +42,7 @@ def verdict(
     level: float,
     in_turn: bool = True,
 ) -> Verdict:
-    """By how much what took `times` is slower than what took `against`, round by round.
+    """Judge by how much what took `times` is slower than what took `against`, round by round.
 
     A difference is claimed where E reached 1/`alpha` at any time; the interval is that of `level`.
     Of blocks of runs that were not made in turn nothing is claimed.

@@ -1,9 +1,9 @@
-"""How far a plan's numbers may be from a single process's, by precision. See docs/proof.md."""
+"""Tolerances of a plan's numbers against a single process's, by precision. See docs/proof.md."""
 
 import math
 from dataclasses import dataclass
 
-from outpace.planner.flops import parameter_count
+from outpace.planner.model.flops import parameter_count
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import MASTERS, SHARD_DTYPES
 from outpace.records.plan import GATHERS, Plan
@@ -38,7 +38,7 @@ class Tolerance:
 
 
 def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
-    """For `tokens` in a global batch, and `steps`.
+    """Return the tolerance for `tokens` in a global batch, and `steps`.
 
     fp64 has 1e-9: a millionfold of its rounding, and a millionth of the least wrong factor. For
     the others rounding errors are taken to be independent with mean 0 (Higham and Mary, "A new

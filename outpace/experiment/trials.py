@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from outpace.experiment.arms import Failed, safe, train_once
-from outpace.experiment.differences import disturbing_cores
 from outpace.experiment.results import steps_of
 from outpace.experiment.tune import Chosen
-from outpace.experiment.turns import Entrant, Turned, in_turn
+from outpace.experiment.turns import TurnResult, TurnTraining, train_in_turn
 from outpace.records.machine import Machine
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.plan import Plan
@@ -31,7 +30,7 @@ _PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Trials:
-    """How they are run: settings in common, the tuning's folder, and what there is of memory.
+    """Runner of trials: common settings, the tuning's folder, and the memory that there is.
 
     `host_bytes`: what processes may have together where no limit is given; None: all that there is.
     """
@@ -44,7 +43,7 @@ class Trials:
         """Train by a plan for a few steps, with limits of time and memory."""
         expected_s = chosen.proposal.step_time_s
         steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
-        one, began_s = self._entrant(number, chosen), time.monotonic()
+        one, began_s = self._prepare(number, chosen), time.monotonic()
         limit_s = _START_S + _PATIENCE * steps * expected_s
         ended = train_once({**one.given, "steps": steps}, one.run, one.config, limit_s=limit_s)
         took_s, found = time.monotonic() - began_s, {}
@@ -55,25 +54,24 @@ class Trials:
 
     def race(self, number: int, several: Sequence[Chosen]) -> list[PlanTrial]:
         """Train by several at once, which take turns; all of them must fit together."""
-        entrants = [self._entrant(at, chosen) for at, chosen in enumerate(several, number)]
+        entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
-            (WARMUP_STEPS + _TURNS * (entrant.turn_steps + entrant.left_out))
-            * chosen.proposal.step_time_s
+            entrant.steps(_TURNS) * chosen.proposal.step_time_s
             for entrant, chosen in zip(entrants, several, strict=True)
         )
         began_s = time.monotonic()
-        turned = in_turn(entrants, _TURNS, _START_S + _PATIENCE * expected_s)
+        turned = train_in_turn(entrants, _TURNS, _START_S + _PATIENCE * expected_s)
         share_s = (time.monotonic() - began_s) / len(several)
         found = [_times(one, own_s) for one, own_s in zip(turned, paired_s(turned), strict=True)]
         return [
-            self._trial(number + at, chosen, turned[at].ended, took_s=share_s, raced=True,
+            self._trial(number + at, chosen, turned[at].result, took_s=share_s, raced=True,
                         **found[at])
             for at, chosen in enumerate(several)
         ]  # fmt: skip
 
-    def _entrant(self, number: int, chosen: Chosen) -> Entrant:
+    def _prepare(self, number: int, chosen: Chosen) -> TurnTraining:
         """A training in the trial's folder, where its plan is then."""
-        where, plan = self.folder / _below(number, chosen), chosen.proposal.plan
+        where, plan = self.folder / _trial_folder(number, chosen), chosen.proposal.plan
         where.mkdir(parents=True, exist_ok=True)
         plan.save(where / _PLAN_FILE)
         given = {**self.given, "plan": str(where / _PLAN_FILE)}
@@ -81,14 +79,14 @@ class Trials:
             given.setdefault("memory_limit", self.host_bytes // plan.world_size)
         steps = max(round(TURN_S / chosen.proposal.step_time_s), 2)
         behind = int(self.host_bytes is None)
-        return Entrant(given, where / "run", where / "config.toml", steps, behind)
+        return TurnTraining(given, where / "run", where / "config.toml", steps, behind)
 
     def _trial(
         self, number: int, chosen: Chosen, ended: Measurement | Failed, **found: Any
     ) -> PlanTrial:
         proposal = chosen.proposal
         if isinstance(ended, Failed):
-            found.update(failure=ended.words, exit_code=ended.exit_code)
+            found.update(failure=ended.reason, exit_code=ended.exit_code)
         else:
             found.update(
                 peak_memory_bytes=ended.peak_memory_bytes,
@@ -96,7 +94,7 @@ class Trials:
                 samples_per_s=ended.samples_per_s,
             )
             if not found.get("raced"):  # in a race the others are trials, too
-                used = [disturbing_cores(load) for load in ended.utilisation]
+                used = [load.host.disturbing_cores for load in ended.utilisation]
                 found["other_cores"] = max((one for one in used if one is not None), default=None)
         return PlanTrial(
             number=number,
@@ -105,7 +103,7 @@ class Trials:
             plan=proposal.plan,
             first_predicted_s=chosen.first_s,
             predicted_s=proposal.step_time_s,
-            run=str(_below(number, chosen) / "run"),
+            run=str(_trial_folder(number, chosen) / "run"),
             **found,
         )
 
@@ -127,22 +125,22 @@ def fit_together(
     return sum(peak for _, peak in known) <= _OF_DEVICE * least
 
 
-def _below(number: int, chosen: Chosen) -> Path:
+def _trial_folder(number: int, chosen: Chosen) -> Path:
     return Path("trials") / f"{number:02d}-{safe(chosen.proposal.title)}"
 
 
-def _times(one: Turned, own_s: float | None) -> dict[str, float | None]:
-    """Of one that ran in turn; nothing where it failed."""
-    if isinstance(one.ended, Failed):
+def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
+    """Return the times of one that ran in turn; none if it failed."""
+    if isinstance(one.result, Failed):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]
     return {
-        "step_time_s": median(steps_s) if steps_s else one.ended.step_time_s,
-        "undisturbed_s": own_s,
+        "step_time_s": median(steps_s) if steps_s else one.result.step_time_s,
+        "undisturbed_s": solo_s,
     }
 
 
-def paired_s(several: Sequence[Turned]) -> list[float | None]:
+def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
     """Seconds of a step of each, told from turns: what changes in between changes for all.
 
     Of a turn what a quarter of its steps stay below, as a share of what all take in it; of these

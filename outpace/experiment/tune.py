@@ -8,7 +8,7 @@ from itertools import takewhile
 from statistics import NormalDist
 from typing import Any, Protocol
 
-from outpace.launch.tuning import Proposal
+from outpace.jobs.planning.proposer import TuningProposal
 from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 from outpace.records.units import show_seconds
@@ -31,21 +31,21 @@ class Limits:
     within: float = 0.02
 
 
-class Planner(Protocol):
-    """Predicts with what trials have told; see `launch.tuning.Proposer`."""
+class StepPredictor(Protocol):
+    """Predicts with what trials have told; see `jobs.planning.proposer.Proposer`."""
 
     @property
     def default(self) -> Plan: ...
-    def proposals(self, trials: Sequence[PlanTrial]) -> list[Proposal]: ...
-    def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> Proposal: ...
+    def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]: ...
+    def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> TuningProposal: ...
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is to be tried, and why; `first_s` was predicted of it before any trial."""
+    """Plan to try next, and why; `first_s` was predicted of it before any trial."""
 
     why: str
-    proposal: Proposal
+    proposal: TuningProposal
     first_s: float
 
 
@@ -56,7 +56,7 @@ Race = Callable[
 
 
 @dataclass(frozen=True)
-class Ended:
+class TuningEnd:
     """All trials, and why there are no more."""
 
     trials: tuple[PlanTrial, ...]
@@ -64,52 +64,54 @@ class Ended:
 
 
 def tune(
-    planner: Planner,
+    planner: StepPredictor,
     run: Run,
     race: Race,
     limits: Limits,
     before: Sequence[PlanTrial] = (),
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Ended:
+) -> TuningEnd:
     """Trials after those of `before`: the default, what may be fastest, then what is close."""
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
         left = limits.trials - len(trials)
         if left <= 0:
-            return Ended(tuple(trials), f"all {limits.trials} trials are made")
+            return TuningEnd(tuple(trials), f"all {limits.trials} trials are made")
         if trials and clock() - began_s >= limits.budget_s:
-            return Ended(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
+            return TuningEnd(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
         race_of = _finalists(planner, trials, min(left, int(_OF_TRIALS * limits.trials)))
         chosen = _next(planner, trials, limits.within) if left > len(race_of) else None
         if chosen is None and not race_of:
-            return Ended(
+            return TuningEnd(
                 tuple(trials), f"no plan that is left can win by more than {limits.within:.0%}"
             )
         if trials and trials[-1].raced and left <= _FEWEST_RACE:
-            return Ended(tuple(trials), "too few trials are left to try a plan and tell it apart")
+            return TuningEnd(
+                tuple(trials), "too few trials are left to try a plan and tell it apart"
+            )
         number = len(trials) + 1
         for trial in [run(number, chosen)] if chosen is not None else race(number, race_of):
             trials.append(trial)
             told(trial)
 
 
-def _next(planner: Planner, trials: Sequence[PlanTrial], within: float) -> Chosen | None:
+def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> Chosen | None:
     """None: nothing is worth it."""
     if not trials:
-        return _chosen(planner, DEFAULT_WHY, planner.proposal(planner.default))
-    one = _untried(planner, trials, within)
+        return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
+    one = _best_untried(planner, trials, within)
     if one is None:
         return None
-    return _chosen(planner, f"it may take {show_seconds(_least_s(one))}", one)
+    return _choose(planner, f"it may take {show_seconds(_least_s(one))}", one)
 
 
-def _chosen(planner: Planner, why: str, proposal: Proposal) -> Chosen:
+def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> Chosen:
     return Chosen(why, proposal, planner.proposal(proposal.plan).step_time_s)
 
 
-def _finalists(planner: Planner, trials: Sequence[PlanTrial], most: int) -> list[Chosen]:
-    """What is to run in turn: the fastest, what is close to it, and the default if there is room.
+def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[Chosen]:
+    """Return what to run in turn: the fastest, those close to it, and the default if it has room.
 
     None where the last trials were that, or nothing is to be told apart.
     """
@@ -123,13 +125,15 @@ def _finalists(planner: Planner, trials: Sequence[PlanTrial], most: int) -> list
         whys.setdefault(default, "the gain rests on it: once more, in turn")
     plans = {_key(trial.plan): trial.plan for trial in trials}
     found = [
-        _chosen(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
+        _choose(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
     ]
     return found[:most] if len(found[:most]) >= _FEWEST_RACE else []
 
 
-def _untried(planner: Planner, trials: Sequence[PlanTrial], within: float) -> Proposal | None:
-    """Of the plans left that may win by so much the one that shortens the best time most."""
+def _best_untried(
+    planner: StepPredictor, trials: Sequence[PlanTrial], within: float
+) -> TuningProposal | None:
+    """Return the untried plan with the largest expected gain, among those that may win enough."""
     tried = {_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
@@ -140,13 +144,13 @@ def _untried(planner: Planner, trials: Sequence[PlanTrial], within: float) -> Pr
     return max(left, key=lambda one: _expected_gain(one, best_s), default=None)
 
 
-def _least_s(one: Proposal) -> float:
+def _least_s(one: TuningProposal) -> float:
     """The lower end of what holds 90 %."""
     return one.step_time_s * math.exp(-_SURE * one.spread)
 
 
-def _expected_gain(one: Proposal, best_s: float) -> float:
-    """By how much a plan shortens the best time in the mean, where it may also do nothing for it.
+def _expected_gain(one: TuningProposal, best_s: float) -> float:
+    """Return by how much a plan shortens the best time on average, which may be not at all.
 
     As a logarithm: "expected improvement" of Jones, Schonlau & Welch, "Efficient Global
     Optimization of Expensive Black-Box Functions" (1998), equation 15.
@@ -165,23 +169,24 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
-    """By plan, as JSON: by its last trial that did not fail, which is in turn with others."""
+    """Return step times by plan (as JSON): of its last trial that did not fail."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
-def _race_of(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
-    """Of those that ran in turn at the end what came to its end; none where that is but one."""
+def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
+    """Return the final trials in turn that came to their end; none if that is only one."""
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
     return done if len(done) > 1 else []
 
 
-def tuned(trials: Sequence[PlanTrial]) -> dict[str, Any]:
-    """What trials come to, by the names of `Tuning`: the fastest, the default, the gain.
+def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
+    """Summarise trials by the fields of `Tuning`: the fastest, the default, the gain.
 
-    Of those that ran in turn at the end the fastest, else of all: only these had the machine alike.
+    The fastest is among those that ran in turn at the end, else among all: only these shared the
+    machine equally.
     """
-    race = _race_of(trials)
+    race = _finished_finals(trials)
     times = step_times_s(race or trials)
     number = {_key(trial.plan): trial.number for trial in reversed(trials)}
     best = min(times, key=lambda key: times[key], default=None)

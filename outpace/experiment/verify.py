@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.experiment.parity import Difference, Trial, differences, planned, reference
+from outpace.experiment.parity import Difference, Trial, differences, reference, train_under_plan
 from outpace.experiment.tolerance import Tolerance, tolerance_of
-from outpace.launch.group import Groups
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.parallel import Layout
-from outpace.planner.wire import Tally, step_traffic
-from outpace.probe.machine import identify
-from outpace.probe.versions import commit, versions
+from outpace.planner.communication.volume import Tally, step_traffic
+from outpace.probing.hardware.machine import identify
+from outpace.probing.hardware.versions import commit, versions
 from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -32,7 +32,7 @@ from outpace.records.plan import (
     schedule_of,
 )
 from outpace.records.ranks import Ranks
-from outpace.train.wire import Wire
+from outpace.training.wire import Wire
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
@@ -55,7 +55,7 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
 
 
 def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
-    """As `tiny_spec` in its sizes, and as `spec` in all else."""
+    """Return a spec with the sizes of `tiny_spec`, and all else as in `spec`."""
     tiny = tiny_spec(plans)
     grouped = spec.kv_heads < spec.heads
     sizes = {
@@ -161,14 +161,14 @@ def verify(
     expected = {}
     verdicts = []
     for plan in plans:
-        plan, trial = _fitting(plan, given)
-        of = _trained(plan)
+        plan, trial = _adapt_for_backward(plan, given)
+        of = _numeric_choices(plan)
         if of not in expected:
             expected[of] = reference(trial, plan)
         alone = plan.world_size == 1
         ranks = Ranks() if alone else groups.ranks
         wire = Wire()
-        found = planned(trial, plan, ranks, groups.control, wire, spoil)
+        found = train_under_plan(trial, plan, ranks, groups.control, wire, spoil)
         tokens = trial.global_batch * trial.seq_len
         allowed = tolerance_of(plan, trial.spec, tokens=tokens, steps=trial.steps)
         seen = list(differences(expected[of], found, allowed))
@@ -198,14 +198,14 @@ def verify(
     )
 
 
-def _trained(plan: Plan) -> tuple[Any, ...]:
-    """What of a plan changes what a single process computes."""
+def _numeric_choices(plan: Plan) -> tuple[Any, ...]:
+    """Return the fields of a plan that change what a single process computes."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
     return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
 
 
-def _fitting(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
-    """With the optimizer in backward: one micro-batch, whole samples, and no clipping."""
+def _adapt_for_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
+    """Adapt to an optimizer in backward: one micro-batch, whole samples, and no clipping."""
     if not plan.optimizer_in_backward:
         return plan, trial
     whole = plan.micro_batch * plan.accumulation(trial.global_batch)
@@ -221,7 +221,7 @@ def _judge(
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> ParityVerdict:
-    """What all ranks found, as one verdict. `traffic` is what was sent, and by formula."""
+    """Combine what all ranks found into one verdict. `traffic` is what was sent, and by formula."""
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
     first = min(wrong, key=lambda difference: difference.cause, default=None)

@@ -15,11 +15,11 @@ from outpace.interop.config import CONFIG_FILE, read_config
 from outpace.interop.config_out import hf_config
 from outpace.interop.folder import whole_folder
 from outpace.interop.names import Naming, naming
-from outpace.interop.weights import read_tensors
+from outpace.interop.weights import read_tensors, stored_names
 from outpace.interop.write import special_ids, write_config, write_weights
 from outpace.nn.classifier import Classifier, initial_value
 from outpace.nn.transformer import Transformer
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, shorten
 from outpace.records.model import ModelSpec
 
 _INSIDE = "backbone."
@@ -36,13 +36,37 @@ ARCHITECTURES: Mapping[str, str] = {
 
 
 def known_labels(directory: Path) -> tuple[str, ...] | None:
-    """The classes of a directory that holds a classifier, in order; None for another."""
+    """The classes of a directory that holds a classifier, in order; None for another.
+
+    Raises BadInputError where config.json names them in two ways that contradict each other.
+    """
     values = read_config(directory)
     architecture = next(iter(values.get("architectures") or ()), "")
     if not str(architecture).endswith("ForSequenceClassification"):
         return None
     names: Mapping[str, str] = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    numbers = values.get("label2id")
+    if values.get("id2label") and isinstance(numbers, Mapping):
+        for name, number in numbers.items():
+            if str(names.get(str(number), name)) != str(name):
+                raise BadInputError(
+                    f"{directory / CONFIG_FILE} contradicts itself: label2id has {shorten(name)} "
+                    f"as class {number}, id2label {shorten(str(names[str(number)]))}. Correct the "
+                    "one that is wrong."
+                )
     return tuple(str(names[key]) for key in sorted(names, key=int))
+
+
+def require_layer(directory: Path) -> None:
+    """Refuse a classifier whose files lack its layer over classes. Raises BadInputError."""
+    used = _naming(str(read_config(directory).get("model_type")))
+    layer = f"{used.modules['classifier']}.weight"
+    if not any(name.endswith(layer) for name in stored_names(directory)):
+        raise BadInputError(
+            f"{directory} says that it is a classifier, and its weights have no {layer}: the layer "
+            "over classes would be drawn at random. Bring the whole model back, or train it with "
+            "outpace train --task classify."
+        )
 
 
 def read_classifier(

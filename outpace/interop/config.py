@@ -18,6 +18,9 @@ from outpace.records.errors import BadInputError, shorten
 from outpace.records.model import Family, ModelSpec
 
 CONFIG_FILE = "config.json"
+# Model types of folders with code of their own whose layers are those of a family in transformers:
+# config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM.
+SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 # The model_type of a spec that no architecture of transformers has: outpace alone reads it.
 OWN_TYPE = "outpace"
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -105,10 +108,14 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
         raise BadInputError(
             f"{where}: outpace does not train the architecture {model_type!r}, only "
             f"{', '.join(FAMILIES)}. Any other model can be trained through a Python function that "
-            "builds it: --model file.py:build."
+            "builds it: --model file.py:build. outpace plan and outpace estimate take any language "
+            "model that transformers has."
         )
     config = ReadValues(load_config(directory, values, strict=True))
-    spec = spec_from_config(config, where)
+    try:
+        spec = spec_from_config(config, where)
+    except DimensionsError as error:
+        raise BadInputError(f"{error}{left_out(values)}") from None
     return ConfigReading(spec=spec, notes=reading_notes(values, config, where))
 
 
@@ -163,6 +170,9 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
 
     try:
         with quiet_transformers():
+            if values["model_type"] != read_config(directory).get("model_type"):  # SAME_LAYERS
+                rest = {name: value for name, value in values.items() if name != "model_type"}
+                return AutoConfig.for_model(values["model_type"], **rest)
             return AutoConfig.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
@@ -188,8 +198,15 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(earlier)
 
 
+class DimensionsError(BadInputError):
+    """Dimensions that do not go together; some may be defaults that the file does not have."""
+
+
 def spec_from_config(config: Any, where: str) -> ModelSpec:
-    """The spec of a `transformers` config of one of the families. Raises BadInputError."""
+    """The spec of a `transformers` config of one of the families.
+
+    Raises BadInputError; DimensionsError for numbers that do not go together.
+    """
     if getattr(config, "quantization_config", None) is not None:
         raise BadInputError(
             f"{where}: the weights are quantized (quantization_config), which cannot be trained. "
@@ -197,7 +214,11 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
         )
     family = config.model_type
     reader = {"gpt2": _read_gpt2, "bert": _read_bert}.get(family, _read_llama_like)
-    return ModelSpec.parse({"family": family, **reader(config, where)}, where)
+    values = {"family": family, **reader(config, where)}
+    try:
+        return ModelSpec.parse(values, where)
+    except BadInputError as error:
+        raise DimensionsError(str(error)) from None
 
 
 def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:

@@ -144,6 +144,8 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
         return
     own = _stem(CONFIG_MAPPING[model_type].__name__)
     for architecture in map(str, architectures):
+        if architecture in _classes_of(model_type):
+            continue
         rest = architecture.lower().removeprefix(own)
         if rest == architecture.lower() or not re.match(
             r"(text)?(for|model|lm|doubleheads|pretrained)|$", rest
@@ -153,6 +155,18 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
                 f"{model_type!r}: two different models. Fetch config.json again from where the "
                 f"model came from, and do not change model_type. {_OWN_MODEL}"
             )
+
+
+def _classes_of(model_type: str) -> set[str]:
+    """The models that transformers makes of a model_type, by the names of their classes."""
+    from transformers.models.auto import modeling_auto
+
+    found: set[str] = set()
+    for name in dir(modeling_auto):
+        if name.endswith("_MAPPING_NAMES"):
+            classes = getattr(modeling_auto, name).get(model_type, ())
+            found.update((classes,) if isinstance(classes, str) else classes)
+    return found
 
 
 def _stem(config_class: str) -> str:
@@ -376,9 +390,9 @@ def _dropouts(config: Any, where: str) -> list[str]:
     """Several dropouts that differ, where a spec has one."""
     names = {
         "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
     }.get(config.model_type, ())
-    found = {name: getattr(config, name) for name in names}
+    found = {name: value for name in names if (value := getattr(config, name)) is not None}
     if len(set(found.values())) <= 1:
         return []
     first, *others = found.items()

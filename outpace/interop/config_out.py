@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.interop.config import FAMILIES, quiet_transformers, spec_from_config
+from outpace.interop.config import FAMILIES, OWN_TYPE, quiet_transformers, spec_from_config
 from outpace.interop.origin import TokenIds
 from outpace.records.errors import BadInputError
 from outpace.records.model import Family, ModelSpec
@@ -47,6 +47,20 @@ def hf_config(
         f"no architecture of transformers has all features of this {spec.family} model; "
         "it can be written in outpace's own form only"
     )
+
+
+def exported_type(spec: ModelSpec) -> str:
+    """The model_type that an export of the spec is written with.
+
+    transformers, which takes seconds to load, is asked only where the family may be another.
+    """
+    like_qwen2 = spec.qkv_bias and not spec.out_bias
+    if like_qwen2 == (spec.family == "qwen2"):
+        return spec.family
+    try:
+        return str(hf_config(spec).model_type)
+    except BadInputError:
+        return OWN_TYPE
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:

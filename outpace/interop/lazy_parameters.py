@@ -1,17 +1,14 @@
 """Parameters of torch's lazy modules, which get their shapes from a first batch."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
+from outpace.interop.own_model import OwnModel
+from outpace.interop.own_objective import OwnObjective
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.records.errors import BadInputError
-
-if TYPE_CHECKING:
-    from outpace.interop.own_model import OwnModel
 
 _SAMPLES = 2
 
@@ -21,7 +18,7 @@ def has_lazy_parameters(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def give_shapes(own: "OwnModel", name: str) -> None:
+def give_shapes(own: OwnModel, name: str) -> None:
     """Run two samples of the user's data through a module that has lazy parameters.
 
     In evaluation mode, without gradients. Raises BadInputError where there are no data, or they do
@@ -39,10 +36,8 @@ def give_shapes(own: "OwnModel", name: str) -> None:
         )
 
 
-def _run(own: "OwnModel") -> str | None:
+def _run(own: OwnModel) -> str | None:
     """Why the samples cannot be run; None where they were."""
-    from outpace.interop.own_objective import OwnObjective
-
     assert own.dataset is not None
     try:
         samples = [own.dataset[number] for number in range(min(_SAMPLES, len(own.dataset)))]  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from outpace.catalog.models import PRESETS, preset, unknown_model
+from outpace.catalog.models import PRESETS, named_model, preset, unknown_model, untrained_model
 from outpace.interop.config import (
     CONFIG_FILE,
     FAMILIES,
@@ -16,7 +16,7 @@ from outpace.interop.config import (
 from outpace.interop.origin import TOKENIZER_FILES
 from outpace.interop.own import OWN_FILE, read_own
 from outpace.interop.own_file import load_function
-from outpace.interop.peft import ADAPTER_CONFIG, base_of
+from outpace.interop.peft import ADAPTER_CONFIG, adapter_notes, base_of
 from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
@@ -56,11 +56,11 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
     """Find the model that `reference` names; in `cache_dir` what was read of it is remembered.
 
     A preset's name comes first ("./gpt2" is the directory); then a Hugging Face directory, the
-    directory of a finished run, a spec file (.toml, .json), or "file.py:function". Only the last
-    runs a person's code. Raises BadInputError.
+    directory of a finished run, a spec file (.toml, .json), or "file.py:function"; a preset's name
+    in capitals. Only "file.py:function" runs a person's code. Raises BadInputError.
     """
     if reference in PRESETS:
-        return OpenedModel("preset", preset(reference), None, None, None, reference)
+        return _open_preset(reference)
     if names_code(reference):
         return OpenedModel("own", None, None, None, load_function(reference), reference)
     path = _place(reference)
@@ -77,7 +77,14 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
         raise BadInputError(
             f"{path} is neither a spec (.toml, .json) nor a Python file (file.py:build)"
         )
-    raise unknown_model(reference, PRESETS)
+    name = named_model(reference)
+    if name in PRESETS:
+        return _open_preset(name)
+    raise untrained_model(reference) or unknown_model(reference, PRESETS)
+
+
+def _open_preset(name: str) -> OpenedModel:
+    return OpenedModel("preset", preset(name), None, None, None, name)
 
 
 def _place(reference: str) -> Path:
@@ -94,8 +101,14 @@ def _place(reference: str) -> Path:
 def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
     if (path / OWN_FILE).is_file():
         return OpenedModel("own", None, None, None, read_own(path), path.name)
-    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG_FILE).is_file():
-        return _open_adapter("huggingface", path, path.name)
+    if (path / ADAPTER_CONFIG).is_file():
+        if has_weights(path):
+            raise BadInputError(
+                f"{path} holds a whole model and an adapter ({ADAPTER_CONFIG}), and which is meant "
+                "is not known: transformers would add the adapter to the base that it names. Move "
+                "the files of one of the two into a folder of their own."
+            )
+        return _open_adapter("huggingface", path, path.name)  # some trainers add a config.json
     if not (path / CONFIG_FILE).is_file():
         raise BadInputError(
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
@@ -123,11 +136,23 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
             f"the run {path} holds no finished model (in {model}). It is written when the run "
             "reaches its last step, and again from the newest checkpoint where it is missing: "
             + resume_command(path)
+            + _newest_step(path)
         )
     require_small_files(model)
     read = remembered_config(model, cache_dir)
     return OpenedModel(
         "run", read.spec, model, _tokenizer(model), None, path.name, folder=model, notes=read.notes
+    )
+
+
+def _newest_step(path: Path) -> str:
+    """Return how the model of a run's newest checkpoint is written, or '' without one."""
+    names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
+    steps = [int(name) for name in names if name.isdecimal()]
+    if not steps:
+        return ""
+    return (
+        f". With --steps {max(steps)} added, the newest checkpoint's, no further step is trained."
     )
 
 
@@ -137,8 +162,9 @@ def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) ->
     tokenizer = _tokenizer(path) or _tokenizer(base)
     read = read_spec_with_notes(base)
     return OpenedModel(
-        kind, read.spec, base, tokenizer, None, name, path, folder=base, notes=read.notes
-    )
+        kind, read.spec, base, tokenizer, None, name, path, folder=base,
+        notes=(*read.notes, *adapter_notes(path)),
+    )  # fmt: skip
 
 
 def _tokenizer(directory: Path) -> Path | None:

@@ -69,6 +69,12 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
     return found
 
 
+def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
+    """The ids at which transformers ends what a model writes, by a folder and its config.json."""
+    found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
+    return {one for ids in found if _is_ids(ids) for one in _listed(ids)}
+
+
 def _is_ids(value: Any) -> bool:
     return type(value) is int or (
         isinstance(value, list) and bool(value) and all(type(one) is int for one in value)

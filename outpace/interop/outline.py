@@ -15,14 +15,17 @@ from outpace.interop.config import (
     CONFIG_FILE,
     FAMILIES,
     OWN_TYPE,
+    SAME_LAYERS,
+    DimensionsError,
     load_config,
     no_model_type,
     read_config,
     spec_from_config,
     spec_from_hf,
 )
-from outpace.interop.config_check import ReadValues, reading_notes
-from outpace.planner.outlines import outline
+from outpace.interop.config_check import ReadValues, left_out, reading_notes
+from outpace.interop.transformers_build import can_build, transformers_version
+from outpace.planner.model.outline import outline
 from outpace.records.base import explain
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.model import ModelSpec
@@ -86,6 +89,12 @@ def outline_from_hf(directory: Path) -> Outline:
     return described(directory)[0]
 
 
+def needs_trace(directory: Path) -> bool:
+    """Whether no reader knows the family of a folder, but transformers can build it."""
+    model_type = read_config(directory).get("model_type")
+    return can_build(model_type) and model_type not in READERS
+
+
 def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
     """The outline of a Hugging Face model directory, and the spec if outpace can build the model.
 
@@ -99,12 +108,19 @@ def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
         return outline(own, directory.name), own
     if not isinstance(model_type, str):
         raise no_model_type(values, where)
-    if model_type not in READERS:
+    family = SAME_LAYERS.get(model_type, model_type)
+    if family not in READERS:
         raise _unknown(model_type, where)
-    config = ReadValues(load_config(directory, values, strict=model_type in FAMILIES))
+    values = {**values, "model_type": family}
+    config = ReadValues(load_config(directory, values, strict=family in FAMILIES))
     _restore_tied(config, values, where)
-    found, spec = _outlined(config, where)
+    try:
+        found, spec = _outlined(config, where)
+    except DimensionsError as error:
+        raise BadInputError(f"{error}{left_out(values)}") from None
     notes = reading_notes(values, config, where, planned=True)
+    if family != model_type:
+        notes = (f"{where}: {model_type} is read as {family}, whose layers it has.", *notes)
     return found.model_copy(update={"name": directory.name, "notes": notes}), spec
 
 
@@ -135,10 +151,16 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
 
 
 def _unknown(model_type: str, where: str) -> BadInputError:
+    library = transformers_version()
+    more = (
+        f"; nor does transformers {library}, which a newer one may know"
+        if library is not None
+        else ". Install transformers, which knows more"
+    )
     return BadInputError(
         f"{where}: outpace does not know how the layers of the architecture {excerpt(model_type)} "
-        f"are made. Known: {', '.join(READERS)}. Any other model can be traced, through a Python "
-        "function that builds it: --model file.py:build."
+        f"are made. Known: {', '.join(READERS)}{more}. Any other model can be traced, through a "
+        "Python function that builds it: --model file.py:build."
     )
 
 
@@ -158,7 +180,7 @@ def _outlined(config: Any, where: str) -> tuple[Outline, ModelSpec | None]:
             name=family, source=where, untrained=why or f"outpace has no {label}", **values
         )
     except ValidationError as error:
-        raise BadInputError(explain(error, where, Outline.model_fields)) from None
+        raise DimensionsError(explain(error, where, Outline.model_fields)) from None
     return found, None
 
 

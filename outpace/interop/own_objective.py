@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.interop.own_model import OwnModel, stated_vocab
-from outpace.nn.block import raised
+from outpace.nn.block import to_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -227,14 +227,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         )
     flat = targets.flatten()
     total = F.cross_entropy(
-        raised(logits.flatten(0, 1)), flat, ignore_index=IGNORED, reduction="sum"
+        to_fp32(logits.flatten(0, 1)), flat, ignore_index=IGNORED, reduction="sum"
     )
     return total, (flat != IGNORED).sum()
 
 
 def _scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return raised(value).reshape(())
+        return to_fp32(value).reshape(())
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
     raise BadInputError(
         f"{what} is {seen or 'a ' + type(value).__name__}; it has to be a scalar tensor"
@@ -252,7 +252,7 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
             f"the loss returned a {type(count).__name__} as the count; (sum of losses, count) has "
             "the number that the sum is over, such as (targets != -100).sum()"
         )
-    total = raised(total)
+    total = to_fp32(total)
     number = torch.as_tensor(count, device=total.device).detach().reshape(())
     return total, number.to(total.dtype if number.is_floating_point() else torch.int64)
 

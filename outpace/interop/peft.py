@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -240,7 +240,7 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
 
 def base_of(folder: Path) -> Path:
     """The directory of the weights that an adapter belongs to. Raises BadInputError."""
-    named = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
+    named = named_base(folder)
     base = _directory(named)
     if base is None:
         raise BadInputError(
@@ -248,6 +248,11 @@ def base_of(folder: Path) -> Path:
             "is no directory here. Fetch that model, and merge with outpace merge --model DIR."
         )
     return base
+
+
+def named_base(folder: Path) -> str:
+    """Return what an adapter's config calls its base, or "". Raises BadInputError."""
+    return str(read_adapter_config(folder).get("base_model_name_or_path") or "")
 
 
 def _directory(named: str) -> Path | None:
@@ -281,7 +286,9 @@ def merge(
         _round(weights)
     used = naming(str(read_config(base).get("model_type")))
     groups = group(weights, used)
-    for module, pair in _read_pairs(folder):
+    pairs = dict(_read_pairs(folder))
+    _require_targets(folder, pairs, [name.removesuffix(".weight") for name in groups])
+    for module, pair in pairs.items():
         stored = f"{module}.weight" if used is None else used.canonical(f"{module}.weight")
         names = groups.get(stored)
         rows = [weights[name].shape[0] for name in names or ()]
@@ -293,6 +300,90 @@ def merge(
             )
         for name, part in zip(names, pair.b.split(rows), strict=True):
             weights[name] += (pair.scale * part @ pair.a).to(weights[name].dtype)
+
+
+def _require_targets(folder: Path, held: Collection[str], known: Collection[str]) -> None:
+    """Refuse an adapter that holds other modules than its config says. Raises BadInputError.
+
+    `held` are the modules of its tensors, `known` those of the base. PEFT leaves out, without a
+    word, what is held and not named, and takes what is named and not held as zeros.
+    """
+    targeted = _target_rule(read_adapter_config(folder))
+    if targeted is None:
+        return
+    extra = [name for name in held if not targeted(name)]
+    # A folder's names may begin otherwise than the base's (`model.`, `transformer.`).
+    lacking = [
+        name
+        for name in known
+        if targeted(name) and not any(f".{one}".endswith(f".{_inner(name)}") for one in held)
+    ]
+    for names, found in ((extra, "holds matrices of"), (lacking, "holds no matrices of")):
+        if names:
+            contrary = "does not name" if names is extra else "names"
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise BadInputError(
+                f"{folder / ADAPTER_WEIGHTS} {found} {shorten(names[0], 120)}{more}, which "
+                f"target_modules in {ADAPTER_CONFIG} {contrary}: one of the two files is of "
+                "another adapter, or not whole. Bring both back as they were saved, or correct "
+                "target_modules to what is to be added."
+            )
+
+
+def _inner(module: str) -> str:
+    """A module's name from its layer's number on, where it has one."""
+    found = re.search(r"(?:^|\.)(\d+\..+)$", module)
+    return found[1] if found else module
+
+
+def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    """Whether a module is among those that a config names, as PEFT decides; None: not known."""
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    if not targets or targets == "all-linear" or config.get("exclude_modules"):
+        return None
+    if config.get("layers_pattern") or not isinstance(targets, (str, list)):
+        return None
+    numbers = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+
+    def is_targeted(module: str) -> bool:
+        if isinstance(targets, str):
+            try:
+                return re.fullmatch(targets, module) is not None
+            except re.error:
+                return True
+        return any(module == one or module.endswith(f".{one}") for one in targets)
+
+    def in_layer(module: str) -> bool:
+        number = re.search(r"\.(\d+)\.", module)
+        return numbers is None or (number is not None and int(number[1]) in numbers)
+
+    return lambda module: is_targeted(module) and in_layer(module)
+
+
+def adapter_notes(folder: Path) -> tuple[str, ...]:
+    """Say what of an adapter's file should be known before it is added to weights.
+
+    Nothing of a file that cannot be read, which `merge` refuses.
+    """
+    try:
+        with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as held:
+            keys = list(held.keys())
+            second = [key for key in keys if (found := _KEY.fullmatch(key)) and found[2] == "B"]
+            zero = bool(second) and not any(held.get_tensor(key).any() for key in second)
+    except (OSError, SafetensorError):
+        return ()
+    notes = []
+    bare = [key for key in keys if _KEY.fullmatch(key) and not key.startswith(_PREFIX)]
+    if bare:
+        notes.append(
+            f"the adapter in {folder} names its matrices without {_PREFIX} (such as "
+            f"{shorten(bare[0], 120)}): they are added here, and peft would leave them out"
+        )
+    if zero:
+        notes.append(
+            f"the adapter in {folder} changes nothing: all of its B are zero, as before training"
+        )
+    return tuple(notes)
 
 
 def _note(folder: Path) -> AdapterNote | None:

@@ -27,6 +27,16 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5
+# Of files of weights under any name, and of what trainers save beside them.
+_WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".distcp"}
+)
+_NO_WEIGHTS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|state)(_\d+)*\."
+)
+_MODEL_NAME = re.compile(r"model|consolidated|adapter|weights")
+# Of a file of tokens, as of nanoGPT and its followers (fineweb_train_000001.bin).
+_DATA_NAME = re.compile(r"(^|[_.-])(train|val|valid|validation|dev|test|tokens?|data)([_.-]|$)")
 _WRAPPED = "module."
 _BLOCK = "blocks.0."
 _SAMPLE_BYTES = 1 << 20
@@ -151,10 +161,11 @@ def _check_tied(
             found[used.head_bias] = found[bias]
         del found[bias]
     head = found.get(used.tied_head)
-    embedding = found.get(used.stored_name("embed.tokens.weight"))
     if not spec.tied or head is None:
         return
-    if embedding is not None and not _equal(head, embedding):
+    # Of a matrix with two names some writers keep the head's alone.
+    embedding = found.setdefault(used.stored_name("embed.tokens.weight"), head)
+    if not _equal(head, embedding):
         raise BadInputError(
             f"{directory / CONFIG_FILE} says that the head is tied to the embedding, but "
             f"{head.name} and {embedding.name} differ. Set tie_word_embeddings to false."
@@ -286,9 +297,39 @@ def _as_indexed(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:
     return [one for one in tensors if files.get(one.name, one.file.name) == one.file.name]
 
 
+def stored_names(directory: Path) -> frozenset[str]:
+    """The names of the tensors in a directory, as they are there. Raises BadInputError."""
+    with _stored(directory) as tensors:
+        return frozenset(tensor.name for tensor in tensors)
+
+
 def has_weights(directory: Path) -> bool:
     """Whether there are files that `read_weights` reads."""
     return any((directory / name).is_file() for name in (SINGLE, INDEX, BIN_SINGLE, BIN_INDEX))
+
+
+def unread_weights(directory: Path) -> list[str]:
+    """Files in a directory and its folders that may hold weights, which `read_weights` passes over.
+
+    Of checkpoints of trainers only those that hold the model itself. Data are .bin files, too: they
+    are told by their names.
+    """
+    found = [*directory.glob("*"), *directory.glob("*/*")]
+    return sorted(
+        str(path.relative_to(directory))
+        for path in found
+        if path.suffix in _WEIGHT_SUFFIXES
+        and not _NO_WEIGHTS.match(path.name)
+        and not (path.suffix == ".bin" and _may_be_data(path, below=path.parent != directory))
+        and path.is_file()
+    )
+
+
+def _may_be_data(path: Path, below: bool) -> bool:
+    """Whether a .bin file beside a model, or in a folder `below` it, has no name of weights."""
+    if _MODEL_NAME.search(path.stem.lower()):
+        return False
+    return below or _DATA_NAME.search(path.stem.lower()) is not None
 
 
 def weight_files(directory: Path) -> list[Path]:

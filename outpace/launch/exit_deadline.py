@@ -43,7 +43,7 @@ class ExitDeadline:
         self.leave()
 
     def leave(self) -> None:
-        """The process goes on, or ends by itself."""
+        """Cancel the deadline: the process continues, or ends by itself."""
         self._left.set()
 
     def start(self, message: str, exit_code: int, grace_s: float) -> None:

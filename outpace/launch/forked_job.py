@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from outpace.launch.forked import Fork, name_rank
-from outpace.launch.interfaces import LOOPBACK, staying_on
+from outpace.launch.fork import Fork, name_rank
+from outpace.launch.network_interfaces import LOOPBACK, use_interface
 from outpace.launch.parent_watch import child_environment, end_with_parent
 from outpace.records.errors import OutpaceError
 from outpace.records.ranks import Ranks
@@ -35,7 +35,7 @@ _UNFINISHED = 3
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended. `said` is its error's message, `at` what it was doing last.
+    """End of a rank. `said` is its error's message, `at` what it was doing last.
 
     `refused`: the error was one of outpace's own, for a user. `exit_code` is negative for a signal
     and None where the time limit was over.
@@ -52,20 +52,20 @@ class RankEnd:
         return self.exit_code == 0
 
 
-class Rank:
-    """What a forked rank is given: its place, and a way to say what it does."""
+class ForkedRank:
+    """Context of a forked rank: its place among the ranks, and a way to say what it does."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks = ranks
         self._at = folder / f"rank-{ranks.rank}.at"
 
-    def at(self, what: str) -> None:
-        """Note what comes next, for who asks why it did not end."""
+    def note_phase(self, what: str) -> None:
+        """Note what comes next, in case somebody asks why it did not end."""
         self._at.write_text(what, encoding="utf-8")
 
 
 def run_forked(
-    size: int, action: Callable[[Rank], None], limit_s: float, folder: Path
+    size: int, action: Callable[[ForkedRank], None], limit_s: float, folder: Path
 ) -> list[RankEnd]:
     """Do `action` on `size` ranks that have a gloo group, on this host's CPU.
 
@@ -78,7 +78,7 @@ def run_forked(
         left.unlink(missing_ok=True)  # an earlier job's: ranks would look for each other there
     until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
     forks = [
-        Fork(partial(_begin, rank, size, action, limit_s, folder), child_environment())
+        Fork(partial(_run_rank, rank, size, action, limit_s, folder), child_environment())
         for rank in range(size)
     ]
     try:
@@ -100,7 +100,7 @@ def run_forked(
 
 
 def _poll(fork: Fork) -> int | None:
-    """As `Fork.poll`; nothing is left of what a rank has started once it has ended.
+    """Do as `Fork.poll`, and leave nothing of what a rank has started once it has ended.
 
     Its group is killed before the rank is reaped: afterwards the id may be another group's.
     """
@@ -134,10 +134,10 @@ def _end_of(rank: int, code: int | None, folder: Path) -> RankEnd:
     return RankEnd(code, refused or read("error") or None, read("at") or "starting", bool(refused))
 
 
-def _begin(
-    rank: int, size: int, action: Callable[[Rank], None], limit_s: float, folder: Path
+def _run_rank(
+    rank: int, size: int, action: Callable[[ForkedRank], None], limit_s: float, folder: Path
 ) -> NoReturn:
-    """In the fork."""
+    """Run a rank in the fork."""
     code = _UNFINISHED
     try:
         name_rank(rank)
@@ -146,7 +146,7 @@ def _begin(
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)  # threads do not survive a fork, and ranks share the cores
         ranks = Ranks(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
-        with staying_on(LOOPBACK):
+        with use_interface(LOOPBACK):
             dist.init_process_group(
                 "gloo",
                 store=FileStore(str(folder / "store"), size),
@@ -154,7 +154,7 @@ def _begin(
                 world_size=size,
                 timeout=timedelta(seconds=limit_s),
             )
-            action(Rank(ranks, folder))
+            action(ForkedRank(ranks, folder))
             dist.barrier()
         code = 0
     except OutpaceError as error:

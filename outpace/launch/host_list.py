@@ -24,7 +24,7 @@ def expand(text: str) -> Iterator[str]:
     for name in _split(text):
         parts = list(_PART.finditer(name))
         if "".join(part[0] for part in parts) != name or not name:
-            raise _malformed(text)
+            raise _format_error(text)
         choices = [(part[1],) if part[2] is None else _numbers(part[2], text) for part in parts]
         for chosen in product(*choices):
             yield "".join(chosen)
@@ -50,10 +50,10 @@ def _numbers(inside: str, text: str) -> tuple[str, ...]:
             continue
         ends = _RANGE.fullmatch(part)
         if ends is None:
-            raise _malformed(text)
+            raise _format_error(text)
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if not first <= last < first + _MOST_HOSTS:
-            raise _malformed(text)
+            raise _format_error(text)
         found += [str(number).zfill(len(ends[1])) for number in range(first, last + 1)]
     return tuple(found)
 
@@ -61,7 +61,7 @@ def _numbers(inside: str, text: str) -> tuple[str, ...]:
 def _box(first: str, last: str, text: str) -> Iterator[str]:
     """All places of a box: each letter is a coordinate, in base 36."""
     if len(first) != len(last):
-        raise _malformed(text)
+        raise _format_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     ranges = [
         digits[digits.index(low) : digits.index(high) + 1]
@@ -70,7 +70,7 @@ def _box(first: str, last: str, text: str) -> Iterator[str]:
     return map("".join, product(*ranges))
 
 
-def _malformed(text: str) -> BadInputError:
+def _format_error(text: str) -> BadInputError:
     return BadInputError(
         f"environment: SLURM's list of hosts {text!r} is not of the form gpu[03-06,9],login. Set "
         "MASTER_ADDR to the host of rank 0."

@@ -23,8 +23,8 @@ _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What only Kubernetes is asked. `claim`: a volume that all pods see, at the job's folder."""
+class KubernetesOptions:
+    """Options for Kubernetes alone. `claim`: a volume that all pods see, at the job's folder."""
 
     image: str
     runtime: str = "torch-distributed"
@@ -32,10 +32,10 @@ class Wishes:
     claim: str | None = None
 
 
-def train_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
+def train_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """A TrainJob; its runtime's torch plugin starts torchrun's variables on every node."""
     trainer: dict[str, Any] = {
-        "image": wishes.image,
+        "image": options.image,
         # A TrainJob names no working directory.
         "command": ["sh", "-c", 'cd "$$0" && exec torchrun "$$@"', *_literal((str(job.folder),))],
         "args": [*_STARTED, *_literal(job.command)],
@@ -45,24 +45,24 @@ def train_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
     resources = _resources(job)
     if resources:
         trainer["resourcesPerNode"] = resources
-    spec: dict[str, Any] = {"runtimeRef": {"name": wishes.runtime}, "trainer": trainer}
-    volumes, mounts = _disks(job, wishes)
+    spec: dict[str, Any] = {"runtimeRef": {"name": options.runtime}, "trainer": trainer}
+    volumes, mounts = _disks(job, options)
     pod = {"terminationGracePeriodSeconds": _SAVE_S + 10, "volumes": volumes,
            "containers": [{"name": _NODE, "volumeMounts": mounts}]}  # fmt: skip
     node = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}
     spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": patch}]
-    return [_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, wishes, spec)]
+    return [_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, options, spec)]
 
 
-def indexed_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
+def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """A headless Service and an Indexed Job of as many pods as nodes."""
     service = {"clusterIP": "None", "selector": {"job-name": job.name},
                "publishNotReadyAddresses": True}  # fmt: skip
-    volumes, mounts = _disks(job, wishes)
+    volumes, mounts = _disks(job, options)
     container: dict[str, Any] = {
         "name": _NODE,
-        "image": wishes.image,
+        "image": options.image,
         "workingDir": str(job.folder),
         "command": ["torchrun"],
         "args": [
@@ -90,17 +90,17 @@ def indexed_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
         "template": {"spec": pod},
     }
     return [
-        _object("v1", "Service", job, wishes, service),
-        _object("batch/v1", "Job", job, wishes, spec),
+        _object("v1", "Service", job, options, service),
+        _object("batch/v1", "Job", job, options, spec),
     ]
 
 
 def _object(
-    version: str, kind: str, job: ClusterJob, wishes: Wishes, spec: Mapping[str, Any]
+    version: str, kind: str, job: ClusterJob, options: KubernetesOptions, spec: Mapping[str, Any]
 ) -> dict[str, Any]:
     metadata = {"name": job.name}
-    if wishes.namespace is not None:
-        metadata["namespace"] = wishes.namespace
+    if options.namespace is not None:
+        metadata["namespace"] = options.namespace
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
 
@@ -113,13 +113,15 @@ def _resources(job: ClusterJob) -> dict[str, Any]:
     return {"requests": asked, "limits": dict(asked)} if asked else {}
 
 
-def _disks(job: ClusterJob, wishes: Wishes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _disks(
+    job: ClusterJob, options: KubernetesOptions
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Volumes, and where each is mounted."""
     # Containers have 64 MiB of shared memory; data workers and NCCL need more.
     volumes: list[dict[str, Any]] = [{"name": _SHM, "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": _SHM, "mountPath": "/dev/shm"}]
-    if wishes.claim is not None:
-        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": wishes.claim}})
+    if options.claim is not None:
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}})
         mounts.append({"name": "shared", "mountPath": str(job.folder)})
     return volumes, mounts
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from outpace.launch.forked import Begin, forking
-from outpace.launch.interfaces import LOOPBACK, require_address
+from outpace.launch.fork import Begin, fork_ranks
+from outpace.launch.network_interfaces import LOOPBACK, require_address
 from outpace.launch.parent_watch import child_environment
 from outpace.records.errors import (
     EXIT_INTERRUPTED,
@@ -35,8 +35,8 @@ from outpace.records.errors import (
     OutOfMemoryError,
     OutpaceError,
 )
+from outpace.records.interpreter import PYTHON
 from outpace.records.measurement import Measurement
-from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 from outpace.records.signals import ENDING, may_handle
 
@@ -64,8 +64,8 @@ class WorkerError(OutpaceError):
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a rank wrote before it ended: its message for a person and the exit code it meant."""
+class RankReport:
+    """Report of a rank before it ended: its message for the user and the exit code it meant."""
 
     rank: int
     message: str
@@ -74,24 +74,24 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How all ranks ended: exit codes of those that failed by rank, what ranks said, signals.
+class RanksEnd:
+    """End of all ranks: exit codes of those that failed by rank, what ranks said, signals.
 
     `hosts`: where each of these ranks ran, if there are several.
     """
 
     failures: Mapping[int, int]
-    reports: Sequence[Report]
+    reports: Sequence[RankReport]
     signals: Sequence[int]
     hosts: Mapping[int, str] = field(default_factory=dict)
 
-    def who(self, rank: int) -> str:
+    def format_rank(self, rank: int) -> str:
         """A rank, in words."""
         return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class HostRendezvous:
     """A host's place among several: where all meet, and its own address there."""
 
     nodes: int
@@ -101,7 +101,7 @@ class Meeting:
     local_addr: str
 
 
-_ALONE = Meeting(1, 0, f"{LOOPBACK}:0", "", LOOPBACK)
+_ALONE = HostRendezvous(1, 0, f"{LOOPBACK}:0", "", LOOPBACK)
 
 
 def start(
@@ -119,7 +119,7 @@ def start(
     and exit code of the rank that failed first. Other children of this process are let be.
     `told` is called at once when the first signal to stop arrives.
     """
-    with nullcontext() if begin is None else forking(begin):
+    with nullcontext() if begin is None else fork_ranks(begin):
         ended = run_ranks(nproc, command, told)
     conclude(ended)
 
@@ -128,35 +128,35 @@ def run_ranks(
     nproc: int,
     command: list[str],
     told: Callable[[], None] = lambda: None,
-    meeting: Meeting = _ALONE,
-) -> Ended:
-    """As `start`, of this host's ranks; how they ended is returned."""
-    if meeting is _ALONE:
+    host_rendezvous: HostRendezvous = _ALONE,
+) -> RanksEnd:
+    """Start this host's ranks as `start` does; return how they ended."""
+    if host_rendezvous is _ALONE:
         require_address(LOOPBACK)  # where torch's store would be looked for during a minute
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    from outpace.launch import meeting as rendezvous
+    from outpace.launch import rendezvous as rendezvous
     from outpace.nn.torch_versions import launch_config
 
     # What elastic would log, `conclude` says in a sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     rendezvous.register()
-    several = meeting is not _ALONE
+    several = host_rendezvous is not _ALONE
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
     with folder as logs, signals_to(_to_workers(told)) as signals:
         kept = Std.ALL if several else Std.NONE  # in files, and shown line by line
         config = launch_config(
             _SHUTDOWN_S,
-            min_nodes=meeting.nodes,
-            max_nodes=meeting.nodes,
+            min_nodes=host_rendezvous.nodes,
+            max_nodes=host_rendezvous.nodes,
             nproc_per_node=nproc,
-            run_id=f"{RUN_ID_PREFIX}{meeting.run_id or uuid.uuid4().hex}",
+            run_id=f"{RUN_ID_PREFIX}{host_rendezvous.run_id or uuid.uuid4().hex}",
             rdzv_backend=rendezvous.NAME,
-            rdzv_endpoint=meeting.endpoint,
-            rdzv_configs={"place": meeting.place},
-            local_addr=meeting.local_addr,
+            rdzv_endpoint=host_rendezvous.endpoint,
+            rdzv_configs={"place": host_rendezvous.place},
+            local_addr=host_rendezvous.local_addr,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
             log_line_prefix_template=f"{RANK_PREFIX}${{rank}}] " if several else None,
@@ -168,12 +168,12 @@ def run_ranks(
                 elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             failures = _by_themselves(error.failures)
-        return Ended(failures, _reports(Path(logs)), signals)
+        return RanksEnd(failures, _reports(Path(logs)), signals)
 
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Where a rank has failed torch 2.13 leaves others 30 s, whatever `shutdown_timeout` is."""
+    """Limit the time of other ranks after a failure: torch 2.13 leaves them 30 s in any case."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close
@@ -295,15 +295,15 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
     return pass_on
 
 
-def _reports(logs: Path) -> list[Report]:
-    """What the ranks wrote into elastic's error files, the first first."""
+def _reports(logs: Path) -> list[RankReport]:
+    """Read what the ranks wrote into elastic's error files, the first first."""
     found = []
     for path in logs.glob("**/error.json"):
         with suppress(ValueError, KeyError, TypeError, OSError):
             message = json.loads(path.read_text(encoding="utf-8"))["message"]
             extra = message["extraInfo"]
             found.append(
-                Report(
+                RankReport(
                     rank=int(extra["rank"]),
                     message=str(message["message"]),
                     exit_code=int(extra["exit_code"]),
@@ -313,7 +313,7 @@ def _reports(logs: Path) -> list[Report]:
     return sorted(found, key=lambda report: report.time_s)
 
 
-def conclude(ended: Ended) -> None:
+def conclude(ended: RanksEnd) -> None:
     """Raise the WorkerError that says why the job ended, if it did not end well.
 
     Exit codes are negative for a signal.
@@ -328,30 +328,30 @@ def conclude(ended: Ended) -> None:
     }
     if killed:
         rank, signum = min(killed.items())
-        sentence = _killed_sentence(ended.who(rank), signum)
+        sentence = _killed_sentence(ended.format_rank(rank), signum)
         raise WorkerError(sentence, 128 + signum, lost=not signals)
     if reports:
         first = min(reports, key=_blame)
         lost = first.exit_code in (1, EXIT_STANDSTILL) and not signals
-        raise WorkerError(_attributed(first, ended), first.exit_code, lost)
+        raise WorkerError(_attribute(first, ended), first.exit_code, lost)
     if not failures:
         return
     if signals:
         raise WorkerError(f"stopped by {_name(signals[0])} before training began", 128 + signals[0])
     rank, code = min(failures.items(), key=lambda item: item[1] < 0)
     code = 128 - code if code < 0 else code
-    sentence = f"{ended.who(rank)} ended with exit code {code} and said nothing"
+    sentence = f"{ended.format_rank(rank)} ended with exit code {code} and said nothing"
     raise WorkerError(sentence, code, lost=True)
 
 
-def _blame(report: Report) -> tuple[bool, float]:
+def _blame(report: RankReport) -> tuple[bool, float]:
     """Order of reports: a crash may be the echo of another rank's refusal, never its cause."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
-def _attributed(first: Report, ended: Ended) -> str:
+def _attribute(first: RankReport, ended: RanksEnd) -> str:
     """The message; with its rank when it is not what all ranks would say."""
-    who = ended.who(first.rank)
+    who = ended.format_rank(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"
     if first.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_STANDSTILL):

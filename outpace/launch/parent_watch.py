@@ -27,7 +27,7 @@ def child_environment() -> dict[str, str]:
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """From now on end with the parent, where that is outpace or torch's elastic launcher.
+    """End from now on with the parent, if that is outpace or torch's elastic launcher.
 
     First as by SIGTERM, so that a run is saved; by SIGKILL where that takes too long.
     """

@@ -11,10 +11,10 @@ from outpace.records.units import show_number
 
 @dataclass
 class Restarts:
-    """How often a training may begin again, and how often it has.
+    """Count of restarts, and how many a training may have.
 
-    A person's mistake, a loss that is no number, memory that runs out and an end that was asked for
-    would come again: for these it does not. `say` tells a person; `out` is the run.
+    A user's mistake, a loss that is no number, memory that runs out and an end that was asked for
+    would come again: they cause no restart. `say` tells the user; `out` is the run.
     """
 
     most: int
@@ -27,7 +27,7 @@ class Restarts:
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:
-            way = "" if self.out is None else f" Go on with: {resume_command(self.out)}"
+            way = "" if self.out is None else f" Resume with: {resume_command(self.out)}"
             times = show_number(self.done, "time")
             raise WorkerError(
                 f"{error}\nIt has begun again {times}, which is all that --max-restarts "
@@ -35,11 +35,11 @@ class Restarts:
                 error.exit_code,
             )
         self.done += 1
-        self.say(f"{_in_a_line(error)}. Going on from the last checkpoint "
+        self.say(f"{_in_a_line(error)}. Resuming from the last checkpoint "
                  f"(restart {self.done} of {self.most})")  # fmt: skip
 
 
 def _in_a_line(error: WorkerError) -> str:
-    """Of a traceback who it was, and what it ended with."""
+    """Shorten a traceback to whose it was and what it ended with."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

@@ -55,7 +55,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
 
 
 class _Parts:
-    """Of tensors (B, heads, length, C) what belongs to a block, as one batch of matrices."""
+    """Rows of tensors (B, heads, length, C) that belong to a block, as one batch of matrices."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
@@ -86,13 +86,13 @@ class _Parts:
     def _by_group(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], self.kv_heads, self.group, *x.shape[2:])
 
-    def scaled(self, left: Tensor, right: Tensor) -> Tensor:
+    def scaled_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left · right / √C: scores, and the gradients that come through them."""
         return torch.baddbmm(self._none, left, right, beta=0, alpha=self._scale)
 
     def probabilities(self, q: Tensor, k: Tensor, block: _Block) -> Tensor:
         """softmax(q · kᵀ / √C) over the keys that each query sees, (n, G·R, T of the block)."""
-        scores = self.scaled(q, k.transpose(1, 2))
+        scores = self.scaled_product(q, k.transpose(1, 2))
         rows = block.queries.stop - block.queries.start
         if self._later is not None:
             own = scores.view(-1, rows, block.keys)[:, :, block.queries]
@@ -112,15 +112,15 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     each sees none after itself. The result lies in memory as (B, S, H, C).
     """
     parts = _Parts(q, k, mask, causal)
-    out = _like_joined(q)
+    out = _empty_joined(q)
     for block in _blocks(q, k, causal):
         seen = parts.probabilities(parts.of_queries(q, block), parts.of_keys(k, block), block)
         parts.put_queries(out, block, torch.bmm(seen, parts.of_keys(v, block)))
     return out
 
 
-def _made(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    return _like_joined(q)
+def _fake_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    return _empty_joined(q)
 
 
 def _attention_backward(
@@ -129,8 +129,8 @@ def _attention_backward(
     """The gradients of `q`, `k` and `v` from that of the result. Sums over blocks are in fp32."""
     parts = _Parts(q, k, mask, causal)
     several = q.shape[2] > ROWS
-    q_grad = _like_joined(q)
-    sums = [torch.zeros_like(_like_joined(x), dtype=torch.float32) if several else _like_joined(x)
+    q_grad = _empty_joined(q)
+    sums = [torch.zeros_like(_empty_joined(x), dtype=torch.float32) if several else _empty_joined(x)
             for x in (k, v)]  # fmt: skip
     for block in _blocks(q, k, causal):
         queries, keys = parts.of_queries(q, block), parts.of_keys(k, block)
@@ -139,8 +139,8 @@ def _attention_backward(
         v_part = torch.bmm(seen.transpose(1, 2), own)
         seen_grad = torch.bmm(own, parts.of_keys(v, block).transpose(1, 2))
         scores_grad = torch._softmax_backward_data(seen_grad, seen, -1, seen.dtype)
-        parts.put_queries(q_grad, block, parts.scaled(scores_grad, keys))
-        k_part = parts.scaled(scores_grad.transpose(1, 2), queries)
+        parts.put_queries(q_grad, block, parts.scaled_product(scores_grad, keys))
+        k_part = parts.scaled_product(scores_grad.transpose(1, 2), queries)
         for whole, part in zip(sums, (k_part, v_part), strict=True):
             place = whole[block.entries, block.kv_heads, : block.keys]
             (place.add_ if several else place.copy_)(part.view(place.shape))
@@ -151,10 +151,10 @@ def _attention_backward(
 def _made_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_joined(q), _like_joined(k), _like_joined(v)
+    return _empty_joined(q), _empty_joined(k), _empty_joined(v)
 
 
-def _like_joined(x: Tensor) -> Tensor:
+def _empty_joined(x: Tensor) -> Tensor:
     """Empty, of `x`'s shape (B, heads, length, C), in memory as (B, length, heads, C)."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
@@ -170,4 +170,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attention_backward = operator(_attention_backward, _made_backward)
-attention = operator(_attention, _made, _keep, _backward)
+attention = operator(_attention, _fake_output, _keep, _backward)

@@ -54,7 +54,7 @@ def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of `x`, by one product.
+    """Compute several linear layers of `x` by one product; return the output of each.
 
     The joined weights are not kept for the backward, which joins them again: all layers' would be
     held at once, and whole where each rank has a part of them.
@@ -89,10 +89,10 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh" if spec.activation == "gelu_tanh" else "none")
 
 
-def lowered(x: Tensor) -> Tensor:
+def to_autocast_dtype(x: Tensor) -> Tensor:
     """`x` in autocast's dtype where autocast is on.
 
-    Autocast casts an activation anew for each matrix product that reads it; cast once before
+    Autocast casts an activation again for each matrix product that reads it; cast once before
     several, one copy is made and one is saved for backward.
     """
     kind = x.device.type
@@ -101,7 +101,7 @@ def lowered(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def raised(x: Tensor) -> Tensor:
+def to_fp32(x: Tensor) -> Tensor:
     """`x` in fp32 where it is less."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -130,7 +130,7 @@ def fused_attention(
 def suited_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """As `fused_attention`, by the package's own blocks where those are faster."""
+    """Attend as `fused_attention` does, by the package's own blocks where those are faster."""
     on_cpu = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
     if on_cpu and sees.blocks is None and dropout == 0 and q_BHSC.shape[2] > 1:
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
@@ -182,7 +182,7 @@ class Attention(nn.Module):
         read_B: Tensor | None = None,
     ) -> Tensor:
         """Attend; (B, S, D) to (B, S, D), or to (B, 1, D) where one place of each is read."""
-        x_BSD = lowered(x_BSD)
+        x_BSD = to_autocast_dtype(x_BSD)
         asking = x_BSD
         if read_B is not None:
             asking, sees = at_places(x_BSD, read_B), sees.of_queries(read_B, x_BSD.shape[1])
@@ -190,7 +190,7 @@ class Attention(nn.Module):
             q, k, v = joined_linear(x_BSD, (self.q, self.k, self.v))
         else:
             q, k, v = self.q(asking), self.k(x_BSD), self.v(x_BSD)
-        out: Tensor = self.out(self.mixed(q, k, v, sees, rotary, cache, read_B))
+        out: Tensor = self.out(self.mix_values(q, k, v, sees, rotary, cache, read_B))
         return out
 
     def can_join(self, x: Tensor) -> bool:
@@ -198,7 +198,7 @@ class Attention(nn.Module):
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
-    def mixed(
+    def mix_values(
         self,
         q: Tensor,
         k: Tensor,
@@ -208,11 +208,11 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """From the projections (B, S, H·C) and (B, S, K·C) the heads' values, (B, S, H·C)."""
+        """Return the heads' values, (B, S, H·C), from projections (B, S, H·C) and (B, S, K·C)."""
         q_BHSC, k_BKSC, v_BKSC = self._heads(q), self._heads(k), self._heads(v)
         dtype = v_BKSC.dtype
         if self.spec.qk_norm:
-            q_BHSC, k_BKSC = self.q_norm(raised(q_BHSC)), self.k_norm(raised(k_BKSC))
+            q_BHSC, k_BKSC = self.q_norm(to_fp32(q_BHSC)), self.k_norm(to_fp32(k_BKSC))
         if rotary is not None:
             its = rotary if read_B is None else tables_at(rotary, read_B)
             q_BHSC, k_BKSC = rotate(q_BHSC, its), rotate(k_BKSC, rotary)
@@ -240,7 +240,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """(B, S, D) to (B, S, D)."""
-        x_BSD = lowered(x_BSD)
+        x_BSD = to_autocast_dtype(x_BSD)
         if self.spec.gated:
             inner = activate(self.spec, self.gate(x_BSD)) * self.up(x_BSD)
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.nn.block import Linear, raised
+from outpace.nn.block import Linear, to_fp32
 from outpace.nn.loss import IGNORED
 from outpace.nn.parts import Absent
 from outpace.nn.random_values import fill_normal
@@ -33,7 +33,7 @@ _TP_PLAN: Mapping[str, str] = MappingProxyType(
 
 
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """Of a weight that a transformer has not: as its own N(0, 0.02), each from its own stream."""
+    """Draw a weight that a transformer does not have: N(0, 0.02), each from its own stream."""
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     return value if name.endswith("bias") else fill_normal(value, seed, name, INIT_STD)
 
@@ -69,7 +69,7 @@ class Classifier(nn.Module):
 
     @property
     def tp_plan(self) -> Mapping[str, str]:
-        """Which matrices tensor parallelism splits, and how, by names."""
+        """Matrices that tensor parallelism splits, and how, by names."""
         return _TP_PLAN
 
     @property
@@ -119,7 +119,7 @@ class ClassificationObjective(nn.Module):
         `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count, and,
         for an encoder, `segments` and `padding_mask` (B, S); for a decoder `last` (B,).
         """
-        scores_BC = raised(
+        scores_BC = to_fp32(
             self.model(
                 batch["tokens"],
                 batch.get("segments"),

@@ -2,7 +2,7 @@
 
 What is compiled is `forward` alone, so that hooks (of `fully_shard`, of offloading, of tensor
 parallelism) are called outside of the compiled region. Shapes are static: a batch of another shape
-is compiled anew, so the data has few shapes. Evaluation and generation run eagerly
+is compiled again, so the data has few shapes. Evaluation and generation run eagerly
 (`without_compilation`): without gradients a forward would be a graph of its own, and what a few
 batches gain is less than compiling takes.
 """
@@ -62,10 +62,10 @@ class CompiledForward:
         self._works = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own forward gives."""
+        """Return what the module's own forward returns."""
         if self._compilation.failure is not None:
             return self._forward(*args, **kwargs)
-        with _for_many_shapes():
+        with _raise_recompile_limit():
             if self._works:
                 return self._compiled(*args, **kwargs)
             return self._try(*args, **kwargs)
@@ -129,7 +129,7 @@ def is_compiled(module: nn.Module) -> bool:
     return any(isinstance(forward, CompiledForward) for forward in forwards)
 
 
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function that torch.compile counts apart from others of the same code.
 
     torch counts how often code is compiled, whoever asks for it, and gives up after a few.
@@ -145,8 +145,8 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _for_many_shapes() -> Iterator[None]:
-    """As `config.patch`, which takes 15 µs or more a call."""
+def _raise_recompile_limit() -> Iterator[None]:
+    """Raise the recompile limit; `config.patch` would take 15 µs or more a call."""
     from torch._dynamo import config
 
     limit = config.recompile_limit
@@ -169,7 +169,7 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
-    """What is compiled meanwhile is kept in `folder` for later runs, unless the user says where.
+    """Keep what is compiled meanwhile in `folder` for later runs, unless the user says where.
 
     Inductor's graphs and code, and Triton's kernels, each by the variable that they read. Where it
     is not `used`, all is left as it is.

@@ -30,11 +30,11 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
             module.register_forward_hook(_raise_output)
         elif embeds or isinstance(module, _NORMS):
             kind: Any = type(module)
-            module.__class__ = _raising(kind)
+            module.__class__ = _raised_type(kind)
 
 
 @cache
-def _raising(kind: type[nn.Module]) -> type[nn.Module]:
+def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
     """A kind of modules whose forward has raised parameters.
 
     Not a forward of each module's own: a compiler guards those by identity, so that no two layers

@@ -1,7 +1,7 @@
 """Matrix products of blocks in float8, by torchao.
 
 Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433: e4m3 for weights and
-activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, found anew for
+activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, found again for
 each product ("dynamic" scaling).
 """
 

@@ -43,7 +43,7 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     return value, slope
 
 
-def _made(x: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_output(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -58,4 +58,4 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> Tensor | None:
     return None if grad is None else grad * slope
 
 
-gelu_tanh = operator(_gelu_tanh, _made, _keep, _backward)
+gelu_tanh = operator(_gelu_tanh, _fake_output, _keep, _backward)

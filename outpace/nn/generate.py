@@ -1,6 +1,6 @@
 """Text from a causal model, one token after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,15 +22,15 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
 ) -> list[int]:
-    """`tokens` and what the model writes after them, up to `stop_id` (left out).
+    """`tokens` and what the model writes after them, up to one of `stop_ids` (left out).
 
     Temperature 0, or one so low that it comes to that, takes the likeliest token; otherwise one is
     drawn from
     softmax(logits / temperature), of the `top_k` likeliest if given. The draw is on the CPU, the
     same on every device that gives the same logits. When the model's positions are used up it
-    goes on from the newest half of them. Raises BadInputError for models that are not causal,
+    continues from the newest half of them. Raises BadInputError for models that are not causal,
     an empty prompt, tokens outside the vocabulary, and bad sampling values.
     """
     _check(model, tokens, max_new_tokens, temperature, top_k)
@@ -43,7 +43,7 @@ def generate(
                 context, cache = _start(model, written, left)
             logits_V = _last_logits(model, context, cache)
             token = _choose(logits_V, temperature, top_k, generator)
-            if token == stop_id:
+            if token in stop_ids:
                 break
             written.append(token)
             context = [token]
@@ -51,7 +51,7 @@ def generate(
 
 
 def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
-    """What to read first, and an empty cache with room for it and for the tokens `left`."""
+    """Return what to read first, and an empty cache with room for it and for the tokens `left`."""
     positions = model.spec.max_positions
     kept = written if len(written) <= positions else written[-max(1, positions // 2) :]
     return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))

@@ -16,8 +16,8 @@ bytes, and without it GPT-2's head of 50,257 took 5 to 6.4 times as long as one 
 its logits count nothing, and nothing of it is stored. The head's gradient is added up in fp32
 within the product, by cuBLAS, and is one product, or one for each chunk that adds to the last.
 
-What reads and writes the logits is a `Passes`, compiled by torch.compile (two kernels over the
-logits, static shapes) or eager. Products are cuBLAS's either way.
+What reads and writes the logits is a `LogitsFunctions`, compiled by torch.compile (two kernels over
+the logits, static shapes) or eager. Products are cuBLAS's either way.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary (this rank's part, if it is split), P = V
 padded.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from outpace.nn.compilation import with_own_code
+from outpace.nn.compilation import copy_with_code
 from outpace.nn.low_loss import IGNORED
 from outpace.nn.torch_versions import add_wide_product, compiler_reads_before_it_writes
 from outpace.records.errors import error_summary
@@ -54,8 +54,8 @@ Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What reads and writes logits (N, P), of which the first `vocab` columns count.
+class LogitsFunctions:
+    """Functions that read and write logits (N, P), of which the first `vocab` columns count.
 
     `columns_N` are targets' columns, −1 where these logits have none; `counts_N`: whether a token
     has a target at all.
@@ -74,8 +74,8 @@ class Passes:
 
 
 def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """To be compiled: one kernel that reads the logits once, and one for the targets'."""
-    return _log_sum_exp(logits_NP, vocab), _own(logits_NP, columns_N)
+    """Compute the scores; compiled, one kernel reads the logits once, and one the targets'."""
+    return _log_sum_exp(logits_NP, vocab), _targets_logits(logits_NP, columns_N)
 
 
 def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
@@ -88,7 +88,7 @@ def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
 def _gradient(
     logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
 ) -> None:
-    """To be compiled: one kernel that reads the logits and writes over them.
+    """Compute the gradient; compiled, one kernel reads the logits and writes over them.
 
     Padded columns are zero, as exp of a padded logit, 0, may be infinite.
     """
@@ -104,8 +104,8 @@ def _loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """To be compiled: both of the above, from the targets' logits where they are known."""
-    own_N = _own(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
+    """Compute both of the above when compiled, from the targets' logits where they are known."""
+    own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
     _gradient(logits_NP, lse_N, columns_N, counts_N.to(lse_N.dtype), vocab)
@@ -119,7 +119,7 @@ def _only(values_NP: Tensor, vocab: int, other: float) -> Tensor:
     return torch.where(real_P, values_NP, other)
 
 
-def _own(logits_NP: Tensor, columns_N: Tensor) -> Tensor:
+def _targets_logits(logits_NP: Tensor, columns_N: Tensor) -> Tensor:
     own_N = _wide(logits_NP.gather(1, columns_N.clamp(min=0).unsqueeze(1)).squeeze(1))
     return torch.where(columns_N >= 0, own_N, 0.0)
 
@@ -130,7 +130,7 @@ def _wide(values: Tensor) -> Tensor:
 
 def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     logits_NP[:, vocab:] = -torch.inf
-    own_N = _own(logits_NP, columns_N)
+    own_N = _targets_logits(logits_NP, columns_N)
     parts = []
     for rows in _blocks(logits_NP):
         largest_R1 = logits_NP[rows].amax(1, keepdim=True)
@@ -157,9 +157,9 @@ def _eager_loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """With one softmax and no second exp: log Σ exp is the largest logit less its log softmax."""
+    """Compute both by one softmax: log Σ exp is the largest logit less its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
-    own_N = _own(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
+    own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
     for rows in _blocks(logits_NP):
         largest_R, at_R = logits_NP[rows].max(1)
@@ -184,7 +184,7 @@ def _blocks(logits_NP: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-EAGER = Passes(_eager_scores, _eager_gradient, _eager_loss_and_gradient)
+EAGER = LogitsFunctions(_eager_scores, _eager_gradient, _eager_loss_and_gradient)
 
 
 class CompiledPass:
@@ -194,13 +194,13 @@ class CompiledPass:
     """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
-        self._compiled = torch.compile(with_own_code(function), fullgraph=True, dynamic=False)
+        self._compiled = torch.compile(copy_with_code(function), fullgraph=True, dynamic=False)
         self._eager = eager
         self._failed = False
         self._too_many: set[torch.Size] = set()
 
     def __call__(self, *args: Any) -> Any:
-        """As the function."""
+        """Call the compiled function, or the eager one where it cannot be compiled."""
         if self._failed or args[0].shape in self._too_many:
             return self._eager(*args)
         try:
@@ -231,10 +231,10 @@ def _is_limit(error: Exception) -> bool:
     return "recompilelimit" in text or "recompile limit" in text
 
 
-def compiled_passes() -> Passes:
+def compiled_passes() -> LogitsFunctions:
     """Passes that torch.compile compiles at their first calls; making them loads the compiler."""
     both = CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient)
-    return Passes(
+    return LogitsFunctions(
         CompiledPass(_scores, EAGER.scores),
         CompiledPass(_gradient, EAGER.gradient),
         both if compiler_reads_before_it_writes() else _with_targets_logits_first(both),
@@ -247,7 +247,7 @@ def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
     ) -> Tensor:
-        targets_logits_N = _own(logits_NP, columns_N)
+        targets_logits_N = _targets_logits(logits_NP, columns_N)
         loss: Tensor = compiled(logits_NP, columns_N, counts_N, vocab, targets_logits_N)
         return loss
 
@@ -255,7 +255,7 @@ def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
 
 
 def padded_width(vocab: int) -> int:
-    """Columns of logits for so many tokens of a vocabulary."""
+    """Return the columns of logits for a vocabulary of this size."""
     return -(-vocab // PADDED_TO) * PADDED_TO
 
 
@@ -276,7 +276,7 @@ def head_loss_sum(
     targets_N: Tensor,
     kind: str = "auto",
     dtype: torch.dtype | None = None,
-    passes: Passes = EAGER,
+    passes: LogitsFunctions = EAGER,
 ) -> Tensor:
     """Sum of −log softmax(hidden · weightᵀ + bias)[target], fp32 or wider, with gradient.
 
@@ -309,10 +309,10 @@ def whole_loss_sum(
     columns_N: Tensor,
     counts_N: Tensor,
     dtype: torch.dtype,
-    passes: Passes,
+    passes: LogitsFunctions,
     combine: Combine | None = None,
 ) -> Tensor:
-    """The loss from all logits at once; columns and counts as `Passes` has them.
+    """The loss from all logits at once; columns and counts as `LogitsFunctions` has them.
 
     `combine` makes numbers of all ranks out of this rank's, where the vocabulary is split.
     """
@@ -325,7 +325,7 @@ def whole_loss_sum(
 
 @dataclass
 class _Kept:
-    """What a forward leaves to its backward, each until it is used for the last time.
+    """Tensors that a forward leaves to its backward, each until it is used for the last time.
 
     `due` are the operands whose gradients are still to be asked for, by their numbers.
     """
@@ -355,7 +355,7 @@ class _WholeLoss(torch.autograd.Function):
         columns: Tensor,
         counts: Tensor,
         dtype: torch.dtype,
-        passes: Passes,
+        passes: LogitsFunctions,
         combine: Combine | None,
     ) -> Tensor:
         """The loss."""
@@ -374,7 +374,7 @@ class _WholeLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that are asked for."""
-        asked = _asked(ctx)
+        asked = _requested_operands(ctx)
         if not asked <= ctx.kept.due:
             raise RuntimeError(
                 "the loss on an accelerator has one backward: its logits have become their "
@@ -384,7 +384,7 @@ class _WholeLoss(torch.autograd.Function):
             return *_whole_gradients(ctx, ctx.kept, loss_grad, asked), *[None] * 5
 
 
-def _asked(ctx: Any) -> set[int]:
+def _requested_operands(ctx: Any) -> set[int]:
     """The operands whose gradients autograd passes on in this run, of those that have one.
 
     `needs_input_grad` is as the forward left it, whatever of its operands is asked for.
@@ -404,7 +404,7 @@ def _is_run(node: Any) -> bool:
 def _whole_gradients(
     ctx: Any, kept: _Kept, loss_grad: Tensor, asked: set[int]
 ) -> list[Tensor | None]:
-    """Of hidden states, head and bias, in their dtypes; None where not asked for."""
+    """Return gradients of hidden states, head and bias, in their dtypes; None if not asked for."""
     logits = kept.logits
     assert logits is not None
     if not kept.is_gradient:
@@ -439,7 +439,7 @@ class _ChunkedLoss(torch.autograd.Function):
         counts: Tensor,
         rows: int,
         dtype: torch.dtype,
-        passes: Passes,
+        passes: LogitsFunctions,
     ) -> Tensor:
         """The loss; what is due has its gradient made."""
         head, vocab = padded_head(weight, dtype), len(weight)
@@ -481,7 +481,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _loss_alone(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Without gradients, as in evaluation, whose shapes are not worth compiling for."""
+    """Compute the loss without gradients: evaluation's shapes are not worth compiling for."""
     hidden, weight, bias, columns, counts = operands
     head = padded_head(weight, dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)

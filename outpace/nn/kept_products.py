@@ -22,8 +22,8 @@ from outpace.nn.block import (
     is_plain,
     joined_product,
     joined_weight,
-    lowered,
     split_product,
+    to_autocast_dtype,
 )
 from outpace.nn.masks import Visibility
 from outpace.nn.norms import suits_operator
@@ -31,8 +31,8 @@ from outpace.nn.remade import has_hooks, remake, remake_operands
 from outpace.nn.rotary import Tables
 
 
-class Again:
-    """How to make a tensor again. What reads it several times shares it.
+class Recipe:
+    """Recipe to make a tensor again. Several readers share what it makes.
 
     `compute` holds what it is made of, detached, or it would keep the graph alive; a backward has
     no autocast.
@@ -56,7 +56,7 @@ class Again:
         return value
 
 
-def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Again | None = None) -> Tensor:
+def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = None) -> Tensor:
     """Return what linear layers give of rows (N, in), by one product of all weights."""
     made = joined_product(rows, layers)
     dtype = made.dtype
@@ -75,9 +75,9 @@ def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Again | None = Non
     return made
 
 
-def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Again]:
-    """The norm in autocast's dtype, and how to make it again of `x`, which the norm saves."""
-    low, kept = lowered(norm(x)), x.detach()
+def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
+    """Return the norm in autocast's dtype, and a recipe to make it of `x`, which the norm saves."""
+    low, kept = to_autocast_dtype(norm(x)), x.detach()
     kind, dtype = x.device.type, low.dtype
     autocasts = kind != "meta" and torch.is_autocast_enabled(kind) and not _is_fp32(norm, kept)
 
@@ -86,9 +86,9 @@ def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Again]:
             made: Tensor = norm(kept).to(dtype)
             return made
         with torch.autocast(kind, dtype=dtype, cache_enabled=False):
-            return lowered(norm(kept))
+            return to_autocast_dtype(norm(kept))
 
-    return low, Again(compute)
+    return low, Recipe(compute)
 
 
 def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
@@ -125,24 +125,24 @@ def can_keep_products(
 def keep_products(
     block: Block, x_BSD: Tensor, sees: Visibility, rotary: Tables | None = None, *_: Any
 ) -> Tensor:
-    """As the block's own forward, (B, S, D) to (B, S, D), without dropout."""
+    """Run the block's forward, (B, S, D) to (B, S, D), without dropout."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
     x_ND = x_BSD.flatten(0, -2)  # rows, as products have them: a view for all rather than for each
-    low, again = _normed(block.attention_norm, x_ND)
+    low, again = _apply_norm(block.attention_norm, x_ND)
     parts = [attention.q, attention.k, attention.v]
     if attention.can_join(low):
         joined = _linear(parts, low, again)
         q, k, v = split_product(joined.view(*x_BSD.shape[:-1], -1), parts)
     else:
         q, k, v = (_linear([part], low, again).view(*x_BSD.shape[:-1], -1) for part in parts)
-    mixed_BSD = attention.mixed(q, k, v, sees, rotary)
+    mixed_BSD = attention.mix_values(q, k, v, sees, rotary)
     x_ND = x_ND + _linear([attention.out], mixed_BSD.flatten(0, -2))
-    low, again = _normed(block.mlp_norm, x_ND)
+    low, again = _apply_norm(block.mlp_norm, x_ND)
     up = _linear([mlp.up], low, again)
     kept_up = up.detach()
     if not spec.gated:
         inner = activate(spec, up)
-        its = Again(lambda: activate(spec, kept_up))
+        its = Recipe(lambda: activate(spec, kept_up))
     else:
         gate = _linear([mlp.gate], low, again)
         kept_gate = gate.detach()
@@ -151,5 +151,5 @@ def keep_products(
         node: Any = inner.grad_fn
         if node is not None and up.requires_grad and not has_hooks():
             remake(node._raw_saved_self, lambda: activate(spec, kept_gate))
-        its = Again(lambda: activate(spec, kept_gate) * kept_up)
+        its = Recipe(lambda: activate(spec, kept_gate) * kept_up)
     return (x_ND + _linear([mlp.down], inner, its)).view(x_BSD.shape)

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels a call takes on a GPU, decided here and not by torch.
+"""Choice of torch's attention kernel for a call on a GPU, made here and not by torch.
 
 Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
 
@@ -81,7 +81,7 @@ def choose_kernel(
 
 @contextmanager
 def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
-    """Within, torch takes cuDNN's attention only where it is right with masks.
+    """Let torch take cuDNN's attention only where it is right with masks.
 
     For models whose attention is their own: what they give it is not known. `cudnn_version` is as
     `torch.backends.cudnn.version()` has it.
@@ -121,7 +121,7 @@ class _CompiledFlexAttention:
         self._fails = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """As FlexAttention; None from then on where the compiler fails, which is said once."""
+        """Call FlexAttention; return None once the compiler has failed, which is said once."""
         if self._fails:
             return None
         from torch._dynamo import config  # is loaded where something is compiled

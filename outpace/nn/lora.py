@@ -49,16 +49,16 @@ class LoraLinear(Linear):
         self.register_parameter("lora_a", a)
         self.register_parameter("lora_b", b)
 
-    def frozen(self, x: Tensor) -> Tensor:
+    def frozen_product(self, x: Tensor) -> Tensor:
         """W x + b."""
         return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) to (…, out)."""
         if self.lora_a is None or self.lora_b is None:
-            return self.frozen(x)
+            return self.frozen_product(x)
         low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a)
-        return self.frozen(x) + F.linear(low * self.scale, self.lora_b)
+        return self.frozen_product(x) + F.linear(low * self.scale, self.lora_b)
 
     def base_weight(self) -> Tensor:
         """W, (out, in)."""
@@ -78,7 +78,7 @@ class NF4Linear(LoraLinear):
     def _parts(self) -> list[Tensor]:
         return [self.get_parameter(name) for name in PARTS]
 
-    def frozen(self, x: Tensor) -> Tensor:
+    def frozen_product(self, x: Tensor) -> Tensor:
         """W x + b."""
         product: Tensor = NF4Product.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(product.dtype)
@@ -111,7 +111,7 @@ def adapt(
         adapted = kind(placed, rank, plan.lora_scale, plan.lora_dropout)
         if adapted.lora_a is not None and not adapted.lora_a.is_meta:
             with torch.no_grad():
-                adapted.lora_a.copy_(_drawn(tuple(adapted.lora_a.shape), seed, f"{name}.lora_a"))
+                adapted.lora_a.copy_(_draw(tuple(adapted.lora_a.shape), seed, f"{name}.lora_a"))
         setattr(model.get_submodule(parent), leaf, adapted)
     return model
 
@@ -140,7 +140,7 @@ def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
 def first_value(
     name: str, shapes: Mapping[str, tuple[int, ...]], rank: int | None, seed: int
 ) -> Tensor | None:
-    """What the adapter of this parameter's name begins with; None for another parameter.
+    """Return the initial value of the adapter of this name; None for another parameter.
 
     `shapes` are those of the transformer's parameters without adapters.
     """
@@ -148,10 +148,10 @@ def first_value(
     if rank is None or kind not in ("lora_a", "lora_b"):
         return None
     out, inner = shapes[f"{module}.weight"]
-    return _drawn((rank, inner), seed, name) if kind == "lora_a" else torch.zeros(out, rank)
+    return _draw((rank, inner), seed, name) if kind == "lora_a" else torch.zeros(out, rank)
 
 
-def _drawn(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
+def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
     """U(−1/√in, 1/√in), as in the code that came with the paper; each from its own stream."""
     bound = 1 / math.sqrt(shape[1])
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -169,7 +169,7 @@ def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Of all weights, whatever their form, and of those that are trained."""
+    """Return the number of all weights, whatever their form, and of those that are trained."""
     in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
     parts = {id(part) for module in in_4_bits for part in module._parts()}
     counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)

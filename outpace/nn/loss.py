@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.nn.block import raised
-from outpace.nn.head_loss import EAGER, Passes, compiled_passes, head_loss_sum
+from outpace.nn.block import to_fp32
+from outpace.nn.head_loss import EAGER, LogitsFunctions, compiled_passes, head_loss_sum
 from outpace.nn.low_loss import IGNORED as IGNORED
 from outpace.nn.low_loss import gradient_in_place, low_loss
 from outpace.nn.transformer import Transformer
@@ -47,7 +47,7 @@ class LanguageModelObjective(nn.Module):
     """
 
     runs_on: str | None = None
-    passes: Passes | None = None
+    passes: LogitsFunctions | None = None
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class LanguageModelObjective(nn.Module):
         `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
         and optionally `documents`, `segments`, `padding_mask` (B, S) and `positions`.
         """
-        return self.loss_of(self.hidden_of(batch), batch["targets"])
+        return self.loss_from_hidden(self.hidden_states(batch), batch["targets"])
 
-    def hidden_of(self, batch: dict[str, Tensor]) -> Tensor:
+    def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
         """The model's hidden states (B, S, D), for which targets are not needed."""
         hidden_BSD: Tensor = self.model(
             batch["tokens"],
@@ -81,8 +81,8 @@ class LanguageModelObjective(nn.Module):
         )
         return hidden_BSD
 
-    def loss_of(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, from the model's hidden states."""
+    def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what `forward` returns, from the model's hidden states."""
         targets_N = targets_BS.flatten()
         loss_sum = linear_loss_sum(
             hidden_BSD.flatten(0, -2),
@@ -92,7 +92,7 @@ class LanguageModelObjective(nn.Module):
             self.loss,
             self.compute_dtype,
             self.runs_on,
-            self.passes_on(hidden_BSD.device.type),
+            self.functions_for(hidden_BSD.device.type),
         )
         return loss_sum, (targets_N != IGNORED).sum()
 
@@ -100,8 +100,8 @@ class LanguageModelObjective(nn.Module):
         """Whether it lies on an accelerator, or on what stands for one."""
         return (self.runs_on or tensor.device.type) not in _CPUS
 
-    def passes_on(self, device_type: str) -> Passes:
-        """What reads and writes logits on an accelerator; compiled ones are made when first asked.
+    def functions_for(self, device_type: str) -> LogitsFunctions:
+        """Return an accelerator's functions on logits; compiled ones are made when first asked for.
 
         A CPU, which has none of them, loads no compiler for them. Without gradients, as in
         evaluations, nothing more is compiled.
@@ -122,7 +122,7 @@ def linear_loss_sum(
     kind: LossKind = "auto",
     dtype: torch.dtype | None = None,
     runs_on: str | None = None,
-    passes: Passes = EAGER,
+    passes: LogitsFunctions = EAGER,
 ) -> Tensor:
     """Sum over targets of −log softmax(hidden · weightᵀ + bias)[target], fp32, with gradient.
 
@@ -151,7 +151,7 @@ def linear_loss_sum(
 
 def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        operands = raised(hidden), raised(weight), None if bias is None else raised(bias)
+        operands = to_fp32(hidden), to_fp32(weight), None if bias is None else to_fp32(bias)
         loss_sum: Tensor = WideChunkedSum.apply(  # type: ignore[no-untyped-call]
             *operands, targets, torch.is_grad_enabled()
         )
@@ -159,7 +159,7 @@ def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def _whole_rows(vocab: int) -> int:
-    """Of how many tokens "auto" holds all logits of 16 bits on a CPU."""
+    """Return for how many tokens "auto" holds all logits of 16 bits on a CPU."""
     return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
@@ -174,12 +174,12 @@ def _plain_sum(
     """All logits at once. Products in `low`, softmax and sum in fp32 (autocast sees to that)."""
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
-            hidden = raised(hidden)
+            hidden = to_fp32(hidden)
         logits = F.linear(hidden, weight, bias)
         return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
 
 
-def _scaled_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
+def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
     """The gradients that a forward left in `ctx.grads`, in their place. Raises the second time."""
     if ctx.grads is None:
         raise RuntimeError("the chunked loss has no second backward; use the plain loss")
@@ -226,12 +226,12 @@ class ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward made."""
-        hidden, weight, *bias = _scaled_once(ctx, loss_grad)
+        hidden, weight, *bias = _scale_once(ctx, loss_grad)
         return hidden, weight, (*bias, None)[0], None, None, None
 
 
 class WideChunkedSum(torch.autograd.Function):
-    """As `ChunkedSum`, on a CPU and in the dtype of its operands, fp32 or fp64.
+    """`ChunkedSum` on a CPU in the dtype of its operands, fp32 or fp64.
 
     Each chunk's gradient takes its logits' place, and the head's is added up without a second one.
     """
@@ -269,4 +269,4 @@ class WideChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward made."""
-        return *_scaled_once(ctx, loss_grad), None, None
+        return *_scale_once(ctx, loss_grad), None, None

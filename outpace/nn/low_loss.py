@@ -1,7 +1,7 @@
 """Cross-entropy over the vocabulary on a CPU in bf16: logits in 16 bits, their gradient in place.
 
 torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long where the
-processor has units for bf16; with whole logits autograd makes them anew in fp32, and a gradient of
+processor has units for bf16; with whole logits autograd makes them again in fp32, and a gradient of
 each (docs/log.md). Here the products are of 16 bits, as autocast has them, and softmax is in fp32
 for some rows at a time, whose gradient then takes their logits' place.
 
@@ -75,7 +75,7 @@ def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
     return total
 
 
-def _made(
+def _fake_output(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = hidden.new_empty((hidden.shape[0], weight.shape[0]), dtype=torch.bfloat16)
@@ -126,16 +126,16 @@ def _made_backward(
     return [torch.empty_like(one) for one in wanted if one is not None]
 
 
-def bytes_within(hidden: Tensor, weight: Tensor) -> int:
-    """What the operator takes and gives back within itself."""
+def temporary_bytes(hidden: Tensor, weight: Tensor) -> int:
+    """Return the bytes that the operator allocates and frees internally."""
     tokens, vocab = len(hidden), len(weight)
     rows = min(_rows(vocab), tokens)
     softmax = 2 * 4 * rows * vocab + 9 * tokens + 4 * _rows(vocab)
     return max(_operand_bytes(hidden) + _cast_bytes(weight), softmax)
 
 
-def bytes_within_backward(hidden: Tensor, weight: Tensor, trains: bool) -> int:
-    """What its backward does, where the head `trains` or not."""
+def backward_temporary_bytes(hidden: Tensor, weight: Tensor, trains: bool) -> int:
+    """Return the bytes that its backward allocates internally, whether the head `trains` or not."""
     total = 4 * hidden.numel() * (hidden.dtype != torch.float32)
     product = 2 * hidden.numel()
     if trains:
@@ -148,13 +148,13 @@ def _operand_bytes(hidden: Tensor) -> int:
 
 
 def _cast_bytes(weight: Tensor) -> int:
-    """Of the rows of the head that are multiplied at a time."""
+    """Return the bytes of the head's rows that are multiplied at a time."""
     rows = min(HEAD_ROWS, weight.shape[0])
     return 2 * rows * weight.shape[1] * (weight.dtype != torch.bfloat16)
 
 
 def _rows(vocab: int) -> int:
-    """Of logits whose softmax is made at a time."""
+    """Return the rows of logits whose softmax is made at a time."""
     return max(1, BLOCK_BYTES // (4 * vocab))
 
 
@@ -179,4 +179,4 @@ def _backward(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]
 
 
 low_loss_backward = operator(_low_loss_backward, _made_backward)
-low_loss = operator(_low_loss, _made, _keep, _backward)
+low_loss = operator(_low_loss, _fake_output, _keep, _backward)

@@ -1,4 +1,4 @@
-"""Who attends to whom: boolean masks, True where attention is allowed, or lists of blocks.
+"""Attention masks: boolean, True where attention is allowed, or lists of blocks.
 
 Legend: B batch, S queries, T keys (the last S of them are the queries' own), N blocks.
 """
@@ -18,7 +18,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Visibility:
-    """What one layer's attention is given: a mask, or blocks, or the causal flag, or nothing.
+    """Visibility of tokens in a layer's attention: a mask, blocks, the causal flag, or nothing.
 
     Where the flag alone says it all there is no mask, so that the fused kernel is used. `blocks`
     are for FlexAttention, and hold (S / 128)² numbers rather than S².
@@ -29,7 +29,7 @@ class Visibility:
     blocks: BlockMask | None = None
 
     def of_queries(self, read_B: Tensor, keys: int) -> "Visibility":
-        """What one query of each sample sees, at its place of `read_B`: a mask (B, 1, 1, T)."""
+        """Return the mask (B, 1, 1, T) of one query of each sample, at its place of `read_B`."""
         if self.mask is not None:
             mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
             return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
@@ -141,8 +141,8 @@ def block_mask(
         all_seen = all_seen & real_BNX.all(-1).unsqueeze(1)
     partly, whole = any_seen & ~all_seen, any_seen & all_seen
     return BlockMask.from_kv_blocks(
-        *_listed(partly.unsqueeze(1)),
-        *_listed(whole.unsqueeze(1)),
+        *_list_columns(partly.unsqueeze(1)),
+        *_list_columns(whole.unsqueeze(1)),
         BLOCK_SIZE=BLOCK,
         mask_mod=_mask_function(causal, window, documents_BS, padding_mask_BS),
         seq_lengths=(length, length),
@@ -150,15 +150,15 @@ def block_mask(
 
 
 def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
-    """In blocks, (B, N, 128), the last one filled up."""
+    """Split into blocks, (B, N, 128), the last one filled up."""
     missing = count * BLOCK - x_BS.shape[1]
     filled = torch.cat((x_BS, filler_B1.expand(-1, missing)), dim=1) if missing else x_BS
     blocks: Tensor = filled.unflatten(1, (count, BLOCK))
     return blocks
 
 
-def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are True, and their numbers, before those of the others."""
+def _list_columns(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the True columns of each row; return their numbers before those of the others."""
     order = seen.int().argsort(dim=-1, descending=True, stable=True)
     return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -182,7 +182,7 @@ def _mask_function(
 
 
 def at_places(x_BSX: Tensor, read_B: Tensor) -> Tensor:
-    """Of each sample's rows that at its place of `read_B`, (B, 1, X)."""
+    """Take each sample's row at its place of `read_B`, (B, 1, X)."""
     samples = torch.arange(len(read_B), device=read_B.device)
     return x_BSX[samples, read_B].unsqueeze(1)
 

@@ -102,7 +102,7 @@ def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
     """Whether autocast keeps the casts of weights until a forward ends: as asked, or where it pays.
 
     A transformer uses each matrix once in a forward: kept, casts save no time, and hold the memory
-    of all weights in 16 bits where backward computes them again or gathers them anew.
+    of all weights in 16 bits where backward computes them again or gathers them again.
     """
     return unknown_code if asked is None else asked
 

@@ -81,7 +81,7 @@ def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Te
 
 
 class NF4Product(torch.autograd.Function):
-    """x · Wᵀ of a frozen W in 4 bits, which is made anew in the backward and never kept.
+    """x · Wᵀ of a frozen W in 4 bits, which is made again in the backward and never kept.
 
     bitsandbytes has the like for 16 and 32 bits; this one also computes in fp64, so that what is
     proved is what trains.
@@ -96,7 +96,7 @@ class NF4Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of x alone."""
+        """Return the gradient of x alone."""
         parts = ctx.saved_tensors
         made = dequantize(list(parts), ctx.shape, grad.dtype)
         return grad @ made, None, *(None for _ in parts)

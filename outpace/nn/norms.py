@@ -36,7 +36,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return made.to(x.dtype).view(x.shape), factor
 
 
-def _made(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake_output(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rows = x.numel() // x.shape[-1]
     return torch.empty_like(x), x.new_empty((rows, 1), dtype=_wide_dtype(x))
 
@@ -70,7 +70,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """As rows (…, D), in fp32 at least."""
+    """Return `x` as rows (…, D), in fp32 at least."""
     return x.reshape(-1, x.shape[-1]).to(_wide_dtype(x))
 
 
@@ -90,7 +90,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
 
 
 rms_norm_backward = operator(_rms_norm_backward, _made_backward)
-rms_norm = operator(_rms_norm, _made, _keep, _backward)
+rms_norm = operator(_rms_norm, _fake_output, _keep, _backward)
 
 
 class RMSNorm(nn.RMSNorm):

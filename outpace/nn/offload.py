@@ -1,4 +1,4 @@
-"""What blocks save for backward, kept in host memory or on a disk until backward comes to it.
+"""Offloading of what blocks save for backward, to host memory or a disk, until backward needs it.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload what checkpointing keeps.
 Here it is whatever autograd saves inside of a block; with checkpointing, the block's input. A
@@ -38,8 +38,8 @@ class Parcel(Protocol):
         """The tensor, to be used at once. May be asked for again."""
 
 
-class Place(Protocol):
-    """Where tensors are kept."""
+class Storage(Protocol):
+    """Storage that keeps tensors."""
 
     def keep(self, tensor: Tensor) -> Parcel:
         """Begin to copy a tensor."""
@@ -129,9 +129,9 @@ class OnHost:
 
 
 class _Shelf:
-    """What one forward of a block has saved: each tensor once, however many operations save it.
+    """Tensors that one forward of a block has saved: each once, however many operations save it.
 
-    Not so from block to block: what a pipeline receives is written anew into the same memory, of
+    Not so from block to block: what a pipeline receives is written again into the same memory, of
     which autograd's versions know nothing.
     """
 
@@ -142,7 +142,7 @@ class _Shelf:
         self._opened = False
 
     def put(self, tensor: Tensor) -> "Tensor | _Saved":
-        """In the place of a saved tensor: what brings it back; itself, where it stays."""
+        """Return what brings a saved tensor back; or the tensor itself, if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
@@ -202,7 +202,7 @@ def _moves(tensor: Tensor) -> bool:
 class Keeper:
     """Keeps what blocks save in `place`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Storage) -> None:
         self.place = place
         self._last: weakref.ref[_Shelf] | None = None
 
@@ -225,7 +225,7 @@ class KeptForward:
         self.inner, self._keeper, self._block = inner, keeper, block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives."""
+        """Return what the forward returns."""
         return self._keeper.forward(self.inner, self._block, *args, **kwargs)
 
 
@@ -253,7 +253,7 @@ def require_place(where: Offload, device: torch.device) -> None:
         )
 
 
-def offload_activations(blocks: Sequence[nn.Module], place: Place) -> None:
+def offload_activations(blocks: Sequence[nn.Module], place: Storage) -> None:
     """Let each block keep what it saves in `place`. Exact: the values are copied."""
     keeper = Keeper(place)
     for block in blocks:

@@ -23,7 +23,7 @@ class Operator:
     code: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """As torch's own operators are called."""
+        """Call the operator, as torch's own are called."""
         return self.overload(*args)
 
 

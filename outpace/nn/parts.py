@@ -11,7 +11,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class Part:
-    """Which blocks, by number; the embedding, if the part is `first`; the head, if `last`."""
+    """Part of a model: blocks, by number; the embedding, if it is `first`; the head, if `last`."""
 
     blocks: Collection[int]
     first: bool
@@ -19,10 +19,10 @@ class Part:
 
 
 class Absent(nn.Module):
-    """In the place of a module that is elsewhere: hands on its first argument."""
+    """Stand-in for a module that is elsewhere: hands on its first argument."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """What it was given."""
+        """Return what it was given."""
         return x
 
 

@@ -16,9 +16,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 _QUANTILES, _VALUES = 1 << 16, 4  # of the distribution; values of 64 bits
+
+
+def wrap_64_bits(number: int) -> int:
+    """Return the signed number that has the lower 64 bits of `number`."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 # The constants of SplitMix64, as signed numbers.
-_GAMMA, _FIRST, _SECOND = (
-    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+GAMMA, _FIRST, _SECOND = map(
+    wrap_64_bits, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 # Values that are made at once: on a processor their bits stay in its cache.
 _AT_ONCE_CPU, _AT_ONCE = 1 << 18, 1 << 26
@@ -53,13 +60,17 @@ def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -
 
 def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """(count,) int64: words `first`, `first` + 1, … of SplitMix64 with this state."""
-    state = torch.arange(first + 1, first + 1 + count, device=device).mul_(_GAMMA).add_(key)
-    state = _shifted(state, 30).mul_(_FIRST)
-    state = _shifted(state, 27).mul_(_SECOND)
-    return _shifted(state, 31)
+    return mix(torch.arange(first + 1, first + 1 + count, device=device).mul_(GAMMA).add_(key))
 
 
-def _shifted(state: Tensor, places: int) -> Tensor:
+def mix(state: Tensor) -> Tensor:
+    """SplitMix64's words of its states, int64; in place."""
+    state = _xor_shifted(state, 30).mul_(_FIRST)
+    state = _xor_shifted(state, 27).mul_(_SECOND)
+    return _xor_shifted(state, 31)
+
+
+def _xor_shifted(state: Tensor, places: int) -> Tensor:
     """The exclusive or with itself, shifted to the right as an unsigned number."""
     return state.bitwise_xor_((state >> places).bitwise_and_((1 << (64 - places)) - 1))
 

@@ -33,18 +33,20 @@ class BufferKeeper:
         """Whether there is anything to keep."""
         return bool(self._places)
 
-    def once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def change_once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that changes buffers when it is called first, and not when it is recomputed."""
         before: dict[_Place, Tensor] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal before
             if before is not None:
-                return self._again(before, forward, args, kwargs)
-            copies = {place: _held(place).clone() for place in self._to_copy()}
-            versions = {place: (_held(place), _held(place)._version) for place in self._places}
+                return self._recompute(before, forward, args, kwargs)
+            copies = {place: _buffer_at(place).clone() for place in self._to_copy()}
+            versions = {
+                place: (_buffer_at(place), _buffer_at(place)._version) for place in self._places
+            }
             output = forward(*args, **kwargs)
-            moved = {place for place, seen in versions.items() if _moved(place, *seen)}
+            moved = {place for place, seen in versions.items() if _has_changed(place, *seen)}
             if self._moving is None:  # by more than versions say
                 moved |= {place for place, old in copies.items() if _differs(place, old)}
             before = {place: copies[place] for place in self._note(moved)}
@@ -68,11 +70,11 @@ class BufferKeeper:
             self._moving = moved
         return self._moving
 
-    def _again(
+    def _recompute(
         self, before: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """A recomputation, on copies of what was there before the forward."""
-        now = {place: _held(place) for place in before}
+        """Recompute on copies of the buffers as they were before the forward."""
+        now = {place: _buffer_at(place) for place in before}
         for (part, name), buffer in before.items():
             part._buffers[name] = buffer.clone()
         try:
@@ -82,16 +84,16 @@ class BufferKeeper:
                 part._buffers[name] = buffer
 
 
-def _held(place: _Place) -> Tensor:
+def _buffer_at(place: _Place) -> Tensor:
     part, name = place
     buffer = part._buffers[name]
     assert buffer is not None
     return buffer
 
 
-def _moved(place: _Place, seen: Tensor, version: int) -> bool:
-    return _held(place) is not seen or seen._version != version
+def _has_changed(place: _Place, seen: Tensor, version: int) -> bool:
+    return _buffer_at(place) is not seen or seen._version != version
 
 
 def _differs(place: _Place, old: Tensor) -> bool:
-    return fingerprint(_held(place)) != fingerprint(old)
+    return fingerprint(_buffer_at(place)) != fingerprint(old)

@@ -18,10 +18,14 @@ def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
     """Angles per position step, radians, fp32, shape (C/2,)."""
     exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float32)
     frequencies = 1.0 / spec.rope_theta ** (exponents / spec.head_dim)
-    return frequencies if spec.rope_scaling is None else _scaled(frequencies, spec.rope_scaling)
+    return (
+        frequencies
+        if spec.rope_scaling is None
+        else _scale_frequencies(frequencies, spec.rope_scaling)
+    )
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow down the low frequencies by `factor`, keep the high ones, blend between them.
 
     Llama-3's rule (arXiv 2407.21783 §3.4.2 and the reference code of Llama 3.1).
@@ -49,7 +53,7 @@ def rotary_tables(spec: ModelSpec, positions: Tensor) -> Tables:
 
 
 def tables_at(tables: Tables, read_B: Tensor) -> Tables:
-    """Those of one place of each sample, (B, 1, 1, C)."""
+    """Return the tables of one place of each sample, (B, 1, 1, C)."""
     cos, sin = (at_places(of[:, 0].expand(len(read_B), -1, -1), read_B) for of in tables)
     return cos.unsqueeze(1), sin.unsqueeze(1)
 

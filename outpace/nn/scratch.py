@@ -70,7 +70,7 @@ class Scratch:
         self._placed: dict[int, Region] = {}
 
     def take(self, nbytes: int) -> Region:
-        """At least `nbytes`. Raises BadInputError where the disk does not have them."""
+        """Return a region of at least `nbytes`. Raises BadInputError if the disk is too full."""
         pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._idle[pages]:
             return self._idle[pages].pop()
@@ -87,7 +87,7 @@ class Scratch:
         return Region(mapping, used, pages)
 
     def give_back(self, region: Region) -> None:
-        """What lies there is not used any more."""
+        """Take a region back that is not used any more."""
         region.release()
         self._idle[region.nbytes].append(region)
 
@@ -134,12 +134,12 @@ class Scratch:
             total += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         region = self.take(max(total, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
-        placed = [_copied(t, memory, at) for t, at in zip(tensors, begins, strict=True)]
+        placed = [_copy(t, memory, at) for t, at in zip(tensors, begins, strict=True)]
         self._placed |= {tensor.data_ptr(): region for tensor in placed}
         return placed, region
 
     def region_of(self, tensor: Tensor) -> Region | None:
-        """Where a tensor lies that was placed here; None for any other."""
+        """Return the region of a tensor that was placed here; None for any other."""
         return self._placed.get(tensor.data_ptr())
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
@@ -147,12 +147,12 @@ class Scratch:
         region = self.take(max(tensor.nbytes, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False
-        return _copied(tensor, memory, 0), region
+        return _copy(tensor, memory, 0), region
 
 
 @torch.no_grad()
-def _copied(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> Tensor:
-    """Dense, in the order of its strides."""
+def _copy(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> Tensor:
+    """Copy a tensor into the memory, dense, in the order of its strides."""
     if tensor.numel() == 0:
         return tensor.detach().clone()
     flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
@@ -161,12 +161,12 @@ def _copied(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> T
 
 
 def prefetch(regions: Iterable[Region]) -> None:
-    """Of each of them."""
+    """Prefetch each of the regions."""
     for region in regions:
         region.prefetch()
 
 
 def release(regions: Iterable[Region]) -> None:
-    """Of each of them."""
+    """Release each of the regions."""
     for region in regions:
         region.release()

@@ -1,12 +1,16 @@
 """A tensor that may be spread over ranks: its part here, the whole, a part of the whole."""
 
+import math
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import TypeIs
+
+from outpace.nn.torch_versions import all_gather_single
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -65,9 +69,59 @@ def splits(placement: "Placement", dim: int) -> bool:
     return getattr(placement, "dim", None) == dim
 
 
+class RowSplit(NamedTuple):
+    """Split of a tensor's rows over the ranks of one axis of its mesh, as many to each.
+
+    This rank's `begin` at a row; the last ones may have fewer rows than `rows`, or none.
+    """
+
+    group: dist.ProcessGroup
+    begin: int
+    rows: int
+
+
+def split_rows(tensor: Tensor) -> RowSplit | None:
+    """Return how a tensor's rows are split; None where it is split otherwise, or whole."""
+    if not is_spread(tensor) or not tensor.dim():
+        return None
+    from torch.distributed.tensor import Shard
+
+    axes = [axis for axis, one in enumerate(tensor.placements) if not one.is_replicate()]
+    if len(axes) != 1 or tensor.placements[axes[0]] != Shard(0):
+        return None
+    mesh, [axis] = tensor.device_mesh, axes
+    rows = -(-tensor.shape[0] // mesh.size(axis))
+    begin = min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
+    return RowSplit(mesh.get_group(axis), begin, rows)
+
+
+@torch.no_grad()
+def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return whole tensors of those of one dtype that have `split_rows` over the same ranks.
+
+    By one message; each has memory of its own. Collective.
+    """
+    split = [rows for tensor in tensors if (rows := split_rows(tensor)) is not None]
+    group, ranks = split[0].group, split[0].group.size()
+    sizes = [one.rows * math.prod(t.shape[1:]) for one, t in zip(split, tensors, strict=True)]
+    mine = local(tensors[0]).new_zeros(sum(sizes))
+    for tensor, place in zip(tensors, mine.split(sizes), strict=True):
+        part = local(tensor)
+        place[: part.numel()] = part.flatten()
+    gathered = mine.new_empty(ranks * len(mine))
+    all_gather_single(gathered, mine, group)
+    places = gathered.view(ranks, -1).split(sizes, dim=1)
+    return [
+        place.clone(memory_format=torch.contiguous_format)
+        .view(-1)[: tensor.numel()]
+        .view(tensor.shape)
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
+
+
 @torch.no_grad()
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor, the part that this rank has of `like`. Nothing is sent."""
+    """Return the part of a whole tensor that this rank has of `like`. Nothing is sent."""
     if not is_spread(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,4 +1,4 @@
-"""Everything that differs between the versions of torch that outpace runs on, 2.11 to 2.15.
+"""Differences between the versions of torch that outpace runs on, 2.11 to 2.15.
 
 Each function does on every version what the newest torch does, or says that a version cannot. No
 other module asks torch for its version, or whether it has a name; `tests/nn/test_torch_versions.py`
@@ -71,7 +71,7 @@ def compiler_reads_before_it_writes() -> bool:
 
 
 def without_buffers() -> dict[str, Any]:
-    """What DistributedDataParallel is told so that it sends no buffers before a forward.
+    """Return the arguments by which DistributedDataParallel sends no buffers before a forward.
 
     torch 2.13 has another name for it, and warns of the old one.
     """
@@ -100,7 +100,7 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
 
 
 def stage_votes() -> Iterator[tuple[Any, str, Any]]:
-    """What keeps stages of a pipeline from a vote on their shapes: (owner, name, replacement).
+    """Yield replacements that keep stages from a vote on shapes: (owner, name, function).
 
     They do since torch 2.12.
     """
@@ -110,8 +110,23 @@ def stage_votes() -> Iterator[tuple[Any, str, Any]]:
         yield PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(1)
 
 
+def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
+    """Give zeros to inputs of a pipeline's stage that have no gradient, to be sent.
+
+    torch does it itself since 2.13. Before, the stage raised, and the one before waited for ever.
+    """
+    gradients = stage.bwd_cache.get(micro_batch)
+    if gradients is None or stage.is_first or hasattr(stage, "_get_grad_send_meta"):
+        return
+    received = stage.args_recv_info[0]
+    stage.bwd_cache[micro_batch] = tuple(
+        torch.zeros_like(one.buffer) if gradient is None and hasattr(one, "buffer") else gradient
+        for gradient, one in zip(gradients, received, strict=False)  # arguments by name come last
+    )
+
+
 def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
-    """What gives the flight recorders of this process as JSON.
+    """Return the functions that give the flight recorders of this process as JSON.
 
     Builds with NCCL have a second one, for its collectives.
     """
@@ -123,7 +138,7 @@ def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
 
 
 def split_backward_refusal(strategy: str) -> str | None:
-    """Why a schedule that splits the backward cannot run on a CPU; None where it can (torch 2.13).
+    """Say why a schedule that splits the backward cannot run on a CPU; None if it can (torch 2.13).
 
     Before, `torch.autograd.grad` finds no metadata at operators with a registered backward, as
     norms are on a CPU.

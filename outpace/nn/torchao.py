@@ -7,8 +7,8 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-# Their loggers say at import which of torchao's kernels do not fit this machine; none is used.
-_CHATTY = ("torchao", "torch.utils._pytree")
+# They say at import which of torchao's kernels do not fit this machine; none is used.
+CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def torchao_module(name: str, asked: str) -> Any:
@@ -18,7 +18,7 @@ def torchao_module(name: str, asked: str) -> Any:
             f"{asked} needs torchao, which is not installed. Install it with pip install "
             "'outpace[lowbit]'."
         )
-    loggers = [logging.getLogger(one) for one in _CHATTY]
+    loggers = [logging.getLogger(one) for one in CHATTY_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

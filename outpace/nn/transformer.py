@@ -58,7 +58,7 @@ class Embeddings(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """What BERT does before it predicts masked tokens (Devlin et al., arXiv 1810.04805)."""
+    """Layer of BERT before it predicts masked tokens (Devlin et al., arXiv 1810.04805)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         device: torch.device,
         by_blocks: bool,
     ) -> dict[int | None, Visibility]:
-        """What the layers see, made once for each window that occurs."""
+        """Make what the layers see, once for each window that occurs."""
         windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
         causal = self.spec.causal
         given = documents_BS, padding_mask_BS

@@ -22,8 +22,8 @@ def leave_alone(method: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def unasked() -> Iterator[None]:
-    """`DistributedDataParallel` is told how it would be compiled by default."""
+def skip_compile_query() -> Iterator[None]:
+    """Tell `DistributedDataParallel` the compiler's default mode, without loading the compiler."""
     if "torch._dynamo" in sys.modules:
         yield
         return

@@ -6,6 +6,7 @@ the relative step. torch's own asks DTensors for operations that they do not hav
 back from the device for each parameter.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.spread import is_spread, local, splits
-from outpace.optim.compiled import CompiledStep
+from outpace.optim.compiled_step import CompiledStep
 from outpace.optim.each import step_each
+from outpace.optim.together import group_parameters, step_counts
 
 MEANS = ("variance", "row_var", "col_var")  # of squares, by their names in a state
 
@@ -23,11 +25,16 @@ class Adafactor(torch.optim.Adafactor):
     """torch's settings and states; sums over rows and columns are over the ranks that have them.
 
     `compiled`: parameters that are not spread are stepped by kernels that torch.compile makes.
+    `together`: small parameters of one shape are stacked and stepped as one, as a GPU wants it;
+    those that are compiled are not: inductor fails on stacks.
     """
 
-    def __init__(self, groups: Any, *, compiled: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, groups: Any, *, compiled: bool = False, together: bool = False, **settings: Any
+    ) -> None:
         super().__init__(groups, **settings)
         self._compiled = CompiledStep(step_tensor) if compiled else None
+        self._together = together
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros: means of squares over the columns and over the rows of a matrix."""
@@ -44,27 +51,84 @@ class Adafactor(torch.optim.Adafactor):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective where tensors are spread."""
-        step_each(self, lambda parameter, _: self.initial_state(parameter), self._update)
+        if not self._together:
+            step_each(self, lambda parameter, _: self.initial_state(parameter), self._update)
+            return
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            for parameter in stepped:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.initial_state(parameter))
+            if stepped:
+                self._step_together(stepped, group)
+
+    def _step_together(self, stepped: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in stepped]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        # Whole sizes: ranks have to join the same ones, whatever they hold of them.
+        sizes = [parameter.numel() for parameter in stepped]
+        kinds = [
+            None if self._compiled and not is_spread(parameter) else _kind(parameter, count)
+            for parameter, count in zip(stepped, step_counts(torch.stack(steps)), strict=True)
+        ]
+        for places in group_parameters(sizes, kinds, stepped[0].device):
+            if len(places) == 1:
+                self._update(stepped[places[0]], states[places[0]], group)
+            else:
+                chosen = [stepped[place] for place in places]
+                self._update_stacked(chosen, [states[place] for place in places], group)
 
     def _update(
-        self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]
+        self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        least = group["eps"][0] or torch.finfo(parameter.dtype).eps
         weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
         means = tuple(local(state[name]) for name in MEANS if name in state)
-        numbers = (
-            state["step"] ** group["beta2_decay"],
-            (state["step"] ** -0.5).clamp(max=group["lr"]),
-            state["step"].new_full((), 1 - group["lr"] * group["weight_decay"]),
-        )
-        constants = (least, group["eps"][1], group["d"])
+        numbers, constants = _numbers(state["step"], parameter, group)
         alike = weight.is_contiguous() and gradient.is_contiguous()
         if self._compiled is None or is_spread(parameter) or not alike:
             step_tensor(parameter, weight, gradient, means, numbers, constants)
             return
+        least = constants[0]
         kind = (weight.shape[1:], weight.ndim, weight.dtype, gradient.dtype, weight.device, least)
         plain = weight.detach()
         self._compiled(kind, plain, plain, gradient, means, numbers, constants)
+
+    def _update_stacked(
+        self, parameters: list[nn.Parameter], states: list[dict[str, Any]], group: dict[str, Any]
+    ) -> None:
+        """Step parameters of one shape, in copies that are one tensor of all."""
+        gradient = torch.stack([local(p.grad) for p in parameters])  # type: ignore[arg-type]
+        names = [name for name in MEANS if name in states[0]]
+        held = [[local(p) for p in parameters]]
+        held += [[local(state[name]) for state in states] for name in names]
+        weight, *means = (torch.stack(each) for each in held)
+        told = _numbers(states[0]["step"], parameters[0], group)
+        step_tensor(parameters[0], weight, gradient, tuple(means), *told)
+        for into, stacked in zip(held, (weight, *means), strict=True):
+            torch._foreach_copy_(into, stacked.unbind())
+
+
+def _numbers(
+    step: Tensor, parameter: Tensor, group: dict[str, Any]
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
+    """Return what `step_tensor` computes with: the numbers of a step and the constants."""
+    least = group["eps"][0] or torch.finfo(parameter.dtype).eps
+    numbers = (
+        step ** group["beta2_decay"],
+        (step**-0.5).clamp(max=group["lr"]),
+        step.new_full((), 1 - group["lr"] * group["weight_decay"]),
+    )
+    return numbers, (least, group["eps"][1], group["d"])
+
+
+def _kind(parameter: nn.Parameter, count: float) -> Hashable:
+    """Return what parameters have in common that are stepped as one; None for a single number."""
+    gradient = parameter.grad
+    if gradient is None or not parameter.ndim:
+        return None
+    spread = (parameter.device_mesh, parameter.placements) if is_spread(parameter) else None
+    return parameter.shape, parameter.dtype, gradient.dtype, count, spread
 
 
 def step_tensor(
@@ -77,9 +141,9 @@ def step_tensor(
 ) -> None:
     """Update this rank's part of a parameter, `weight`, in place.
 
-    `means` are the running means of squares: of all elements, or over columns and over rows.
-    `numbers`: 1 − β̂₂, the bound of the relative step, what is left of a weight when it decays.
-    `constants`: ε₁, ε₂ and d of the paper.
+    Of several like it, where it has one dimension more, in front. `means` are the running means of
+    squares: of all elements, or over columns and over rows. `numbers`: 1 − β̂₂, the bound of the
+    relative step, what is left of a weight when it decays. `constants`: ε₁, ε₂ and d of the paper.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants
@@ -94,16 +158,19 @@ def step_tensor(
 def _estimate(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
 ) -> Tensor:
-    """Of the squares' running mean, from its means over rows and over columns."""
+    """Estimate the squares' running mean, from its means over rows and over columns."""
     if len(means) == 1:
         return _blend(means[0], square, new).clone()
     rows, last = parameter.shape[-2], parameter.ndim - 1
-    over_columns = _summed(square.sum(-1, keepdim=True), parameter, last) / parameter.shape[-1]
-    over_rows = _summed(square.sum(-2, keepdim=True), parameter, last - 1) / rows
+    over_columns = (
+        _sum_over_ranks(square.sum(-1, keepdim=True), parameter, last) / parameter.shape[-1]
+    )
+    over_rows = _sum_over_ranks(square.sum(-2, keepdim=True), parameter, last - 1) / rows
     row = _blend(means[0], over_columns, new)
     column = _blend(means[1], over_rows, new)
-    mean = _summed(row.sum(-2, keepdim=True), parameter, last - 1) / rows
-    return (row @ column).div_(mean.clamp_(min=least))
+    mean = _sum_over_ranks(row.sum(-2, keepdim=True), parameter, last - 1) / rows
+    # No matrix product, which TF32 would round.
+    return (row * column).div_(mean.clamp_(min=least))
 
 
 def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
@@ -112,11 +179,14 @@ def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
 
 
 def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
-    """Of all parts of a tensor that is spread as `of` is."""
-    return (_summed(part.square().sum(), of, *range(of.ndim)) / of.numel()).sqrt_()
+    """Return the root mean square of a tensor that is sharded as `of` is, or of each of several."""
+    square = part.square()
+    several = part.ndim > of.ndim
+    total = square.sum(tuple(range(1, part.ndim)), keepdim=True) if several else square.sum()
+    return (_sum_over_ranks(total, of, *range(of.ndim)) / of.numel()).sqrt_()
 
 
-def _summed(value: Tensor, of: Tensor, *dims: int) -> Tensor:
+def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
     """`value` added up over the ranks that `of` is split over along one of `dims`; in place."""
     if is_spread(of):
         for axis, placed in enumerate(of.placements):

@@ -15,8 +15,8 @@ from outpace.optim.low import LowAdamW
 from outpace.optim.master import MasterWeights
 from outpace.optim.muon import Muon, is_hidden_matrix
 from outpace.optim.rounding import Noise
-from outpace.optim.stored import OwnDtypes
-from outpace.planner.optimizer_bytes import Kept
+from outpace.optim.stored import KeepsDtypes
+from outpace.planner.memory.optimizer_bytes import Kept
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import OptimizerName
 from outpace.records.settings import TrainSettings
@@ -65,7 +65,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """As torch's: the loss of `closure`, where there is one."""
+        """Step as torch's does; return the loss of `closure`, if there is one."""
         return _PLAIN_STEP(self, closure)
 
 
@@ -126,7 +126,7 @@ def _build(
     if kind in ("bf16", "8bit", "4bit"):
         return LowAdamW(groups, cast(Kept, kind), noise, lr=lr, betas=betas, compiled=compiled)
     if name == "adafactor":
-        return Adafactor(groups, lr=lr, compiled=compiled)
+        return Adafactor(groups, lr=lr, compiled=compiled, together=steps_together(groups))
     if name == "muon":
         return Muon(groups, lr=lr, betas=betas, together=steps_together(groups))
     if name == "sgd":
@@ -188,8 +188,8 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 def initial_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
 ) -> dict[str, Any]:
-    """What a parameter's state is before its first step."""
-    if isinstance(optimizer, OwnDtypes):
+    """Return a parameter's state before its first step."""
+    if isinstance(optimizer, KeepsDtypes):
         return optimizer.initial_state(parameter, group)
     if isinstance(optimizer, Adafactor):
         return optimizer.initial_state(parameter)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,18 @@ ALIGNED_BYTES = 16  # of addresses, so that values are loaded together
 State = dict[str, Any]
 
 
+class Addresses(NamedTuple):
+    """Addresses of parameters and of their gradients."""
+
+    weights: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
 @dataclass
 class _Table:
-    """Where the tensors of some parameters lie, and how they are cut; on the device."""
+    """Addresses of some parameters' tensors, and how they are cut; on the device."""
 
-    gradients: tuple[int, ...]  # addresses, the only ones that change
+    addresses: Addresses  # gradients' change; weights' where they are given other memory
     gradient_table: Tensor  # (tensors,) int64
     fixed_table: Tensor  # (5 × tensors,) int64: weights, masters, both moments, steps
     sizes: Tensor  # (tensors,) int64: elements
@@ -58,9 +65,9 @@ class FusedMasterAdamW:
         parameters: Sequence[nn.Parameter],
         states: Sequence[State],
         factor: Tensor | None,
-        addresses: tuple[int, ...],
+        addresses: Addresses,
     ) -> bool:
-        """One step of parameters of a group, whose gradients lie at `addresses`.
+        """One step of parameters of a group, which lie with their gradients at `addresses`.
 
         `states` have "master", "exp_avg", "exp_avg_sq" and "step", all on the device. `factor` (one
         number in fp32 there) multiplies the gradients. False where Triton cannot make the kernel,
@@ -90,7 +97,7 @@ class FusedMasterAdamW:
         parameters: Sequence[nn.Parameter],
         states: Sequence[State],
         factor: Tensor | None,
-        addresses: tuple[int, ...],
+        addresses: Addresses,
     ) -> None:
         table, gradient = self._table(parameters, states, addresses), parameters[0].grad
         assert gradient is not None
@@ -123,22 +130,22 @@ class FusedMasterAdamW:
         self,
         parameters: Sequence[nn.Parameter],
         states: Sequence[State],
-        gradients: tuple[int, ...],
+        addresses: Addresses,
     ) -> _Table:
         key = tuple(map(id, parameters))
         table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = _make_table(parameters, states, gradients)
-        elif table.gradients != gradients:
-            device = parameters[0].device
-            table.gradients, table.gradient_table = gradients, _numbers(gradients, device)
+        if table is None or table.addresses.weights != addresses.weights:
+            table = self._tables[key] = _make_table(parameters, states, addresses)
+        elif table.addresses.gradients != addresses.gradients:
+            table.addresses = addresses
+            table.gradient_table = _numbers(addresses.gradients, parameters[0].device)
         return table
 
 
 def gradient_addresses(
     group: dict[str, Any], parameters: Sequence[nn.Parameter]
-) -> tuple[int, ...] | None:
-    """Where gradients lie, if the kernel is for these; None where it is not.
+) -> Addresses | None:
+    """Return the addresses of parameters and gradients, if the kernel is for these; else None.
 
     It is for plain CUDA tensors, and an AdamW that is fused.
     """
@@ -148,9 +155,14 @@ def gradient_addresses(
         return None
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return None
-    addresses = aligned_addresses(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return None if addresses is None else aligned_addresses(gradients)
+    return addresses_of(parameters)
+
+
+def addresses_of(parameters: Sequence[nn.Parameter]) -> Addresses | None:
+    """Return where parameters and gradients lie; None if the kernel does not take them so."""
+    weights = aligned_addresses(parameters)
+    gradients = aligned_addresses([p.grad for p in parameters if p.grad is not None])
+    return None if weights is None or gradients is None else Addresses(weights, gradients)
 
 
 def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
@@ -172,21 +184,21 @@ def has_triton() -> bool:
 
 
 def _make_table(
-    parameters: Sequence[nn.Parameter], states: Sequence[State], gradients: tuple[int, ...]
+    parameters: Sequence[nn.Parameter], states: Sequence[State], addresses: Addresses
 ) -> _Table:
     device = parameters[0].device
     for state in states:  # a kernel cannot read a count on the host, as other steps leave it
         state["step"] = state["step"].to(device)
     names = ("master", "exp_avg", "exp_avg_sq", "step")
-    fixed = [parameter.data_ptr() for parameter in parameters]
+    fixed = [*addresses.weights]
     for name in names:
         fixed += [state[name].data_ptr() for state in states]
     sizes = [parameter.numel() for parameter in parameters]
     pieces = [(owner, start) for owner, size in enumerate(sizes) for start in range(0, size, BLOCK)]
     owners, starts = zip(*pieces, strict=True)
     return _Table(
-        gradients,
-        _numbers(gradients, device),
+        addresses,
+        _numbers(addresses.gradients, device),
         _numbers(fixed, device),
         _numbers(sizes, device),
         _numbers(owners, device).int(),

@@ -6,36 +6,43 @@ al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: with 16
 moment's table has no zero, which would be divided by. The tables are torchao's.
 
 torchao's own optimizers are not used. Their states are tensor subclasses that a background save
-of a checkpoint cannot copy, their blocks go on from row to row and so depend on how a tensor is
+of a checkpoint cannot copy, their blocks run on from row to row and so depend on how a tensor is
 sharded, their rounding draws other numbers on each replica, and each step is compiled, on a CPU
 too. Here blocks are parts of rows: codes and scales are plain tensors that are sharded as the
 parameter is, with the same values under any sharding by rows.
 """
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from outpace.nn.spread import as_spread, is_spread, local, splits
 from outpace.nn.torchao import torchao_module
-from outpace.optim.compiled import CompiledStep
-from outpace.optim.rounding import Noise, drawn, rounded
-from outpace.optim.stored import OwnDtypes
-from outpace.planner.optimizer_bytes import Kept, block
+from outpace.optim.compiled_step import CompiledStep
+from outpace.optim.rounding import (
+    Noise,
+    Streams,
+    draw_bits,
+    field_of,
+    make_streams,
+    random_words,
+    round_to_bf16,
+)
+from outpace.optim.stored import KeepsDtypes
+from outpace.optim.together import group_parameters, has_no_memory, step_counts
+from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, Kept, block
 
 MOMENTS: dict[str, bool] = {"exp_avg": True, "exp_avg_sq": False}  # whether signed
-# Values of small parameters that are put together and stepped as one: a host takes as long to
-# launch a step of few values as of many. On a CPU as many as its caches hold.
-TOGETHER = {"cpu": 1 << 17, "cuda": 1 << 24}
-_FEW = 1 << 15  # values that take little memory in any model
 
 
-class Table:
+class CodeTable:
     """The values that codes stand for, sorted, and the codes of values in [−1, 1]."""
 
     def __init__(self, bits: Literal[4, 8], signed: bool, device: torch.device) -> None:
@@ -65,14 +72,15 @@ class Table:
         return found.view(codes.shape)
 
 
-class LowAdamW(OwnDtypes):
+class LowAdamW(KeepsDtypes):
     """AdamW that computes in fp32 and keeps its moments as `kept` says.
 
     Moments in bf16 and weights in bf16 are rounded stochastically: a second moment changes by
     1 − β₂ of itself in a step, which is less than half of bf16's last bit for β₂ > 0.998, and a
     weight by less still. `noise` is asked for the group's "number", which is the step's.
     `compiled`: step by kernels that torch.compile makes of the same operations. Sums of products
-    may be rounded once rather than twice there; what is drawn is alike, and what shares a scale.
+    may be rounded once rather than twice there. What it is rounded by is counted there, as it is
+    for small parameters; single operators draw it for others.
 
     Small parameters are put together and stepped as one, with the same numbers.
     """
@@ -92,7 +100,10 @@ class LowAdamW(OwnDtypes):
         self._kept: Kept = kept
         self._compiled = CompiledStep(step_moments) if compiled else None
         self._noise = noise
-        self._tables: dict[tuple[bool, torch.device], Table] = {}
+        self._tables: dict[tuple[bool, torch.device], CodeTable] = {}
+        self._parts: dict[nn.Parameter, _Part] = {}
+        # By the first of the parameters that are stepped.
+        self._stepped: dict[nn.Parameter, _Stepped] = {}
         if kept != "bf16":
             torchao_module("optim.quant_utils", f"--optimizer adamw-{kept}")
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "number": 0}
@@ -131,58 +142,115 @@ class LowAdamW(OwnDtypes):
                     self.state[parameter].update(self.initial_state(parameter, group))
             if not stepped:
                 continue
-            torch._foreach_add_([self.state[p]["step"] for p in stepped], 1)
-            for batch in _batches([self._part(p, group) for p in stepped]):
-                self._update(batch, group)
+            known = self._parts_together(stepped)
+            counts = known.count_step()
+            gradients = [local(p.grad) for p in stepped]
+            numbers: dict[float, Numbers] = {}
+            for batch in known.batches(gradients, counts):
+                count = counts[batch.places[0]]
+                if count not in numbers:
+                    numbers[count] = _numbers(self.state[batch.parts[0].parameter]["step"], group)
+                own = [gradients[place] for place in batch.places]
+                self._update(batch, own, numbers[count], group)
 
-    def _part(self, parameter: nn.Parameter, group: dict[str, Any]) -> "_Part":
-        state = self.state[parameter]
-        # Whether it requires gradients, which parts together do not, is a reason to compile anew.
-        weight = local(parameter).detach()
-        gradient = local(parameter.grad)  # type: ignore[arg-type]
-        moments = tuple(self._moment(state, name) for name in MOMENTS)
-        return _Part(parameter, state["step"], weight, gradient, moments)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does; what is stepped lies elsewhere then."""
+        super().load_state_dict(state_dict)
+        self._parts.clear()
+        self._stepped.clear()
 
-    def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
-        """What draws the numbers that a parameter's moments and weight are rounded by."""
-        held = {name: moment[0] for name, moment in zip(MOMENTS, part.moments, strict=True)}
-        return tuple(
-            self._noise.of(part.parameter, group["number"], what)
-            if kept.dtype == torch.bfloat16
-            else None
-            for what, kept in {**held, "weight": part.weight}.items()
-        )
+    def _parts_together(self, stepped: list[nn.Parameter]) -> "_Stepped":
+        """Return what of parameters is here: that of the last step, if all lie where they did."""
+        weights = [local(parameter) for parameter in stepped]
+        held = [one for parameter in stepped for one in self.state[parameter].values()]
+        known = self._stepped.get(stepped[0])
+        if known is None or not known.lie_in(weights, held):
+            parts = [self._part(parameter) for parameter in stepped]
+            # Counts of all in one tensor, of which states have views: one operator adds to all.
+            steps_P = torch.stack([self.state[parameter]["step"] for parameter in stepped])
+            for parameter, step in zip(stepped, steps_P.unbind(), strict=True):
+                self.state[parameter]["step"] = step
+            held = [one for parameter in stepped for one in self.state[parameter].values()]
+            known = self._stepped[stepped[0]] = _Stepped(parts, steps_P, held)
+        return known
 
-    def _update(self, batch: list["_Part"], group: dict[str, Any]) -> None:
+    def _part(self, parameter: nn.Parameter) -> "_Part":
+        """Return what of a parameter is here: that of the last step, if it lies where it did."""
+        state, weight = self.state[parameter], local(parameter)
+        part = self._parts.get(parameter)
+        if part is None or not part.lies_in(weight, state):
+            few = weight.numel() <= COUNTED_VALUES.get(weight.device.type, 0)
+            part = self._parts[parameter] = _Part(
+                parameter,
+                # Whether it requires gradients, which parts together do not, is a reason to
+                # compile anew.
+                weight.detach(),
+                tuple(self._moment(state, name) for name in MOMENTS),
+                counted=few or self._compiled is not None,
+                address=None if has_no_memory(weight) else weight.data_ptr(),
+                held=_moments_of(state),
+            )
+        return part
+
+    def _update(
+        self,
+        batch: "_Batch",
+        gradients: list[Tensor],
+        numbers: "Numbers",
+        group: dict[str, Any],
+    ) -> None:
         """Step parts of one kind, each with a row for each block of values that share a scale."""
-        first = batch[0]
-        numbers = _numbers(first.step, group)
-        random = [self._random(part, group) for part in batch]
-        if not first.is_dense or (len(batch) == 1 and self._compiled is None):
-            step_moments(first.weight, first.gradient, first.moments, random[0], numbers,
-                         group["betas"], group["eps"])  # fmt: skip
+        parts, together = batch.parts, len(batch.parts) > 1
+        first = parts[0]
+        streams = self._streams(batch, group["number"])
+        random = [] if first.counted else [self._random(part, group) for part in parts]
+        constants = (group["betas"], group["eps"])
+        if not batch.rows or not (together or self._compiled):
+            drawn = random[0] if random else (None, None, None)
+            step_moments(first.weight, gradients[0], first.moments, drawn, streams, numbers,
+                         *constants)  # fmt: skip
             return
-        rows = [part.rows() for part in batch]
-        together = len(batch) > 1
-        weight, gradient, *held = (
-            torch.cat(each) if together else each[0] for each in zip(*rows, strict=True)
-        )
+        weight, *held = (torch.cat(each) if together else each[0] for each in batch.rows)
+        gradient = _flat(gradients).view(len(weight), -1)
         left = iter(held)
         moments = tuple(
             (next(left), None if scale is None else next(left), table)
             for _, scale, table in first.moments
         )
-        arguments = (weight, gradient, moments, _drawn(batch, random), numbers)
+        arguments = (
+            weight,
+            gradient,
+            moments,
+            _draw_rows(parts, random) if random else (None, None, None),
+            streams,
+            numbers,
+            *constants,
+        )
         if self._compiled is None:
-            step_moments(*arguments, group["betas"], group["eps"])
+            step_moments(*arguments)
         else:
-            kind = (first.kind, group["betas"], group["eps"])
-            self._compiled(kind, *arguments, group["betas"], group["eps"])
+            self._compiled((first.kind, gradient.dtype, *constants), *arguments)
         if together:
-            weights, _, *kept = zip(*rows, strict=True)
-            sizes = [len(one) for one in weights]
-            for into, made in zip((weights, *kept), (weight, *held), strict=True):
-                torch._foreach_copy_(list(into), list(made.split(sizes)))
+            for into, made in zip(batch.rows, (weight, *held), strict=True):
+                torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
+
+    def _streams(self, batch: "_Batch", number: int) -> Streams | None:
+        """Return where the numbers begin that round a batch; None where none are counted."""
+        if not batch.parts[0].counted or not any(batch.parts[0].rounds):
+            return None
+        if batch.streams is None:
+            keys = [self._noise.key(part.parameter) for part in batch.parts]
+            sizes = [part.weight.numel() for part in batch.parts]
+            batch.streams = make_streams(keys, sizes, batch.parts[0].weight.device)
+        keys_P, ends_P, sizes_P = batch.streams
+        return keys_P + self._noise.step_key(number), ends_P, sizes_P
+
+    def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
+        """Return what draws the numbers by which a parameter's moments and weight are rounded."""
+        return tuple(
+            self._noise.generator(part.parameter, group["number"], what) if rounds else None
+            for what, rounds in zip((*MOMENTS, "weight"), part.rounds, strict=True)
+        )
 
     def _moment(self, state: dict[str, Tensor], name: str) -> "Moment":
         held = local(state[name])
@@ -190,62 +258,165 @@ class LowAdamW(OwnDtypes):
             return held, None, None
         return held, local(state[f"{name}_scale"]), self._table(name, held.device)
 
-    def _table(self, moment: str, device: torch.device) -> Table:
+    def _table(self, moment: str, device: torch.device) -> CodeTable:
         signed = MOMENTS[moment]
         if (signed, device) not in self._tables:
             bits: Literal[4, 8] = 8 if self._kept == "8bit" else 4
-            self._tables[signed, device] = Table(bits, signed, device)
+            self._tables[signed, device] = CodeTable(bits, signed, device)
         return self._tables[signed, device]
 
 
 # A moment as it is kept, the scales of its blocks and what its codes stand for, where it has such.
-Moment = tuple[Tensor, Tensor | None, Table | None]
+Moment = tuple[Tensor, Tensor | None, CodeTable | None]
 # Random numbers, or what draws them, for a moment or weight of bf16.
 Randomness = torch.Generator | Tensor | None
+Numbers = tuple[Tensor, Tensor, Tensor]  # see `_numbers`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Part:
-    """What of a parameter is on this rank; `step` counts its steps."""
+    """Part of a parameter on this rank.
+
+    `counted`: what it is rounded by is counted (`random_words`), not drawn. `address` is where the
+    weight lies, None where it has no memory; `held` is what is kept of its moments.
+    """
 
     parameter: nn.Parameter
-    step: Tensor
     weight: Tensor
-    gradient: Tensor
     moments: tuple[Moment, ...]
+    counted: bool
+    address: int | None
+    held: tuple[Tensor, ...]
+
+    def lies_in(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
+        """Whether these are still the parameter's weight and state."""
+        if self.address is None or self.address != weight.data_ptr():
+            return False
+        held = _moments_of(state)
+        return len(held) == len(self.held) and all(map(is_, self.held, held))
 
     @property
     def length(self) -> int:
-        """Of values that share a scale."""
+        """Number of values that share a scale."""
         scale = self.moments[0][1]
         return 1 if scale is None else self.weight.numel() // scale.numel()
 
-    @property
+    @cached_property
+    def rounds(self) -> tuple[bool, ...]:
+        """Whether both moments and the weight are rounded by random numbers."""
+        kept = (*(moment[0] for moment in self.moments), self.weight)
+        return tuple(one.dtype == torch.bfloat16 for one in kept)
+
+    @cached_property
     def is_dense(self) -> bool:
         """Whether all of it can be seen as rows."""
         held = [one for moment in self.moments for one in moment[:2] if one is not None]
-        return all(one.is_contiguous() for one in (self.weight, self.gradient, *held))
+        return all(one.is_contiguous() for one in (self.weight, *held))
 
-    @property
+    @cached_property
     def kind(self) -> Hashable:
-        """What parts have in common that a compiled function is for."""
-        return (self.length, self.weight.dtype, self.gradient.dtype, self.weight.device)
+        """Properties that parts share if one compiled function is for them."""
+        return (self.length, self.weight.dtype, self.weight.device, self.counted)
 
     def rows(self) -> list[Tensor]:
-        """Weight, gradient, and each moment with its scales, where it has such: views of rows."""
+        """Weight, and each moment with its scales, where it has such: views of rows."""
         count = self.weight.numel() // self.length
-        seen = [self.weight.view(count, -1), self.gradient.view(count, -1)]
+        seen = [self.weight.view(count, -1)]
         for held, scale, _ in self.moments:
             seen += [held.view(count, -1)] + ([] if scale is None else [scale.view(-1, 1)])
         return seen
 
 
-def _drawn(batch: list[_Part], random: list[tuple[Randomness, ...]]) -> tuple[Tensor | None, ...]:
-    """What is drawn for each part by what draws for it, all in rows; None where nothing is."""
+def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(value for name, value in state.items() if name != "step")
+
+
+class _Stepped:
+    """Parts that a step is of, with their counts of steps, and how they were joined."""
+
+    def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:
+        self._parts = parts
+        self._steps_P = steps_P
+        self._held = held  # states of all
+        self._addresses = [part.address for part in parts]
+        self._given: Any = None
+        self._batches: list[_Batch] = []
+
+    def lie_in(self, weights: list[Tensor], held: list[Tensor]) -> bool:
+        """Whether these are still the parameters' weights and states."""
+        if len(weights) != len(self._parts) or None in self._addresses:
+            return False
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
+        return [weight.data_ptr() for weight in weights] == self._addresses
+
+    def count_step(self) -> list[float]:
+        """Count one more step of all; return the steps that each has had."""
+        return step_counts(self._steps_P.add_(1))
+
+    def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
+        """Return what is stepped at once: as in the last step, where gradients are alike."""
+        kinds = [(one.dtype, one.is_contiguous()) for one in gradients]
+        given = kinds, [count - counts[0] for count in counts]
+        if given != self._given:
+            dense = [
+                (dtype, contiguous and part.is_dense)
+                for (dtype, contiguous), part in zip(kinds, self._parts, strict=True)
+            ]
+            self._given, self._batches = given, _make_batches(self._parts, dense, counts)
+        return self._batches
+
+
+@dataclass
+class _Batch:
+    """Parts that are stepped at once, by their places among all that a step is of."""
+
+    parts: list[_Part]
+    places: list[int]
+    rows: list[list[Tensor]]  # views of weights, of moments, of scales; none if not all are dense
+    sizes: list[int]  # rows of each part
+    streams: Streams | None = None
+
+
+def _make_batches(
+    parts: list[_Part], kinds: list[tuple[torch.dtype, bool]], counts: list[float]
+) -> list[_Batch]:
+    """Join parts that are alike, and of as many steps; `kinds` say what gradients are."""
+    here = [place for place, part in enumerate(parts) if part.weight.numel()]
+    if not here:  # all are another rank's
+        return []
+    sizes = [parts[place].weight.numel() for place in here]
+    alike = [
+        (parts[place].kind, kinds[place], counts[place]) if kinds[place][1] else None
+        for place in here
+    ]
+    found = []
+    for joined in group_parameters(sizes, alike, parts[here[0]].weight.device):
+        places = [here[number] for number in joined]
+        members = [parts[place] for place in places]
+        rows = [part.rows() for part in members] if kinds[places[0]][1] else []
+        views = [list(each) for each in zip(*rows, strict=True)]
+        lengths = [len(one) for one in views[0]] if views else []
+        found.append(_Batch(members, places, views, lengths))
+    return found
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """All values, one after the other."""
+    if len(tensors) == 1:
+        return tensors[0].view(-1)
+    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return flat
+
+
+def _draw_rows(
+    batch: list[_Part], random: list[tuple[Randomness, ...]]
+) -> tuple[Tensor | None, ...]:
+    """Draw for each part by its generator, all in rows; None where nothing is drawn."""
     found: list[Tensor | None] = []
     for same in zip(*random, strict=True):
         bits = [
-            drawn(part.weight.shape, one, part.weight.device).view(-1, part.length)
+            draw_bits(part.weight.shape, one, part.weight.device).view(-1, part.length)
             for part, one in zip(batch, same, strict=True)
             if isinstance(one, torch.Generator)
         ]
@@ -253,55 +424,23 @@ def _drawn(batch: list[_Part], random: list[tuple[Randomness, ...]]) -> tuple[Te
     return tuple(found)
 
 
-def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """Parts that are stepped at once: alike, and of as many steps. A large one is by itself.
-
-    Together they have at most half the values of the largest, whose step takes more memory then,
-    or few.
-    """
-    largest = max(part.weight.numel() for part in parts)
-    counts = _counts([part.step for part in parts])
-    waiting: dict[Hashable, list[_Part]] = {}
-    held: dict[Hashable, int] = {}
-    for part, count in zip(parts, counts, strict=True):
-        size = part.weight.numel()
-        if not size:  # another rank's
-            continue
-        most = min(TOGETHER.get(part.weight.device.type, 0), max(largest // 2, _FEW))
-        if size > most // 2 or not part.is_dense:
-            yield [part]
-            continue
-        kind = (part.kind, count)
-        if held.get(kind, 0) + size > most:
-            yield waiting.pop(kind)
-            held[kind] = 0
-        waiting.setdefault(kind, []).append(part)
-        held[kind] = held.get(kind, 0) + size
-    yield from waiting.values()
-
-
-def _counts(steps: list[Tensor]) -> list[float]:
-    """How many steps each parameter has had. Without memory there are none that differ."""
-    if isinstance(steps[0], FakeTensor) or steps[0].is_meta:
-        return [0.0] * len(steps)
-    counts: list[float] = torch.stack(steps).tolist()
-    return counts
-
-
 def step_moments(
     weight: Tensor,
     gradient: Tensor,
     moments: tuple[Moment, ...],
     noise: tuple[Randomness, ...],
-    numbers: tuple[Tensor, Tensor, Tensor],
+    streams: Streams | None,
+    numbers: Numbers,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
     """Update a weight and its two moments, in place.
 
-    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: of both moments and of the weight.
-    `numbers`: see `_numbers`.
+    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: of both moments and of the weight, or
+    counted from `streams`. `numbers`: see `_numbers`.
     """
+    if streams is not None:
+        noise = _count_bits(weight, moments, streams)
     rate, root_of_share, kept = numbers
     gradient = gradient.float()
     mean = _read(*moments[0]).lerp_(gradient, 1 - betas[0])
@@ -314,19 +453,31 @@ def step_moments(
     wide.mul_(kept).sub_(change)
     random = noise[2]
     if random is not None:
-        weight.copy_(rounded(wide, random))
+        weight.copy_(round_to_bf16(wide, random))
     elif wide is not weight:
         weight.copy_(wide)
 
 
-def _numbers(step: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _count_bits(
+    weight: Tensor, moments: tuple[Moment, ...], streams: Streams
+) -> tuple[Tensor | None, ...]:
+    """Return 16 bits of each value's word for each moment and the weight, where it is bf16."""
+    words = random_words(streams, weight.numel()).view(weight.shape)
+    kept = (*(moment[0] for moment in moments), weight)
+    return tuple(
+        field_of(words, number) if one.dtype == torch.bfloat16 else None
+        for number, one in enumerate(kept)
+    )
+
+
+def _numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
     """lr / (1 − β₁ᵗ), √(1 − β₂ᵗ), and what decay leaves of a weight; fp32 on the CPU."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     kept = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept
 
 
-def _read(held: Tensor, scale: Tensor | None, table: Table | None) -> Tensor:
+def _read(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
     """A moment in fp32, in memory of its own."""
     if scale is None or table is None:
         return held.to(torch.float32, copy=True)
@@ -335,10 +486,10 @@ def _read(held: Tensor, scale: Tensor | None, table: Table | None) -> Tensor:
 
 
 def _write(
-    held: Tensor, scale: Tensor | None, table: Table | None, value: Tensor, random: Randomness
+    held: Tensor, scale: Tensor | None, table: CodeTable | None, value: Tensor, random: Randomness
 ) -> None:
     if random is not None:
-        held.copy_(rounded(value, random))
+        held.copy_(round_to_bf16(value, random))
     elif scale is None or table is None:
         held.copy_(value)
     else:
@@ -349,7 +500,7 @@ def _write(
 
 
 def _columns_over(parameter: Tensor) -> int:
-    """Over how many ranks a parameter's rows are cut into pieces."""
+    """Return over how many ranks a parameter's rows are cut into pieces."""
     if not is_spread(parameter):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from outpace.nn.spread import as_spread, is_spread, local
 from outpace.optim.fused_master import FusedMasterAdamW, gradient_addresses
 from outpace.optim.rounding import Noise
-from outpace.optim.stored import OwnDtypes
-from outpace.planner.optimizer_bytes import MASTER_PIECE_BYTES
+from outpace.optim.stored import KeepsDtypes
+from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
-class MasterWeights(OwnDtypes):
+class MasterWeights(KeepsDtypes):
     """Any optimizer, over fp32 copies of the weights; the weights are rounded from them.
 
     Gradients may be fp32 (of a parameter whose `grad_dtype` says so) or of the weights' dtype.
@@ -81,7 +81,7 @@ class MasterWeights(OwnDtypes):
             if not scaled and self._step_fused(group, stepped, factor):
                 continue
             for piece in _pieces(stepped):
-                masters = [self._prepared(parameter, group) for parameter in piece]
+                masters = [self._prepare(parameter, group) for parameter in piece]
                 _give_gradients(piece, masters)
                 if factor is not None:
                     _multiply(masters, factor)
@@ -98,12 +98,12 @@ class MasterWeights(OwnDtypes):
         addresses = None if self._fused is None else gradient_addresses(group, stepped)
         if self._fused is None or addresses is None:
             return False
-        states = [self._settled(parameter, group) for parameter in stepped]
+        states = [self._settle(parameter, group) for parameter in stepped]
         return self._fused.step(group, stepped, states, factor, addresses)
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """What a GradScaler has told this optimizer, the inner one knows, too."""
+        """Tell the inner optimizer what a GradScaler has told this one."""
         told = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
         for name, value in told.items():
             setattr(self._inner, name, value)
@@ -114,12 +114,12 @@ class MasterWeights(OwnDtypes):
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; what is stepped lies elsewhere then."""
+        """Load as torch's does; what is stepped lies elsewhere then."""
         super().load_state_dict(state_dict)
         if self._fused is not None:
             self._fused.forget()
 
-    def _settled(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+    def _settle(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter's state, with the copy that is stepped."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -130,10 +130,10 @@ class MasterWeights(OwnDtypes):
             state["master"] = view
         return state
 
-    def _prepared(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
+    def _prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
         """A parameter's copy, its state being the parameter's."""
         master = self._masters[parameter]
-        self._inner.state[master] = self._settled(parameter, group)
+        self._inner.state[master] = self._settle(parameter, group)
         return master
 
 
@@ -206,8 +206,8 @@ def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | N
     return within if isinstance(within, MasterWeights) else None
 
 
-def rounded_from(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Tensor]:
-    """The fp32 copies that an optimizer keeps, by their parameters; none of another optimizer."""
+def master_weights(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Tensor]:
+    """Return the fp32 copies that an optimizer keeps, if any, by their parameters."""
     if not isinstance(optimizer, MasterWeights):
         return {}
     return {parameter: state["master"] for parameter, state in optimizer.state.items() if state}

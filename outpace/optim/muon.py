@@ -27,10 +27,9 @@ from torch.optim._muon import (
 )
 
 from outpace.nn.spread import as_spread, local, part_like, whole
+from outpace.planner.memory.optimizer_bytes import MUON_BATCH_BYTES
 
 MOMENTUM = 0.95
-# Of matrices in bf16 that are turned at a time, three times as much being made of them.
-BATCH_BYTES = 256 << 20
 _NUMBERED = re.compile(r"(^|\.)\d+\.")
 
 
@@ -81,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     def _turn_together(self, group: dict[str, Any]) -> None:
-        """As `_turn`, of all that have gradients: few operators, products of whole batches."""
+        """Do as `_turn` for all that have gradients: few operators, products of whole batches."""
         turned = [p for p in group["params"] if p.grad is not None]
         for parameter in turned:
             if not self.state[parameter]:
@@ -104,7 +103,7 @@ class Muon(torch.optim.Optimizer):
             whole(as_spread(one, tuple(shape), p)) for one, p in zip(ahead, parameters, strict=True)
         ]
         # Of tall matrices it is a transposed view, to which no one kernel adds all weights.
-        made = orthogonalised(torch.stack(matrices)).to(parameters[0].dtype).contiguous()
+        made = orthogonalise(torch.stack(matrices)).to(parameters[0].dtype).contiguous()
         updates = [part_like(one, p) for one, p in zip(made, parameters, strict=True)]
         weights = [local(p) for p in parameters]
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
@@ -129,13 +128,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Matrices of one shape, as many at a time as `BATCH_BYTES` of bf16 hold."""
-    count = max(1, BATCH_BYTES // (2 * parameters[0].numel()))
+    """Matrices of one shape, as many at a time as `MUON_BATCH_BYTES` of bf16 hold."""
+    count = max(1, MUON_BATCH_BYTES // (2 * parameters[0].numel()))
     for start in range(0, len(parameters), count):
         yield parameters[start : start + count]
 
 
-def orthogonalised(matrices_NRC: Tensor) -> Tensor:
+def orthogonalise(matrices_NRC: Tensor) -> Tensor:
     """The nearest orthogonal matrices, nearly, of N at once; (N, R, C) in bf16.
 
     Jordan et al., 2024: five steps of a Newton-Schulz iteration of the fifth order, in bf16, as

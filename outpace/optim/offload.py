@@ -25,14 +25,14 @@ from outpace.records.plan import Plan
 UNIT_BYTES = 4 << 20
 
 
-def offloaded(build: Build, plan: Plan, scratch: Scratch) -> Build:
+def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
     """`build` with the optimizer's state, or the step's use of parameters, where the plan says."""
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return build
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """On a CPU there is nothing to copy; cpu does it all the same, as it would elsewhere."""
+        """Whether a parameter has a copy: on a CPU only for `cpu`, which acts as elsewhere."""
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -48,7 +48,7 @@ def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
     return DTensor(memory, tensor._spec, requires_grad=False)
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -70,12 +70,12 @@ class _Lanes:
         return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
-        """What was launched so far made the gradients."""
+        """Wait for what was launched so far, which made the gradients."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """What is launched from now on sees the new weights."""
+        """Let what is launched from now on see the new weights."""
         if self.up is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.up)
 
@@ -98,7 +98,7 @@ class _Unit:
     def fetch(self) -> None:
         """Begin to bring what the step needs."""
         prefetch(self.regions)
-        with _on(self.lanes.down):
+        with _stream_context(self.lanes.down):
             for number, (parameter, twin) in enumerate(self._pairs()):
                 if local(parameter)._version != self.versions[number]:  # somebody else's values
                     local(twin).copy_(local(parameter), non_blocking=True)
@@ -116,7 +116,7 @@ class _Unit:
         if self._arrived is not None:
             self._arrived.synchronize()
         self.inner.step()
-        with _on(self.lanes.up):
+        with _stream_context(self.lanes.up):
             for number, (parameter, twin) in enumerate(self._pairs()):
                 if twin.grad is not None:
                     local(parameter).copy_(local(twin), non_blocking=True)
@@ -125,13 +125,13 @@ class _Unit:
         release(self.regions)
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Those parameters that have a twin of their own: all or none."""
+        """Return the parameters that have a twin of their own: all or none."""
         both = zip(self.parameters, self.twins, strict=True)
         return ((p, twin) for p, twin in both if p is not twin)
 
 
 class Offloaded(torch.optim.Optimizer):
-    """What `build` makes of `groups`, with its state elsewhere.
+    """Optimizer that `build` makes of `groups`, with its state elsewhere.
 
     `has_twin` says which parameters are stepped as copies on the host; `disk` takes their state
     and these copies (None: host memory). `scratch` knows which parameters lie on a disk. To others
@@ -248,7 +248,7 @@ class Offloaded(torch.optim.Optimizer):
 
 
 def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """In their order, a new part wherever one has `UNIT_BYTES`."""
+    """Cut into parts in their order, a new one wherever one has `UNIT_BYTES`."""
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)

@@ -1,25 +1,33 @@
 """Stochastic rounding to bf16, the same on every rank that holds the same values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from outpace.nn.random_values import GAMMA, mix, wrap_64_bits
 from outpace.nn.spread import is_spread
 
 _LOST_BITS = 16  # of fp32's 32, bf16 has the upper ones
 _KEPT = -(1 << _LOST_BITS)
+_LOST = (1 << _LOST_BITS) - 1
+
+# Of the numbers of several parameters that are joined: their keys, where each one's values end, and
+# how many they are.
+Streams = tuple[Tensor, Tensor, Tensor]
 
 
-def drawn(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
+def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
     """A uniform number of as many bits as rounding drops, int32, for each value."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )
 
 
-def rounded(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
+def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
     """fp32 to bf16, up or down with probabilities that make the expected result `x`.
 
     Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. To round
@@ -28,7 +36,7 @@ def rounded(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
     these numbers, which are used up, or what draws them.
     """
     if isinstance(noise, torch.Generator):
-        noise = drawn(x.shape, noise, x.device)
+        noise = draw_bits(x.shape, noise, x.device)
     bits = noise.add_(x.view(torch.int32)).bitwise_and_(_KEPT)
     return bits.view(torch.float32).bfloat16()
 
@@ -44,16 +52,66 @@ class Noise:
     seed: int = 0
     names: dict[Tensor, str] = field(default_factory=dict)
 
-    def of(self, parameter: nn.Parameter, step: int, what: str) -> torch.Generator:
-        """For `what` is rounded of a parameter in a step."""
+    def generator(self, parameter: nn.Parameter, step: int, what: str) -> torch.Generator:
+        """Return the generator for rounding `what` of a parameter in a step."""
         key = (self.seed, self.names.get(parameter, ""), step, _place(parameter), what)
-        digest = blake2b(repr(key).encode(), digest_size=8).digest()
         device = "cpu" if parameter.device.type == "meta" else parameter.device
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.Generator(device).manual_seed(_hash(key) >> 1)
+
+    def key(self, parameter: nn.Parameter) -> int:
+        """Return the key of a parameter's own numbers, of 64 bits; see `random_words`."""
+        return _hash((self.seed, self.names.get(parameter, ""), _place(parameter)))
+
+    def step_key(self, step: int) -> int:
+        """Return what a step adds to all keys, 64 bits as a signed number."""
+        return wrap_64_bits(_hash((self.seed, step)))
+
+
+def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
+    """Copy keys, ends and sizes of joined parameters to a device.
+
+    At least two of each, as a function that is compiled for many wants it. The host does not wait.
+    """
+    ends = list(accumulate(sizes))
+    # Values are counted from the beginning of all; their own parameters' numbers are meant.
+    each = zip(keys, ends, sizes, strict=True)
+    first = [wrap_64_bits(key - end + size) for key, end, size in each]
+    rows = [first, ends, list(sizes)]
+    if len(sizes) == 1:
+        rows = [first * 2, ends * 2, [*sizes, 0]]
+    on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    keys_P, ends_P, sizes_P = on_host.to(device, non_blocking=True).unbind()
+    return keys_P, ends_P, sizes_P
+
+
+def random_words(streams: Streams, count: int) -> Tensor:
+    """Return a word of 64 random bits for each of `count` values, (count,) int64.
+
+    They are those words of SplitMix64 (see `random_values`) that stand at a parameter's key and
+    behind it: parameters that are joined have the words that each has by itself.
+    """
+    keys_P, ends_P, sizes_P = streams
+    place_N = torch.arange(count, device=keys_P.device)
+    if torch.compiler.is_compiling():  # one kernel, which looks up whose a value is
+        owner_N = torch.bucketize(place_N, ends_P, out_int32=True, right=True)
+        key_N = keys_P.index_select(0, owner_N)
+    else:
+        key_N = keys_P.repeat_interleave(sizes_P, output_size=count)
+    return mix(key_N.add_(place_N).mul_(GAMMA))
+
+
+def field_of(words: Tensor, number: int) -> Tensor:
+    """Return 16 of the bits of words of 64, the `number`th, as `round_to_bf16` takes them."""
+    return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
+
+
+def _hash(key: tuple[object, ...]) -> int:
+    """64 bits."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
 def _place(parameter: Tensor) -> tuple[int, ...]:
-    """Where in the whole tensor this rank's part begins."""
+    """Return where in the whole tensor this rank's part begins."""
     if not is_spread(parameter):
         return ()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

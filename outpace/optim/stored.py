@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 
-class OwnDtypes(torch.optim.Optimizer):
+class KeepsDtypes(torch.optim.Optimizer):
     """An optimizer whose loaded states keep their dtypes; torch casts them to the parameter's."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with the states' own dtypes."""
+        """Load as torch's does, and keep the states' dtypes."""
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         held = [p for group in self.param_groups for p in group["params"]]
@@ -20,5 +20,5 @@ class OwnDtypes(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device)
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """What a parameter's state is before its first step."""
+        """Return a parameter's state before its first step."""
         raise NotImplementedError

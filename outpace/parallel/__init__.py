@@ -8,8 +8,8 @@ from torch.distributed.distributed_c10d import _world
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.torch_versions import split_backward_refusal
-from outpace.parallel.api import Layout, Pass, Request
 from outpace.parallel.gradient_use import ranks_may_differ
+from outpace.parallel.layout import Layout, Pass, Request
 from outpace.parallel.offload import gathers, require, to_disk
 from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.tensors import make_equal
@@ -17,21 +17,9 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
 from outpace.records.ranks import Ranks
+from outpace.records.strategies import TRAITS
 
 __all__ = ["Layout", "Pass", "Request", "apply", "why_not"]
-
-# Strategies that share a file; every other has one of its own name.
-_FILES = {
-    **dict.fromkeys(("zero2", "zero3", "hsdp"), "sharded"),
-    **dict.fromkeys(SCHEDULES, "pipeline"),
-    "tp": "tensor",
-    "cp": "context",
-    "3d": "combined",
-}
-# Every rank has all of a model's buffers, and a share of the samples.
-_REPLICATED = ("ddp", "zero1", "zero2", "zero3", "hsdp", "ring", "horovod")
-# A person's own model is cut by the names of its parts.
-_OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 
 
 def apply(request: Request) -> Layout:
@@ -47,16 +35,17 @@ def apply(request: Request) -> Layout:
     if lacking is not None:
         raise BadInputError(f"{lacking}.")
     own = not isinstance(request.objective, LanguageModelObjective)
-    files = {**_FILES, **_OWN_FILES} if own else _FILES
+    traits = TRAITS[strategy]
     if own and request.plan.world_size > 1:
         make_equal(request.objective)  # a person's builder may draw from anything
-    file = files.get(strategy, strategy)
+    # A person's own model is cut by the names of its parts.
+    file = (traits.custom_module if own else None) or traits.module
     if strategy == "single" and gathers(plan, request.device):
         file = "sharded"
     module = import_module(f"outpace.parallel.{file}")
     before = set(_world.pg_map)
     layout: Layout = module.apply(request)
-    if ranks_may_differ(request.objective) and strategy in _REPLICATED and plan.world_size > 1:
+    if ranks_may_differ(request.objective) and traits.shares_buffers and plan.world_size > 1:
         layout.buffers = SharedBuffers(layout.model, request.device)
     if plan.offload_parameters == "disk":
         assert request.scratch is not None

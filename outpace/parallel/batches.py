@@ -4,10 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+from torch.utils._pytree import (
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
-from outpace.parallel.api import Batch
+from outpace.parallel.layout import Batch
 from outpace.records.errors import BadInputError
 
 
@@ -17,7 +24,7 @@ def samples_in(batch: Batch) -> int:
     _refuse_ragged(plain)
     for leaf in tree_leaves(plain):
         if isinstance(leaf, Tensor) and leaf.dim():
-            return int(leaf.shape[0])
+            return leaf.size(0)
     raise BadInputError(
         f"a batch of type {type(batch).__name__} has no tensor with samples in it. Use tensors, or "
         "tuples, lists, dicts or dataclasses of them, whose first dimension is the samples."
@@ -48,17 +55,64 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
 
     A tensor is taken to have samples if its first dimension is the batch's number of them.
     """
-    samples, plain = samples_in(batch), _plain(batch)
-    size = samples // parts
+    size = samples_in(batch) // parts
+    return [_slice(batch, number * size, size) for number in range(parts)]
 
-    def part(begin: int) -> Batch:
-        def of(leaf: Any) -> Any:
-            has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples
-            return leaf[begin : begin + size] if has_samples else leaf
 
-        return tree_map(of, plain)
+def take_first(batch: Batch, count: int) -> Batch:
+    """Return the first `count` samples of a batch, as `cut` cuts it."""
+    return _slice(batch, 0, count)
 
-    return [part(number * size) for number in range(parts)]
+
+def _slice(batch: Batch, begin: int, size: int) -> Batch:
+    samples = samples_in(batch)
+
+    def part_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            parts = leaf.unbind()[begin : begin + size]
+            return torch.nested.as_nested_tensor(parts, layout=leaf.layout)
+        has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples
+        return leaf[begin : begin + size] if has_samples else leaf
+
+    return tree_map(part_of, _plain(batch))
+
+
+def explain_lengths(batch: Batch) -> str:
+    """Return how a batch is cut whose tensors have other lengths than samples; "" if none has."""
+    samples = samples_in(batch)
+    leaves = [one for one in tree_leaves(_plain(batch)) if isinstance(one, Tensor) and one.dim()]
+    others = sorted({leaf.size(0) for leaf in leaves} - {samples})
+    if not others:
+        return ""
+    return (
+        f"a batch is cut along the first dimension of those of its tensors that have {samples} "
+        f"entries, as the first one has; those of {', '.join(map(str, others))} are whole in each "
+        "part. Use tensors with an entry for each sample: pad samples of several sizes, such as "
+        "graphs, and give masks beside them; or keep to one process."
+    )
+
+
+def concatenate(one: Batch, other: Batch) -> Batch | None:
+    """One batch of the samples of two; what is for all samples is that of `one`.
+
+    None where they cannot be one: of another structure, or with other lengths.
+    """
+    samples, more = samples_in(one), samples_in(other)
+    leaves, structure = tree_flatten(_plain(one))
+    others, structure_too = tree_flatten(_plain(other))
+    if structure != structure_too:
+        return None
+    joined = []
+    for leaf, leaf_too in zip(leaves, others, strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            parts = (*leaf.unbind(), *leaf_too.unbind())
+            leaf = torch.nested.as_nested_tensor(parts, layout=leaf.layout)
+        elif isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples:
+            if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
+                return None
+            leaf = torch.cat((leaf, leaf_too))
+        joined.append(leaf)
+    return tree_unflatten(joined, structure)
 
 
 def _plain(batch: Batch) -> Batch:
@@ -75,10 +129,10 @@ def _let_pytrees_know(kind: type) -> None:
     """A dataclass is a structure of its fields from now on, for all of torch."""
     names = [one.name for one in fields(kind)]
 
-    def join(values: Iterable[Any], _: Any) -> Any:
+    def rebuild(values: Iterable[Any], _: Any) -> Any:
         made: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(made, name, value)
         return made
 
-    register_pytree_node(kind, lambda one: ([getattr(one, name) for name in names], None), join)
+    register_pytree_node(kind, lambda one: ([getattr(one, name) for name in names], None), rebuild)

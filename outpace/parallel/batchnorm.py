@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from outpace.nn.block import raised
+from outpace.nn.block import to_fp32
 from outpace.records.errors import BadInputError
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -113,7 +113,7 @@ class MicroBatchNorm(_Changed):
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     def _see(self, input: Tensor) -> None:
-        part = _statistics(raised(input))
+        part = _statistics(to_fp32(input))
         self.seen = part if self.seen is None else _merged(self.seen, part)
 
     @torch.no_grad()
@@ -184,12 +184,12 @@ class Normalised(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is normalised; mean, variance (biased) and number of values, of all ranks."""
-        x = raised(input)
+        x = to_fp32(input)
         count, mean_C, variance_C = _statistics_of_all(x, group)
         scale_C = (variance_C + eps).rsqrt()
         unit = (x - _wide(mean_C, x)) * _wide(scale_C, x)
-        y = unit if weight is None else unit * _wide(raised(weight), x)
-        y = y if bias is None else y + _wide(raised(bias), x)
+        y = unit if weight is None else unit * _wide(to_fp32(weight), x)
+        y = y if bias is None else y + _wide(to_fp32(bias), x)
         ctx.save_for_backward(unit, scale_C, weight, count)
         ctx.group, ctx.dtype = group, input.dtype
         ctx.mark_non_differentiable(mean_C, variance_C, count)
@@ -199,14 +199,14 @@ class Normalised(torch.autograd.Function):
     def backward(ctx: Any, y_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """dx = scale·weight·(dy − mean(dy) − unit·mean(dy·unit)), with means over all ranks."""
         unit, scale_C, weight, count = ctx.saved_tensors
-        dy = raised(y_grad)
+        dy = to_fp32(y_grad)
         dims = [dim for dim in range(dy.dim()) if dim != 1]
         own = torch.stack((dy.sum(dims), (dy * unit).sum(dims)))
         of_all = own.clone()
         dist.all_reduce(of_all, group=ctx.group)
         means = of_all / count
         dx = dy - _wide(means[0], dy) - unit * _wide(means[1], dy)
-        scale_C = scale_C if weight is None else scale_C * raised(weight)
+        scale_C = scale_C if weight is None else scale_C * to_fp32(weight)
         weight_grad = own[1].to(weight.dtype) if weight is not None else None
         bias_grad = own[0].to(weight.dtype) if weight is not None else None
         return (dx * _wide(scale_C, dy)).to(ctx.dtype), weight_grad, bias_grad, None, None

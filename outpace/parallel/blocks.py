@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from outpace.nn.levers import find_blocks
-from outpace.parallel.api import Request
+from outpace.nn.model_options import find_blocks
+from outpace.parallel.layout import Request
 from outpace.records.errors import BadInputError, nearest
 
 Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages

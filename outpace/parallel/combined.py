@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
-from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded, Spread
 from outpace.parallel.context import PartOfSequence, Ring, share_sequences
+from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded, Spread
 from outpace.parallel.offload import gathers, policy
 from outpace.parallel.pipeline import Pipeline, cut
 from outpace.parallel.shards import shard

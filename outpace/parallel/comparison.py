@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.nn.spread import local
+from outpace.nn.spread import local, split_rows
 from outpace.parallel.fill import part_of
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 
 # Random weights of a projection, which repeat: a prime, so that equal rows have others.
-_WEIGHTS = 65_537
-_ROWS = 256  # of so many weights are taken at once: 64 MiB in fp32
+_WEIGHTS = 8_191
+_ROWS = 2_048  # of so many weights are taken at once: 64 MiB in fp32
 
 MISSING = "is missing, and is there in one process"
 
@@ -106,31 +106,41 @@ class Projection:
         sizes = torch.rand(count, generator=drawn, dtype=torch.float64) + 0.5
         signs = torch.randint(2, (count,), generator=drawn) * 2 - 1
         self._weights = (sizes * signs).to(device)
+        self._single = self._weights.float()
 
     def project(self, gradient: Tensor) -> Tensor:
         """Return the product of a whole gradient: one float64."""
-        values = _flat(gradient)
-        width = len(self._weights)
-        rows = values.numel() // width
-        if rows <= 1:
-            return _dot(values, _repeat(self._weights, values.numel()))
-        weights = self._weights.to(torch.promote_types(values.dtype, torch.float32))
-        total = _dot(values[rows * width :], self._weights[: values.numel() - rows * width])
-        for some in values[: rows * width].view(rows, width).split(_ROWS):
-            total = total + (some.to(weights.dtype) @ weights).double().sum()
-        return total
+        return self._project_from(_flat(gradient), 0)
 
     def project_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
         """Return the product of this rank's part of a parameter's gradient."""
         values = local(gradient)
         if values is gradient:
             return self.project(gradient)
-        weights = _repeat(self._weights.float(), parameter.numel()).view(parameter.shape)
-        return _dot(_flat(values), part_of(weights, parameter).flatten())
+        rows = split_rows(parameter)
+        if rows is not None:
+            return self._project_from(_flat(values), rows.begin * math.prod(parameter.shape[1:]))
+        weights = self._single.repeat(-(-parameter.numel() // len(self._single)))
+        whole = weights[: parameter.numel()].view(parameter.shape)
+        return self._project_from(_flat(values), 0, part_of(whole, parameter).flatten())
 
+    def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
+        """Return the product of the values that follow the first `begin` of a gradient.
 
-def _repeat(weights: Tensor, count: int) -> Tensor:
-    return weights.repeat(-(-count // len(weights)))[:count]
+        By `weights`, one for each value, where they are given.
+        """
+        if weights is not None:
+            return torch.dot(values.double(), weights.double())
+        held = self._weights if values.dtype == torch.float64 else self._single
+        if begin % len(held):
+            held = held.roll(-begin)
+        width = len(held)
+        rows = values.numel() // width
+        rest = values[rows * width :].to(held.dtype)
+        total = torch.dot(rest, held[: len(rest)]).double()
+        for some in values[: rows * width].view(rows, width).split(_ROWS) if rows else ():
+            total = total + (some.to(held.dtype) @ held).double().sum()
+        return total
 
 
 def _flat(gradient: Tensor) -> Tensor:
@@ -138,10 +148,6 @@ def _flat(gradient: Tensor) -> Tensor:
     if values.is_complex():
         values = values.real + values.imag
     return values.detach().flatten()
-
-
-def _dot(values: Tensor, weights: Tensor) -> Tensor:
-    return torch.dot(values.double(), weights.double())
 
 
 def square(gradient: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.nn.block import Block, raised
+from outpace.nn.block import Block, to_fp32
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.nn.transformer import Transformer
-from outpace.parallel.api import Layout, Request
 from outpace.parallel.ddp import Replicas
+from outpace.parallel.layout import Layout, Request
 from outpace.parallel.ring_kernels import Dropout, RingKernel, choose_ring_kernel
 from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError
@@ -115,7 +115,7 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         """Each turn's attention is merged by its log-sum-exp (Milakov and Gimelshein, 2018)."""
         held = own = torch.stack((k, v))
-        out = torch.zeros_like(raised(q))
+        out = torch.zeros_like(to_fp32(q))
         lse = out.new_full(q.shape[:-1], -torch.inf)
         for number, turn in enumerate(ring.turns(causal, q.shape[-2])):
             last = number == ring.size - 1
@@ -140,8 +140,8 @@ class RingAttention(torch.autograd.Function):
         """
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
-        q_grad = torch.zeros_like(raised(q))
-        sums = torch.zeros_like(raised(held))
+        q_grad = torch.zeros_like(to_fp32(q))
+        sums = torch.zeros_like(to_fp32(held))
         sums_works: list[dist.Work] = []
         for number, turn in enumerate(ring.turns(ctx.causal, q.shape[-2])):
             last = number == ring.size - 1

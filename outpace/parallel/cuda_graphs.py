@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outpace.parallel.api import Batch, Layout, Pass, totals_of
+from outpace.parallel.layout import Batch, Layout, Pass, totals_of
 from outpace.records.errors import BadInputError
 
 # Passes of a shape before it is captured: compilers, libraries and allocators settle in the first,
@@ -142,6 +142,7 @@ class CapturedPass:
     totals: Tensor
     gradients: list[tuple[nn.Parameter, Tensor]]
     adds_to: Tensor | None  # the first gradient that was there before
+    addresses: list[int]  # of the parameters that it reads
 
     def run(self, batch: Mapping[str, Tensor], given: Pass) -> Tensor:
         """As `Layout._forward_backward`; the totals are written over by the next run."""
@@ -232,7 +233,10 @@ class GraphedLayout(Layout):
         if shape.captured is None and shape.passes >= WARMUP_PASSES and self._adds_in_place(held):
             shape.captured = self._capture(batch, given, held)
         if shape.captured is not None and shape.captured.adds_to is held:
-            return shape.captured.run(batch, given)
+            if shape.captured.addresses == self._addresses():
+                return shape.captured.run(batch, given)
+            self._give_up("a parameter was given other memory than the graphs read, p.data = …")
+            return super()._forward_backward(batch, given)
         shape.passes += 1
         with self._recorder.warm_up():
             if shape.passes == WARMUP_PASSES and held is None:
@@ -254,6 +258,10 @@ class GraphedLayout(Layout):
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
         key = (shapes, held is None, trained.grad_dtype)
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
+
+    def _addresses(self) -> list[int]:
+        """Return where parameters lie; a graph reads there, wherever they lie later."""
+        return [parameter.data_ptr() for parameter in self._parameters()]
 
     def _held_gradient(self) -> Tensor | None:
         """The first of the gradients that are there before a pass."""
@@ -284,6 +292,7 @@ class GraphedLayout(Layout):
             self._give_up("their memory would be more than is free")
             return None
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
+        addresses = self._addresses()
         before = [parameter.grad for parameter in self._parameters()]
         work = _Work()
 
@@ -311,7 +320,9 @@ class GraphedLayout(Layout):
             self._give_up(error)
             return None
         gradients = [(p, p.grad) for p in self._parameters() if p.grad is not None]
-        return CapturedPass(inputs, replay_forward, replay_backward, totals, gradients, adds_to)
+        return CapturedPass(
+            inputs, replay_forward, replay_backward, totals, gradients, adds_to, addresses
+        )
 
     def _give_up(self, why: Exception | str) -> None:
         """Go on without graphs, and without what they hold."""

@@ -18,10 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.nn.torch_versions import without_buffers
-from outpace.nn.uncompiled import leave_alone, unasked
-from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.nn.uncompiled import leave_alone, skip_compile_query
 from outpace.parallel.direct import Averaging, neighbours
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
+from outpace.parallel.layout import Batch, Layout, Pass, Request
 from outpace.records.errors import BadInputError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 
@@ -72,11 +72,11 @@ class Replicas(Layout):
         _outlived_by_its_group(wrapped)
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
-        self._use: GradientUse | None = None
+        self.use: GradientUse | None = None
         if ranks_may_differ(request.objective):
             named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
             self._trained = [parameter for _, parameter in named]
-            self._use = GradientUse(named, device)
+            self.use = GradientUse(named, device)
             self._before: dict[nn.Parameter, tuple[Tensor, int]] = {}
             self._unused: set[nn.Parameter] = set()
         self.on_disk = plan.offload_parameters == "disk"
@@ -106,7 +106,7 @@ class Replicas(Layout):
         """Round the sums so far to the dtype of DDP's buckets, in which the last is added."""
         if self._adds_in_fp32:
             self._round_sums()
-        if self._use is not None:
+        if self.use is not None:
             sums = [(p, p.grad) for p in self._trained if p.grad is not None]
             self._before = {parameter: (sum_, sum_._version) for parameter, sum_ in sums}
 
@@ -124,24 +124,24 @@ class Replicas(Layout):
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As for every layout. What no rank has used has no gradient."""
         totals = super().gradients(batches, given)
-        if self._use is not None:
-            self._use.agree([p not in self._unused for p in self._trained])
+        if self.use is not None:
+            self.use.agree([p not in self._unused for p in self._trained])
             self._unused.clear()
             self._before.clear()
         return totals
 
     def resume_from(self, start_step: int) -> None:
         """PowerSGD counts the steps from where the run stands."""
-        if self._use is not None:
-            self._use.steps = start_step
+        if self.use is not None:
+            self.use.steps = start_step
         if self.low_rank is not None:
             left = self.low_rank.start_powerSGD_iter - start_step
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def take_back(self) -> None:
         """Count a look as no step: PowerSGD's first collectives are whole."""
-        if self._use is not None:
-            self._use.steps -= 1
+        if self.use is not None:
+            self.use.steps -= 1
         if self.low_rank is not None:
             self.low_rank.iter -= 1
 
@@ -157,7 +157,7 @@ class Replicas(Layout):
             return
         loss.register_hook(lambda gradient: _at_the_end(lambda: given.mark("backward")))
         loss.backward()
-        if self._use is not None:
+        if self.use is not None:
             self._finish_buckets()
         given.mark("communication")
 
@@ -198,7 +198,7 @@ def _wrapped(request: Request) -> DistributedDataParallel:
     if plan.compile:
         return wrap()
     leave_alone(DistributedDataParallel._inside_ddp_forward)
-    with unasked():
+    with skip_compile_query():
         return wrap()
 
 

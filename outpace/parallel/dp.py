@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.optim.build import Build
-from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import fuse
+from outpace.parallel.layout import Batch, Layout, Pass, Request
 from outpace.parallel.tensors import by_dtype, joined, norm_dtype, spread
 from outpace.parallel.witness import Witness
 from outpace.records.errors import BadInputError
@@ -82,7 +82,7 @@ class DataParallel(Layout):
         part = self._scatter(batch)
         given.mark("communication")
         with given.cast():
-            output = self.objective.hidden_of(part)
+            output = self.objective.hidden_states(part)
         given.mark("forward")
         gathered = self._gather(output.detach())
         given.mark("communication")
@@ -97,7 +97,7 @@ class DataParallel(Layout):
         """Totals, and the gradient of the outputs where gradients are wanted. On rank 0."""
         outputs.requires_grad_(torch.is_grad_enabled())
         with given.cast():
-            loss_sum, count = self.objective.loss_of(outputs, targets)
+            loss_sum, count = self.objective.loss_from_hidden(outputs, targets)
         given.mark("forward")
         if outputs.requires_grad:
             given.scale(loss_sum).backward()
@@ -202,7 +202,7 @@ class Outputs(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """(B, S, D) of a micro-batch."""
-        return self.objective.hidden_of(batch)
+        return self.objective.hidden_states(batch)
 
 
 class Threads(nn.Module):
@@ -219,7 +219,7 @@ class Threads(nn.Module):
         """As the objective's."""
         shared = {name: part for name, part in batch.items() if name != "targets"}
         objective: LanguageModelObjective = self.parallel.module.objective
-        return objective.loss_of(self.parallel(shared), batch["targets"])
+        return objective.loss_from_hidden(self.parallel(shared), batch["targets"])
 
 
 def _show(form: Form) -> str:

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from outpace.nn.spread import is_spread
-from outpace.parallel.api import Layout
+from outpace.parallel.layout import Layout
 from outpace.parallel.tensors import local
-from outpace.records.plan import Plan, Strategy
-
-# Those of which no rank keeps the whole model.
-SPREADS: frozenset[Strategy] = frozenset(
-    {"zero2", "zero3", "hsdp", "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv",
-     "dualpipev", "tp", "3d"}
-)  # fmt: skip
+from outpace.records.plan import Plan
+from outpace.records.strategies import TRAITS
 
 
 def fills_later(plan: Plan) -> bool:
@@ -26,7 +21,7 @@ def fills_later(plan: Plan) -> bool:
 
     What is made into 4 bits, or goes to a disk, needs its values before.
     """
-    spread = plan.strategy in SPREADS and plan.world_size > 1
+    spread = not TRAITS[plan.strategy].whole_model and plan.world_size > 1
     rounded = plan.lora_rank is not None and plan.base != "fp32"
     return spread and not rounded and plan.offload_parameters != "disk"
 

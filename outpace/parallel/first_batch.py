@@ -8,8 +8,7 @@ buffers, and weights that the forward changes, are put back. Where nothing is dr
 what the layout did is the first step's, and is not done again: all stays as it has become.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -19,32 +18,39 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
-from outpace.nn.levers import apply_checkpointing
 from outpace.nn.spread import is_spread, local
-from outpace.parallel.api import Batch, Layout, Pass
-from outpace.parallel.batches import cut, samples_in
-from outpace.parallel.batchnorm import SynchronisedBatchNorm
-from outpace.parallel.blocks import Blocks, flat, named_blocks
+from outpace.parallel.blocks import Blocks
 from outpace.parallel.comparison import (
     ComparisonLimits,
     LayoutComparison,
-    Projection,
     choose_tolerance,
-    difference,
     halves_tolerance,
     square,
 )
-from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
-from outpace.parallel.module_state import moves_buffers, preserved
-from outpace.parallel.moved_parameters import MovedParameters, keep_values
-from outpace.parallel.plain import (
-    random_state,
-    same_random_state,
-    set_random_state,
-    without_dropout,
+from outpace.parallel.kept_state import (
+    explain_kept_state,
+    explain_state_apart,
+    explain_state_of_wrong,
 )
-from outpace.parallel.plain_copy import filled, held_by, holders_of, model_of, standing_for
-from outpace.parallel.tensors import copies, hollow
+from outpace.parallel.later_writes import LaterWrites
+from outpace.parallel.layout import Batch, Layout, Pass
+from outpace.parallel.module_state import preserved
+from outpace.parallel.moved_parameters import (
+    NEEDED_BEFORE,
+    MovedParameters,
+    explain_writes,
+    is_lost_value,
+)
+from outpace.parallel.plain import without_dropout
+from outpace.parallel.plain_copy import Held, held_by
+from outpace.parallel.plain_pass import (
+    PlainFailure,
+    PlainPass,
+    PlainSums,
+    explain_new_parameters,
+)
+from outpace.parallel.refusals import has_other_cause
+from outpace.parallel.tensors import copies
 from outpace.records.errors import BadInputError, first_names
 from outpace.records.optimizers import SCALED
 from outpace.records.plan import Plan
@@ -56,6 +62,7 @@ Run = Callable[[Sequence[Batch], Pass], Tensor]  # a layout's forward and backwa
 
 _MOST_OF_FREE = 0.8
 _BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
+_UNSEEN = "in the backward, or in another thread, where outpace cannot put it back to compare"
 
 WAYS_OUT = {
     True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
@@ -70,7 +77,8 @@ class FirstBatch:
 
     Made before the objective is laid out, of which it copies the structure alone. `say` is given
     sentences, on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are the names
-    of the parts that recompute, where the user gives them.
+    of the parts that recompute, where the user gives them. `resumed` may be set: steps were done
+    before.
     """
 
     def __init__(
@@ -82,22 +90,10 @@ class FirstBatch:
         by_command: bool,
         blocks: Blocks | None = None,
     ) -> None:
+        self.resumed = False
         self._plan, self._ranks, self._by_command = plan, ranks, by_command
-        self._blocks = blocks
         self._say: Say = say if ranks.rank == 0 else lambda sentence: None
-        self._left_out: str | None = None
-        self._synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
-        self._plain: nn.Module | None = None
-        self._trained: list[nn.Module] = []
-        self._hooks = {
-            name: (gradient_hooks(parameter), accumulation_hooks(parameter))
-            for name, parameter in model_of(objective).named_parameters()
-        }
-        try:
-            self._plain = hollow(objective)
-            self._trained = list(objective.modules())
-        except Exception as error:
-            self._left_out = f"the module cannot be copied ({type(error).__name__}: {error})"
+        self._plain = PlainPass(objective, plan, ranks, blocks)
 
     def look(
         self,
@@ -116,32 +112,45 @@ class FirstBatch:
         is as it was. `ready` is called before what the layout does.
         """
         run = layout.gradients if run is None else run
-        reason = _agreed(self._left_out or self._too_large(layout)) or self._on_no_rank(layout)
+        told: list[Any] = [None] * self._ranks.world_size
+        reason = self._plain.left_out or self._too_large(layout)
+        dist.all_gather_object(told, (reason, held_by(layout)))
+        holders: list[Held] = [held for _, held in told]
+        reason = next((one for one, _ in told if one is not None), None)
+        reason = reason or self._on_no_rank(holders)
         if reason is not None:
             self._tell_left_out(reason)
             return None
         device = layout._device()
-        allowed = choose_tolerance(self._plan, _narrowest(layout))
+        allowed = choose_tolerance(self._plan, min(held.narrowest for held in holders))
         layout.learn_forms(passes[0] if passes else None, Pass(given.cast))
         for _, parameter in layout.named_parameters():
             parameter.grad = None
-        found, apart = self._plain_pass(layout, passes, Pass(given.cast), device)
-        if found is None:
+        least = halves_tolerance(self._plan, allowed)
+        found = self._plain.run(layout, passes, Pass(given.cast), holders, least)
+        if isinstance(found, PlainFailure):
+            if found.by_cut:
+                raise _on_all_ranks(found.reason)
+            self._tell_left_out(found.reason)
             return None
-        self._require_alike(found, layout)
+        self._require_alike(found)
+        self._require_shared_state(found, allowed)
         ready()
         watch = MovedParameters(layout.named_parameters())
         kept = False
         with preserved(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
-            totals, again = self._run_watched(layout, passes, given, run, watch, found.moved)
-            self._require_same(found.moved, watch.changes(), layout, allowed)
-            sums = self._sums(layout, found, device, self._factor(layout, given, device))
+            totals, again = self._run_watched(layout, passes, given, run, watch, found)
+            again = self._require_same(found, watch, layout, allowed, again)
+            factor = self._factor(layout, given, device)
             compared = LayoutComparison(
-                found.names, found.sums, totals.to(device), sums, allowed, self._plan.pp > 1
-            )
+                found.names, found.sums, totals.to(device),
+                self._sums(layout, found, holders, factor), allowed, self._plan.pp > 1,
+            )  # fmt: skip
             wrong = compared.first_wrong()
             if wrong is not None:
-                raise _on_all_ranks(self._refusal(*wrong))
+                what, cause = wrong
+                cause = explain_state_of_wrong(found.states) or cause
+                raise _on_all_ranks(self._refusal(what, cause))
             kept = reuse and not again and self._plan.precision not in SCALED
             if kept:
                 keep()
@@ -150,72 +159,73 @@ class FirstBatch:
                     parameter.grad = None
         if not kept:
             layout.take_back()
-        if apart > halves_tolerance(self._plan, allowed):
-            self._say(self._about_cut(apart))
+        ways_out = WAYS_OUT[self._by_command]
+        LaterWrites(layout, self._plan, found.written, ways_out, steps=int(kept)).begin()
+        self._tell_differences(found, allowed, len(passes) * self._plan.pp_microbatches)
         return totals if kept else None
 
-    def _plain_pass(
-        self, layout: Layout, passes: Sequence[Batch], given: Pass, device: torch.device
-    ) -> tuple["_Plain | None", float]:
-        """Run the plain module; return its sums, and how far halves are apart. Collective.
+    def _tell_differences(self, found: PlainSums, allowed: ComparisonLimits, count: int) -> None:
+        """Say what is right, and yet not what one process over the whole batch computes.
 
-        None where it cannot: that is said.
+        `count` are the micro-batches of a step.
         """
-        assert self._plain is not None
-        plain, self._plain = self._plain, None
-        trained, self._trained = self._trained, []
-        if self._plan.data_rank(self._ranks.rank) is None:
-            passes = []
-        with (
-            preserved(layout.objective, device),
-            filled(plain, layout, self._plan, self._ranks) as names,
-            standing_for(trained, plain),
-        ):
-            model = model_of(plain)
-            found = _Plain(names, model, device)
-            watch = MovedParameters(model.named_parameters())
-            with watch:
-                reason = self._run_plain(plain, found, passes, given, device)
-            found.moved = watch.put_back()
-            found.written, found.written_by_samples = watch.written, watch.written_by_samples
-            reason = _agreed(reason)
-            apart = 0.0
-            if reason is None:
-                apart = _agreed_number(self._cut_apart(plain, found, passes, given))
-            made = [name for name, _ in model.named_parameters() if name not in found.names]
-        if reason is not None:
-            self._tell_left_out(reason)
-            return None, 0.0
-        made_by_forward = _agreed(explain_new_parameters(made) if made else None)
-        if made_by_forward is not None:
-            raise _on_all_ranks(made_by_forward)
-        return found, apart
+        apart = max(report.cut.loss for report in found.reports)
+        if apart > halves_tolerance(self._plan, allowed):
+            self._say(self._about_cut(apart))
+        else:
+            moved = self._find_moved_buffers(found)
+            if moved:
+                self._say(_explain_moved_buffers(moved))
+        if found.written and count > 1:
+            self._say(self._explain_repeated_writes(sorted(found.written), count))
+        states = found.states
+        if states:
+            told = states, self._plan.data_parallel, self._by_command, self.resumed
+            self._say(explain_kept_state(*told))
 
-    def _require_alike(self, found: "_Plain", layout: Layout) -> None:
+    def _find_moved_buffers(self, found: PlainSums) -> list[str]:
+        """Return the buffers that parts of the batch move otherwise, and the loss depends on."""
+        by_halves = {name for report in found.reports for name in report.cut.buffers}
+        prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
+        # Ranks with the same samples have taken a part of them each.
+        by_ranks = _apart_names(prints) if self._plain.ranks_per_share == 1 else []
+        read = {name for report in found.reports for name in report.cut.read}
+        return sorted({*by_halves, *by_ranks} & read)
+
+    def _require_alike(self, found: PlainSums) -> None:
         """Refuse writes to parameters of which ranks hold parts, or that ranks do differently.
 
         That is also what has changed nothing yet: an embedding with max_norm will, at a later
-        step. Raises BadInputError. Collective.
+        step. And parameters that the forward makes. Raises BadInputError on all ranks.
         """
-        named = dict(layout.named_parameters())
-        spread = [name for name in found.written if name in named and is_spread(named[name])]
-        said: list[Any] = [None] * self._ranks.world_size
-        of_pieces = self._plan.data_rank(self._ranks.rank) is not None
-        prints = {name: fingerprint(values) for name, values in found.moved.items()}
-        by_samples = sorted(found.written_by_samples)
-        dist.all_gather_object(said, (spread, by_samples, prints if of_pieces else None))
-        shards = sorted({name for names, _, _ in said for name in names})
+        reports = found.reports
+        made = next((report.made for report in reports if report.made), None)
+        if made is not None:
+            raise _on_all_ranks(explain_new_parameters(made))
+        unseen = sorted({name for report in reports for name in report.unseen})
+        if unseen:
+            raise _on_all_ranks(self._explain_moves(unseen, _UNSEEN))
+        shards = sorted({name for report in reports for name in report.spread})
         if shards:
             raise _on_all_ranks(
                 self._explain_moves(shards, "what it writes is lost, since ranks hold shards")
             )
         if self._plan.data_parallel == 1:
             return
-        apart = sorted({name for _, names, _ in said for name in names})
-        if self._ranks_per_share == 1:  # ranks with the same samples have taken a part of them each
-            apart = apart or _apart_names([one for _, _, one in said if one is not None])
+        apart = sorted({name for report in reports for name in report.by_samples})
+        # Ranks with the same samples have taken a part of them each.
+        if self._plain.ranks_per_share == 1:
+            prints = [report.prints for report in reports if report.prints is not None]
+            apart = apart or _apart_names(prints)
         if apart:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+
+    def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
+        """Refuse state in attributes that depends on samples, of which ranks have their own."""
+        least = halves_tolerance(self._plan, allowed)
+        if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
+            ways_out = WAYS_OUT[self._by_command]
+            raise _on_all_ranks(explain_state_apart(found.states, self._plan.strategy, ways_out))
 
     def _run_watched(
         self,
@@ -224,54 +234,68 @@ class FirstBatch:
         given: Pass,
         run: Run,
         watch: MovedParameters,
-        moved: Mapping[str, Tensor],
+        plain: PlainSums,
     ) -> tuple[Tensor, bool]:
         """Run the layout as `_run_layout`; `watch` notes what changes. Raises BadInputError.
 
-        Micro-batches that are under way at once may need what another one has changed.
+        Operators are watched where the plain module's have written to parameters of any rank: else
+        counters of writes tell, which cost nothing.
+
+        Micro-batches that are under way at once may need what another one has changed, or written
+        to all the same (max_norm, where no row is too long yet).
         """
         try:
-            offloads = self._plan.offload_parameters != "none"  # which writes to them itself
-            with nullcontext() if offloads else watch:
+            watches = not self._offloads and any(report.written for report in plain.reports)
+            with watch if watches else nullcontext():
                 return self._run_layout(layout, passes, given, run)
         except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or _of_another_rank(error):
+            if has_other_cause(error):
                 raise
-            if moved:
-                why = "other micro-batches, which are under way, need it as it was"
-                raise BadInputError(self._explain_moves(sorted(moved), why)) from error
+            written = sorted(plain.moved or (plain.written if is_lost_value(error) else ()))
+            if written:
+                raise BadInputError(self._explain_moves(written, NEEDED_BEFORE)) from error
             said = str(error.__cause__ or error).strip() or type(error).__name__
             raise BadInputError(
                 f"under strategy {self._plan.strategy} the module fails, and in one process it "
                 f"does not: {type(error).__name__}: {said[:300]}. {WAYS_OUT[self._by_command]}"
             ) from error
 
+    @property
+    def _offloads(self) -> bool:
+        """Whether the layout itself writes to parameters between forwards."""
+        return self._plan.offload_parameters != "none"
+
     def _require_same(
         self,
-        moved: Mapping[str, Tensor],
-        moved_too: Mapping[str, Tensor],
+        plain: PlainSums,
+        watch: MovedParameters,
         layout: Layout,
         allowed: ComparisonLimits,
-    ) -> None:
+        again: bool,
+    ) -> bool:
         """Refuse a layout in which the forward changes parameters otherwise. Collective.
 
-        Raises BadInputError.
+        Returns whether the step is to be computed `again` on any rank. Raises BadInputError.
         """
+        moved, moved_too = plain.moved, watch.changes()
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
+        unseen = [] if self._offloads else watch.written_unseen()
+        wrong_here = unseen + self._find_wrong_changes(moved, moved_too, held, allowed)
         said: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(said, ({*moved, *moved_too}, self._find_wrong_changes(
-            moved, moved_too, held, allowed
-        )))  # fmt: skip
-        wrong = sorted(set().union(*(names for _, names in said)))
+        dist.all_gather_object(said, ({*moved, *moved_too}, wrong_here, again))
+        wrong = sorted(set().union(*(names for _, names, _ in said)))
         if wrong:
             why = "it is changed more often, or by something else, than in one process"
             raise _on_all_ranks(self._explain_moves(wrong, why))
-        changed = set().union(*(names for names, _ in said)) & held.keys()
-        prints: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(prints, {name: fingerprint(held[name]) for name in changed})
-        apart = _apart_names(prints, holders_alone=True)
-        if apart:
-            raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+        changed = set().union(*(names for names, *_ in said))
+        if changed:
+            prints: list[Any] = [None] * self._ranks.world_size
+            mine = {name: fingerprint(held[name]) for name in changed & held.keys()}
+            dist.all_gather_object(prints, mine)
+            apart = _apart_names(prints, holders_alone=True)
+            if apart:
+                raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+        return any(one for *_, one in said)
 
     def _find_wrong_changes(
         self,
@@ -292,12 +316,19 @@ class FirstBatch:
                 wrong.append(name)
         return wrong
 
-    def _explain_moves(self, names: Sequence[str], why: str) -> str:
+    def _explain_repeated_writes(self, names: Sequence[str], count: int) -> str:
+        """Return what to know of a forward that writes to parameters in each micro-batch."""
         return (
-            f"the module's forward changes the values of {first_names(names)}, and under strategy "
-            f"{self._plan.strategy} {why}. Change parameters between steps instead, all ranks "
-            f"alike. {WAYS_OUT[self._by_command]}"
+            f"the forward writes to {first_names(names)}, and this plan runs it {count} times a "
+            "step, one process over the whole batch once: what moves each time it is written (a "
+            f"teacher that follows, a decay) moves {count} times as often. Move parameters between "
+            "steps, or have one micro-batch a step (a larger micro-batch, no pipeline). Nothing is "
+            "to be done where to write twice is to write once (weights that are clipped)."
         )
+
+    def _explain_moves(self, names: Sequence[str], why: str) -> str:
+        said = explain_writes(names, self._plan.strategy, why)
+        return f"{said} {WAYS_OUT[self._by_command]}"
 
     def _factor(self, layout: Layout, given: Pass, device: torch.device) -> float:
         """Return the factor of gradients beside what the collective divides them by."""
@@ -306,10 +337,9 @@ class FirstBatch:
         one = torch.ones((), dtype=torch.float32, device=device)
         return float(given.scale(one)) / layout.averages
 
-    def _on_no_rank(self, layout: Layout) -> str | None:
-        """Which of the module's tensors no rank has; None where there is none. Collective."""
-        assert self._plain is not None
-        model, held = model_of(self._plain), set().union(*holders_of(held_by(layout), self._ranks))
+    def _on_no_rank(self, holders: Sequence[Held]) -> str | None:
+        """Which of the module's tensors no rank has; None where there is none."""
+        model, held = self._plain.model, set().union(*(one.dtypes for one in holders))
         named = (*model.named_parameters(), *model.named_buffers())
         lost = [name for name, _ in named if name not in held]
         return f"no rank has {first_names(lost)} of the module" if lost else None
@@ -319,14 +349,13 @@ class FirstBatch:
 
         Of gradients there is never more than one at a time.
         """
-        assert self._plain is not None
         if self._plan.data_rank(self._ranks.rank) is None:
             return None  # which has no samples to run it on
         device = layout._device()
         held = {n for n, p in layout.named_parameters() if not is_spread(p)}
         if self._plan.offload_parameters != "none":
             held = set()  # what lies elsewhere is brought, or read from a disk
-        lacking = [p for n, p in model_of(self._plain).named_parameters() if n not in held]
+        lacking = [p for n, p in self._plain.model.named_parameters() if n not in held]
         needed = sum(p.nbytes for p in lacking)
         free = _free_bytes(device) / (1 if device.type == "cuda" else self._ranks.local_world_size)
         if needed <= _MOST_OF_FREE * free:
@@ -335,144 +364,6 @@ class FirstBatch:
             f"one process would hold {show_bytes(needed)} of weights that a rank does not, and "
             f"{show_bytes(int(free))} are free"
         )
-
-    def _run_plain(
-        self,
-        plain: nn.Module,
-        found: "_Plain",
-        passes: Sequence[Batch],
-        given: Pass,
-        device: torch.device,
-    ) -> str | None:
-        """Add up this rank's part of the pieces; why that cannot be, or None.
-
-        Of several ranks with the same samples each takes every n-th piece.
-        """
-        model = model_of(plain)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                add_hooks(parameter, *self._hooks.get(name, ((), ())))
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p, name=name: found.take(name, p)
-                )
-        begin = random_state(device)
-        try:
-            if self._plan.recomputes or self._plan.offload_activations != "none":
-                # As the run, which has no memory for more.
-                named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
-                apply_checkpointing(model, "full", named)
-            with preserved(plain, device), without_dropout(plain), torch.enable_grad():
-                in_order = self._in_order(plain, passes, given, device)
-                for number, piece, mine in self._pieces(passes, in_order):
-                    with given.cast(), torch.set_grad_enabled(mine):
-                        loss_sum, count, *_ = plain(piece)
-                    if mine:
-                        loss_sum.backward()
-                        found.count(number, piece, loss_sum.detach(), count)
-                drew = not same_random_state(begin, random_state(device))
-        except Exception as error:
-            return _failure(error)
-        if drew and self._ranks_per_share > 1:
-            return "the module draws random numbers, dropout apart"
-        return None
-
-    @property
-    def _ranks_per_share(self) -> int:
-        """Number of ranks that have the same samples."""
-        return (self._plan.world_size - self._plan.servers) // self._plan.data_parallel
-
-    def _in_order(
-        self, plain: nn.Module, passes: Sequence[Batch], given: Pass, device: torch.device
-    ) -> bool:
-        """Whether a piece needs those before it, for buffers, counters or generators of its own."""
-        if self._ranks_per_share == 1 or not passes:
-            return False  # each rank has all pieces of its samples anyway
-
-        piece = cut(passes[0], self._plan.pp_microbatches)[0]
-        losses: list[Tensor] = []
-
-        def run() -> None:
-            begin = random_state(device)
-            for _ in range(2):  # counters, generators of its own: the second differs
-                set_random_state(begin, device)
-                with torch.no_grad(), given.cast():
-                    losses.append(plain(piece)[0])
-
-        watch = MovedParameters(model_of(plain).named_parameters())
-        with watch:
-            moves = moves_buffers(plain, device, run)
-        return bool(watch.put_back()) or moves or not torch.equal(*losses)
-
-    def _pieces(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
-        """The micro-batches of this rank, as one process would take them: number, batch and True.
-
-        `in_order`: among them those of ranks with the same samples, with False.
-        """
-        plan, number = self._plan, 0
-        place = self._ranks.rank % plan.tp if plan.tp > 1 else self._ranks.rank // (
-            plan.world_size // plan.pp
-        )  # fmt: skip
-        for batch in passes:
-            parts = cut(batch, plan.pp_microbatches) if plan.pp_microbatches > 1 else [batch]
-            for part in parts:
-                mine = number % self._ranks_per_share == (
-                    0 if self._ranks_per_share == 1 else place
-                )
-                if mine or in_order:
-                    yield number, part, mine
-                number += 1
-
-    def _cut_apart(
-        self, plain: nn.Module, found: "_Plain", passes: Sequence[Batch], given: Pass
-    ) -> float:
-        """How far the loss of a batch is from that of its two halves; 0 where there is no cut.
-
-        The run takes no halves, so that what they raise (BatchNorm, of one sample) is no fault.
-        """
-        plan = self._plan
-        if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
-            return 0.0
-        if found.first is None:  # which of several ranks with the same samples one has
-            return 0.0
-        for compare in (self._halves_apart, self._pair_apart):
-            try:
-                with keep_values(model_of(plain).named_parameters()):
-                    apart = compare(plain, found.first, passes, given)
-            except Exception:
-                continue
-            if apart is not None:
-                return apart
-        return 0.0
-
-    def _halves_apart(
-        self, plain: nn.Module, first: tuple[Batch, float], passes: Sequence[Batch], given: Pass
-    ) -> float | None:
-        """Compare the first piece with its halves; None where it cannot be halved."""
-        piece, mean = first
-        if samples_in(piece) % 2:
-            return None
-        return _difference(mean, self._mean_of(plain, cut(piece, 2), given))
-
-    def _pair_apart(
-        self, plain: nn.Module, first: tuple[Batch, float], passes: Sequence[Batch], given: Pass
-    ) -> float | None:
-        """Compare a pipeline's first two pieces with both in one; None where there are none."""
-        samples, size = samples_in(passes[0]), 2 * samples_in(first[0])
-        if self._plan.pp_microbatches == 1 or samples % size:
-            return None
-        pair = cut(passes[0], samples // size)[0]
-        means = [self._mean_of(plain, pieces, given) for pieces in ([pair], cut(pair, 2))]
-        return _difference(*means)
-
-    def _mean_of(self, plain: nn.Module, pieces: Sequence[Batch], given: Pass) -> float:
-        device = next(plain.parameters()).device
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
-        with torch.no_grad(), without_dropout(plain), preserved(plain, device):
-            for piece in pieces:
-                with given.cast():
-                    loss_sum, count, *_ = plain(piece)
-                totals += torch.stack((loss_sum.double(), count.double()))
-        return float(totals[0] / totals[1])
 
     def _run_layout(
         self, layout: Layout, passes: Sequence[Batch], given: Pass, run: Run
@@ -485,23 +376,25 @@ class FirstBatch:
         if self._plan.precision in SCALED:
             given = Pass(given.cast, scale=lambda loss_sum: loss_sum * averages)
         with ExitStack() as stack:
-            nothing = stack.enter_context(without_dropout(layout.objective))
+            nothing = None
+            if self._plain.ranks_per_share > 1:  # who draw otherwise than the plain module
+                nothing = stack.enter_context(without_dropout(layout.objective))
             if compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             totals = run(list(passes), given)
-        again = compiled or nothing.would_drop
-        return totals, bool(_agreed_number(float(again)))
+        return totals, compiled or (nothing is not None and nothing.would_drop)
 
-    def _sums(self, layout: Layout, plain: "_Plain", device: torch.device, factor: float) -> Tensor:
+    def _sums(
+        self, layout: Layout, plain: PlainSums, holders: Sequence[Held], factor: float
+    ) -> Tensor:
         """This rank's shares of products and squares of gradients, and 1 for each: (3, names)."""
         named = dict(layout.named_parameters()) if layout.has_sums else {}
-        holders = holders_of(named, self._ranks)
-        sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=device)
+        sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
         for number, name in enumerate(plain.names):
             parameter = named.get(name)
             if parameter is None or parameter.grad is None:
                 continue
-            held_by = sum(name in one for one in holders)
+            held_by = sum(name in one.dtypes for one in holders if one.has_sums)
             share = copies(parameter.grad, self._ranks.world_size)
             alike = share if is_spread(parameter.grad) else held_by
             product = plain.projection.project_part(parameter.grad, parameter)
@@ -536,7 +429,7 @@ class FirstBatch:
         )
         cure += (
             "larger micro-batches, since statistics are those of all ranks already"
-            if self._synchronised
+            if self._plain.synchronised
             else f"sync_batchnorm=True{where} where the module has BatchNorm"
         )
         return (
@@ -547,12 +440,15 @@ class FirstBatch:
         )
 
 
-def explain_new_parameters(names: Sequence[str]) -> str:
-    """Return what to do where a forward makes parameters, which no optimizer has."""
+def _explain_moved_buffers(names: Sequence[str]) -> str:
+    """Return what to know of running averages that no rank has of all samples."""
+    one = len(names) == 1
     return (
-        f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
-        "there before, so that no optimizer would step it. Make it in __init__, or use the module "
-        "after a batch has run through it once."
+        f"the forward moves {first_names(names)}, {'a buffer' if one else 'buffers'}, by the "
+        "samples that it sees. Ranks and micro-batches see parts of the batch, so that one process "
+        "over the whole batch would train otherwise: each rank moves its own, each step begins "
+        "with rank 0's, and each micro-batch moves it once. Gather what moves it over the ranks "
+        "(torch.distributed.all_reduce in the forward), and have one micro-batch a step."
     )
 
 
@@ -566,85 +462,13 @@ def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = Fals
     ]
 
 
-def _of_another_rank(error: Exception) -> bool:
-    """Whether a collective failed because a peer has gone."""
-    said = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said
-
-
 def _on_all_ranks(sentence: str) -> BadInputError:
     error = BadInputError(sentence)
     error.on_all_ranks = True
     return error
 
 
-def _failure(error: Exception) -> str:
-    """Why the plain forward and backward did not come to their end."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "there is no memory for one process' forward and backward"
-    said = str(error).strip().splitlines() or [""]
-    return f"a copy of the module fails ({type(error).__name__}: {said[0][:200]})"
-
-
-def _narrowest(layout: Layout) -> int:
-    """The bytes of the narrowest floating-point numbers of any rank's parameters. Collective."""
-    sizes = [p.itemsize for _, p in layout.named_parameters() if p.is_floating_point()]
-    return 16 - int(_agreed_number(16 - min(sizes, default=8)))
-
-
-def _difference(whole_mean: float, halves_mean: float) -> float:
-    apart = difference(whole_mean, halves_mean)
-    return apart if math.isfinite(apart) else 0.0
-
-
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
-
-
-def _agreed(reason: str | None) -> str | None:
-    """The first reason that any rank has. Collective."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, reason)
-    return next((one for one in said if one is not None), None)
-
-
-def _agreed_number(number: float) -> float:
-    """The largest of all ranks'. Collective."""
-    said: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(said, number)
-    return max(said)
-
-
-class _Plain:
-    """Results of the plain module on this rank.
-
-    Sums of loss, count and sizes, then products of gradients, then how many gradients there were.
-    """
-
-    def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
-        self.names = list(names)
-        largest = max((p.numel() for p in model.parameters()), default=1)
-        self.projection = Projection(largest, device)
-        self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
-        self.first: tuple[Batch, float] | None = None  # piece and its mean loss, if it has run here
-        self.moved: dict[str, Tensor] = {}  # what parameters became by the forward itself
-        self.written: set[str] = set()
-        self.written_by_samples: set[str] = set()
-        self._places = {name: 3 + number for number, name in enumerate(names)}
-
-    def take(self, name: str, parameter: nn.Parameter) -> None:
-        """A gradient of a piece is there, and is given up."""
-        if parameter.grad is None:
-            return  # which a user's hook has done
-        self.sums[self._places[name]] += self.projection.project(parameter.grad)
-        self.sums[self._places[name] + len(self.names)] += 1
-        parameter.grad = None
-
-    def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
-        """A piece is done."""
-        totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
-        self.sums[:3] += totals
-        if not number:
-            self.first = piece, float(totals[0] / totals[1])

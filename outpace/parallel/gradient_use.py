@@ -4,10 +4,12 @@ Experts without tokens, branches and dropped layers leave a rank without a gradi
 that others have one for. A strategy then puts zeros in their place, so that all ranks exchange the
 same tensors; and what has a gradient on no rank is to have none at the end, as in one process:
 optimizers pass it over, where zeros would still decay weights and move by momentum.
+
+By the same message ranks that have written to parameters in a forward learn whether all have.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ class GradientUse:
     """Tells ranks which of `named` parameters have a gradient on any of them.
 
     `steps` are done already. One message of a byte for each parameter. Only a rank that lacks a
-    gradient looks at the answer, so no other waits for its device.
+    gradient, or has written to a parameter, looks at the answer, so no other waits for its device.
     """
 
     def __init__(
@@ -40,20 +42,26 @@ class GradientUse:
         self._parameters = [parameter for _, parameter in named]
         self.steps = steps
         self._group = group
-        self._all = torch.ones(len(self._parameters), dtype=torch.uint8, device=device)
+        # Beside a byte for each parameter: whether a rank has written to some, and one has not.
+        self._all = torch.ones(len(self._parameters) + 2, dtype=torch.uint8, device=device)
+        self._all[-2] = 0
         self._told = False
+        self.find_writes: Callable[[], bool] = lambda: False  # see later_writes.py
+        self.all_wrote = False
 
     def agree(self, used: Sequence[bool]) -> None:
         """A step's: drop the gradients of what is `used` on no rank. Collective."""
         self.steps += 1
-        complete = all(used)
+        self.all_wrote = False
+        complete, wrote = all(used), self.find_writes()
         flags = self._all.clone()
-        if not complete:
-            flags.copy_(torch.tensor(used, dtype=torch.uint8))
+        if not complete or wrote:
+            flags.copy_(torch.tensor([*used, wrote, not wrote], dtype=torch.uint8))
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        if complete:
+        if complete and not wrote:
             return
-        on_any_rank = [bool(flag) for flag in flags.tolist()]
+        *on_any_rank, _, one_has_not = [bool(flag) for flag in flags.tolist()]
+        self.all_wrote = not one_has_not
         for parameter, on_any in zip(self._parameters, on_any_rank, strict=True):
             if not on_any:
                 parameter.grad = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outpace.parallel.api import Layout, Request
+from outpace.parallel.layout import Layout, Request
 from outpace.parallel.ring import Ring
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks

@@ -1,30 +1,46 @@
 """The state of a user's module that a look must leave as it was: what forwards and losses change.
 
 That is gradients, buffers, attributes (counters, lists, tensors, what is inside of objects of the
-user's own classes), training modes, and the generators of torch, Python and NumPy.
+user's own classes), what its functions use outside of it (outer_state.py), training modes, and the
+generators of torch, Python and NumPy.
 """
 
+import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
+from outpace.parallel.outer_state import find_places
 from outpace.parallel.plain import random_state, set_random_state
 
 _INTERNAL = frozenset({*vars(nn.Module()), "forward"})
 _LIBRARIES = frozenset({"builtins", "functools", "numpy", "outpace", "torch"})
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
+_GENERATOR = object()
+_GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+_MOST_ENTRIES = 10_000  # of a container that is compared by more than its length
+_MOST_COUNTERS = 100  # entries of a container that may be counters
+_MOST_NUMBERS = 1_000_000  # of a tensor or an array that are all compared
 
 Undo = Callable[[], None]
+
+
+class _Values(NamedTuple):
+    """A tensor or an array, in a form that compares."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: int | None
 
 
 @contextmanager
@@ -52,30 +68,199 @@ def preserved(module: nn.Module, device: torch.device) -> Iterator[Callable[[], 
                 parameter.grad = gradient
 
 
-def moves_buffers(module: nn.Module, device: torch.device, run: Callable[[], None]) -> bool:
-    """Whether `run` changes any of a module's buffers, which are put back."""
-    held = [(part._buffers, name, buffer) for part in module.modules()
-            for name, buffer in part._buffers.items() if buffer is not None]  # fmt: skip
-    before = [(buffer._version, fingerprint(buffer)) for _, _, buffer in held]
-    with preserved(module, device):
-        run()
-        return any(
-            register.get(name) is not buffer or (buffer._version, fingerprint(buffer)) != seen
-            for (register, name, buffer), seen in zip(held, before, strict=True)
-        )
+def kept_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what an objective keeps beside parameters and saved buffers, in a form that compares.
+
+    By name: numbers, tensors, generators, and what containers and objects of the user's own classes
+    hold, in plain attributes; buffers that no checkpoint has; and globals, class attributes and
+    enclosed variables that functions of the user's files use. What is no plain attribute is named
+    with what it is, in parentheses.
+    """
+    seen = {id(part) for part in module.modules()}
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        _find_attributes(part, name, found, seen)
+        for buffer in part._buffers:
+            kind = unsaved_kind(module, name, part, buffer)
+            if kind is not None:
+                path = f"{name}.{buffer}" if name else buffer
+                found[f"{path} ({kind})"] = _comparable(part._buffers[buffer], seen)
+    for place in find_places(module):
+        inside: dict[str, Any] = {}
+        _find_value(place.get(), place.name, inside, seen)
+        for name, value in inside.items():
+            found[f"{name} ({place.kind})"] = value
+    return found
 
 
-def _undo_all(module: nn.Module) -> list[Undo]:
-    """What puts back all that is reached from a module's buffers and attributes."""
-    waiting: list[Any] = list(module.modules())
+def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
+    """Return what a buffer of an objective's part `name` is; None for one that checkpoints have."""
+    if buffer in part._non_persistent_buffers_set:
+        return "a buffer with persistent=False"
+    of_model = "model" not in objective._modules or name == "model" or name.startswith("model.")
+    return None if of_model else "a buffer of the loss"
+
+
+def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[int]) -> None:
+    """Add the attributes of a module, or of an object of the user's own class, to `found`."""
+    for attribute, value in list(vars(holder).items()):
+        if isinstance(holder, nn.Module) and attribute in _INTERNAL:
+            continue
+        _find_value(value, f"{name}.{attribute}" if name else attribute, found, seen)
+
+
+def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
+    """Add a value, or what an object of the user's own class holds, to `found`."""
+    value = value.__self__ if isinstance(value, MethodType) else value
+    if not (isinstance(value, nn.Module) or _is_own(value)):
+        found[path] = _comparable(value, seen)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        _find_attributes(value, path, found, seen)
+
+
+def _comparable(value: Any, seen: set[int]) -> Any:
+    """Return what is equal for equal contents of a value."""
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return repr(value)
+    if isinstance(value, nn.Parameter):
+        return "a parameter"
+    if isinstance(value, Tensor):
+        return _Values(str(value.dtype), tuple(value.shape), fingerprint(_sample_of(value)))
+    if isinstance(value, np.ndarray):
+        found = None if _is_constant(value) else hash(_sample_of(value).tobytes())
+        return _Values(str(value.dtype), value.shape, found)
+    if isinstance(value, random.Random):
+        return _GENERATOR, hash(value.getstate())
+    if isinstance(value, torch.Generator):
+        return _GENERATOR, fingerprint(value.get_state())
+    if isinstance(value, np.random.Generator):
+        return _GENERATOR, repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return _GENERATOR, repr(value.get_state(legacy=False))
+    if isinstance(value, tuple) or type(value) in (*_MAPPINGS, *_SEQUENCES, set):
+        return _comparable_container(value, seen)
+    return type(value).__name__
+
+
+def _sample_of(value: Any) -> Any:
+    """Return a tensor or an array, of a large one numbers that lie evenly in it.
+
+    By odd steps: they are in all columns of a table of 2^n columns.
+    """
+    size = value.numel() if isinstance(value, Tensor) else value.size
+    if size <= _MOST_NUMBERS or (isinstance(value, Tensor) and value.layout != torch.strided):
+        return value
+    return value.reshape(-1)[:: size // _MOST_NUMBERS + 1 | 1]
+
+
+def _is_constant(array: Any) -> bool:
+    """Whether an array is data that nothing writes to: of a mapped file, or read-only."""
+    return isinstance(array, np.memmap) or not array.flags.writeable
+
+
+def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
+    """Change the whole numbers in what `kept_attributes` calls `name`; whether there are any.
+
+    Also in tensors and arrays of one number, and in entries of dicts and lists.
+    """
+    places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
+    if places:
+        return bool(sum(_change(place.get(), place.put, change) for place in places))
+    *holders, attribute = name.partition(" (")[0].split(".")
+    holder: Any = module
+    for one in holders:
+        holder = vars(holder).get(one, getattr(holder, one, None))
+    return _change(getattr(holder, attribute, None), partial(setattr, holder, attribute), change)
+
+
+def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
+    """Change a value, by `put` or in place, if it is a whole number or holds some."""
+    if type(value) in (*_MAPPINGS, *_SEQUENCES):
+        keys = list(value) if type(value) in _MAPPINGS else range(len(value))
+        if len(value) > _MOST_COUNTERS:
+            return False
+        return bool(sum(_change(value[k], partial(value.__setitem__, k), change) for k in keys))
+    if isinstance(value, Tensor | np.ndarray):
+        if isinstance(value, nn.Parameter) or math.prod(value.shape) != 1:
+            return False
+        number = value.item()
+        if not _is_whole(number) or (isinstance(value, np.ndarray) and _is_constant(value)):
+            return False
+        with torch.no_grad(), suppress(RuntimeError, OverflowError):  # beyond what uint8 holds
+            value[...] = change(number)
+            return True
+        return False
+    if not (_is_whole(value) or isinstance(value, np.integer)):
+        return False
+    put(type(value)(change(value)))
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def is_generator(comparable: Any) -> bool:
+    """Whether what `kept_attributes` has of an attribute is that of a random generator."""
+    return isinstance(comparable, tuple) and bool(comparable) and comparable[0] is _GENERATOR
+
+
+def shapes_in(comparable: Any) -> Any:
+    """Return the shapes of the tensors in what `kept_attributes` returns."""
+    if isinstance(comparable, dict):
+        return {name: shapes_in(one) for name, one in comparable.items()}
+    if isinstance(comparable, _Values):
+        return comparable.shape
+    return tuple(map(shapes_in, comparable)) if isinstance(comparable, tuple) else None
+
+
+def _comparable_container(value: Any, seen: set[int]) -> Any:
+    if id(value) in seen or len(value) > _MOST_ENTRIES:
+        return type(value).__name__, len(value)
+    seen.add(id(value))
+    if type(value) in _MAPPINGS:
+        return tuple((repr(key), _comparable_entry(one, seen)) for key, one in value.items())
+    if type(value) is set:
+        return frozenset(map(repr, value))
+    return tuple(_comparable_entry(one, seen) for one in value)
+
+
+def _comparable_entry(value: Any, seen: set[int]) -> Any:
+    """Return `_comparable` of what lies in a container, where objects have no name."""
+    if not (isinstance(value, nn.Module) or _is_own(value)):
+        return _comparable(value, seen)
+    if id(value) in seen:
+        return type(value).__name__
+    seen.add(id(value))
+    inside: dict[str, Any] = {}
+    _find_attributes(value, "", inside, seen)
+    return tuple(inside.items())
+
+
+def undo_draws(module: nn.Module) -> Undo:
+    """Return what puts the generators that a module itself has back to where they are now."""
+    undo = _undo_all(module, only=_GENERATORS)
+
+    def put_back() -> None:
+        for step in undo:
+            step()
+
+    return put_back
+
+
+def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Undo]:
+    """What puts back all that is reached from a module's buffers, attributes and functions."""
+    places = find_places(module)
+    waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     seen: dict[int, Any] = {id(p): p for p in module.parameters()}  # held, so that ids stay theirs
-    undo: list[Undo] = []
+    undo: list[Undo] = [place.undo() for place in places] if only == (object,) else []
     while waiting:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, str | int | float | bool | None | nn.Parameter):
             continue
         seen[id(value)] = value
-        found = _undo(value)
+        found = _undo(value) if isinstance(value, only) else None
         if found is not None:
             undo.append(found)
         waiting.extend(_inside(value))
@@ -105,7 +290,7 @@ def _undo(value: Any) -> Undo | None:
     if type(value) in (*_MAPPINGS, *_SEQUENCES, set):
         return _undo_container(value, list(value.items() if type(value) in _MAPPINGS else value))
     if isinstance(value, np.ndarray):
-        return _undo_array(value, value.copy())
+        return None if _is_constant(value) else _undo_array(value, value.copy())
     if isinstance(value, random.Random):
         drawn = value.getstate()
         return lambda: value.setstate(drawn)
@@ -157,12 +342,20 @@ def _undo_tensor(tensor: Tensor) -> Undo | None:
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)
 
     def undo() -> None:
-        if tensor._version != version or fingerprint(tensor) != fingerprint(values):
+        if tensor._version != version or _is_changed(tensor, values):
             tensor.detach().copy_(values)
         if _gradient(tensor) is not gradient:
             tensor.grad = gradient
 
     return undo
+
+
+def _is_changed(tensor: Tensor, values: Tensor) -> bool:
+    """Whether a tensor has other values, though its version is the same."""
+    some, some_before = fingerprint(_sample_of(tensor)), fingerprint(_sample_of(values))
+    if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
+        return some != some_before
+    return not torch.equal(tensor, values)
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:

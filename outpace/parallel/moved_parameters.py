@@ -5,16 +5,19 @@ values would need a copy of them. Here what operators write to is noticed as the
 tensors that are written to are copied.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.spread import local
+from outpace.nn.spread import is_spread, local
+from outpace.records.errors import first_names
+
+NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
 
 
 class MovedParameters(TorchDispatchMode):
@@ -25,11 +28,15 @@ class MovedParameters(TorchDispatchMode):
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched: dict[int, list[tuple[str, Tensor]]] = {}
+        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # as given, and its values
         for name, tensor in named:
             held = local(tensor).detach()
             if held.numel() and not held.is_meta:
                 self._watched.setdefault(_memory(held), []).append((name, held))
+                self._tensors[name] = tensor, held
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._versions = self._count_writes()
+        self.replaced: set[str] = set()  # by other tensors (p.data = …)
         self.written: set[str] = set()  # also where the values have stayed as they were
         self.written_by_samples: set[str] = set()
 
@@ -45,36 +52,59 @@ class MovedParameters(TorchDispatchMode):
     def _keep(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
     ) -> None:
-        for place, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            for one in tree_leaves(given):
-                leaf = local(one) if isinstance(one, Tensor) else one
-                if _has_memory(leaf):
-                    for name, held in self._watched.get(_memory(leaf), ()):
-                        self.written.add(name)
-                        if by_samples:
-                            self.written_by_samples.add(name)
-                        if name not in self._before:
-                            self._before[name] = held, held.clone()
+        for one in find_written(schema, args, kwargs):
+            for name, held in self._watched.get(_memory(one), ()):
+                self.written.add(name)
+                if by_samples:
+                    self.written_by_samples.add(name)
+                if name not in self._before:
+                    self._before[name] = held, held.clone()
+
+    def _note_replaced(self) -> None:
+        """Note whose values were replaced (p.data = …), which no operator does."""
+        for name, (tensor, held) in self._tensors.items():
+            if not is_spread(tensor) and _memory(tensor) != _memory(held):
+                self.replaced.add(name)
+                self.written.add(name)
+                self._before.setdefault(name, (held, held.clone()))
+
+    def written_unseen(self) -> list[str]:
+        """Return the names of what was written to since, though by no operator that was seen.
+
+        That is by another thread, as a backward on CUDA is one; or all, where none was watched.
+        """
+        self._note_replaced()
+        now = self._count_writes()
+        return [n for n, v in self._versions.items() if now[n] != v and n not in self.written]
+
+    def _count_writes(self) -> dict[str, int]:
+        """Count writes to tensors as given, and to the parts of those that are spread."""
+        return {
+            name: held._version + tensor._version
+            for name, (tensor, held) in self._tensors.items()
+            if not (held.is_inference() or tensor.is_inference())
+        }
 
     def put_back(self) -> dict[str, Tensor]:
         """Let all be as before; returns the values that were there in between, by name."""
-        moved = {name: held.clone() for name, held in self.changes().items()}
-        for name in moved:
+        moved = {name: now.clone() for name, now in self.changes().items()}
+        for name in {*moved, *self.replaced} & self._before.keys():
             held, before = self._before[name]
+            if name in self.replaced:
+                self._tensors[name][0].data = held
             held.copy_(before)
         self._before.clear()
         return moved
 
     def changes(self) -> dict[str, Tensor]:
         """Return the tensors that have other values than before, by name."""
-        return {
-            name: held
-            for name, (held, before) in self._before.items()
-            if not torch.equal(held, before)
-        }
+        self._note_replaced()
+        found = {}
+        for name, (held, before) in self._before.items():
+            now = self._tensors[name][0].detach() if name in self.replaced else held
+            if now.shape != before.shape or not torch.equal(now, before):
+                found[name] = now
+        return found
 
     @contextmanager
     def put_back_unless(self, kept: Callable[[], bool]) -> Iterator[None]:
@@ -97,7 +127,18 @@ def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         watch.put_back()
 
 
-def _has_memory(value: object) -> bool:
+def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors of memory of their own that a call of an operator writes to."""
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for one in tree_leaves(given):
+                leaf = local(one) if isinstance(one, Tensor) else one
+                if has_memory(leaf):
+                    yield leaf
+
+
+def has_memory(value: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor of its own memory, which wrappers of tensors are not."""
     return (
         isinstance(value, Tensor)
@@ -109,3 +150,16 @@ def _has_memory(value: object) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def is_lost_value(error: BaseException) -> bool:
+    """Whether a backward failed since what it needs was written to after its forward."""
+    return "modified by an inplace operation" in str(error.__cause__ or error)
+
+
+def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
+    """Return what to do where a forward writes to parameters, and may not under a strategy."""
+    return (
+        f"the module's forward changes the values of {first_names(names)}, and under strategy "
+        f"{strategy} {why}. Change parameters between steps instead, all ranks alike."
+    )

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from outpace.nn.levers import find_blocks
+from outpace.nn.model_options import find_blocks
 from outpace.nn.offload import require_place
 from outpace.nn.scratch import Region, Scratch, prefetch, release
 from outpace.nn.spread import is_spread
 from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.optim.build import Build, Groups
-from outpace.optim.offload import offloaded
-from outpace.parallel.api import Layout
+from outpace.optim.offload import with_offloading
+from outpace.parallel.layout import Layout
 from outpace.parallel.tensors import local
 from outpace.records.errors import BadInputError
 from outpace.records.plan import GATHERS, Plan
@@ -78,7 +78,7 @@ def place_optimizer(
     layout: Layout, plan: Plan, scratch: Scratch, groups: Groups, build: Build
 ) -> torch.optim.Optimizer:
     """The layout's optimizer, with its state where the plan says."""
-    return layout.make_optimizer(groups, offloaded(build, plan, scratch))
+    return layout.make_optimizer(groups, with_offloading(build, plan, scratch))
 
 
 @torch.no_grad()

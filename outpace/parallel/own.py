@@ -15,17 +15,19 @@ from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
 from outpace.nn.evaluation_mode import evaluation_mode
-from outpace.nn.levers import apply_levers
+from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
-from outpace.parallel.api import Batch, Layout, Pass, Request, divisor
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.first_batch import FirstBatch
+from outpace.parallel.layout import Batch, Layout, Pass, Request, divisor
 from outpace.parallel.leaving import leave_after_gloo
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.refusals import refusing_together
+from outpace.parallel.sparse_gradients import refuse_sparse_gradients
+from outpace.parallel.state_check import StateCheck
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import SCALED, WEIGHTS
 from outpace.records.plan import AXES, Plan
@@ -54,7 +56,7 @@ class Parallelized:
         ranks: Ranks,
         device: torch.device,
         scratch: Scratch,
-        first_batch: FirstBatch | None = None,
+        first_batch: FirstBatch | StateCheck | None = None,
     ) -> None:
         self.layout = layout
         self._first_batch = first_batch
@@ -199,7 +201,8 @@ def parallelize(
 
     `check`: before the first step's, forward and backward of its batch are compared with those of
     the plain module: loss, and which parameters get which gradients. What differs is refused; where
-    only cutting the batch makes a difference, a warning says how large it is. "off" leaves it out.
+    only cutting the batch makes a difference, a warning says how large it is. Also on one process a
+    warning names state that state_dict() does not hold. "off" leaves it out.
     Raises BadInputError for what cannot be done, on all ranks where one of them refuses.
     """
     _check(module, plan)
@@ -212,8 +215,10 @@ def parallelize(
     scratch = Scratch()
     with refusing_together(ranks.world_size):
         synchronise_statistics(own, plan)
-        first = None
-        if check == "on" and plan.world_size > 1:
+        first: FirstBatch | StateCheck | None = None
+        if check == "on" and plan.world_size == 1:
+            first = StateCheck(plan, _warn, by_command=False)
+        elif check == "on":
             first = FirstBatch(objective, plan, ranks, _warn, by_command=False, blocks=blocks)
         layout = lay_out(objective, own, plan, ranks, device, scratch)
     return Parallelized(layout, plan, ranks, device, scratch, first)
@@ -249,7 +254,7 @@ def apply_own_levers(
 ) -> None:
     """What a plan says of the blocks of a user's model."""
     named = None if own.blocks is None else named_blocks(own.module, flat(own.blocks))
-    apply_levers(own.module, plan, named, scratch, on_failure)
+    apply_options(own.module, plan, named, scratch, on_failure)
 
 
 def synchronise_statistics(own: OwnModel, plan: Plan) -> None:
@@ -300,6 +305,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")
     require_run_once(module, plan.recomputes)
+    refuse_sparse_gradients(module, plan.strategy)
 
 
 def launched() -> int:

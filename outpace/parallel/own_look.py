@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.parallel.api import Batch, Pass
 from outpace.parallel.blocks import named_blocks
 from outpace.parallel.comparison import difference, micro_loss_tolerance
+from outpace.parallel.layout import Batch, Pass
 from outpace.parallel.module_state import preserved
 from outpace.parallel.moved_parameters import keep_values
 from outpace.parallel.own_checkpoints import without_reentry

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
+from outpace.nn.extra_state import is_extra_state
 from outpace.optim.build import Build
-from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.blocks import (
@@ -30,13 +30,14 @@ from outpace.parallel.blocks import (
 )
 from outpace.parallel.fusion import fuse
 from outpace.parallel.gradient_hooks import refuse_hooks
+from outpace.parallel.layout import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.own_checkpoints import without_reentry
 from outpace.parallel.own_look import Look, receive, send
 from outpace.parallel.own_stage import Message, OwnStage, Staged, copied
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.tensors import drop_all_but, hollow, widen_trained
 from outpace.parallel.witness import Witness
-from outpace.planner.stages import spread_by_cost
+from outpace.planner.pipeline.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 
@@ -295,10 +296,12 @@ class OwnPipeline(Spread):
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends what other ranks' blocks hold to the first rank; it alone may want them."""
         held = self.model.state_dict()
-        weights: dict[str, Tensor] = {}
+        weights: dict[str, Any] = {}
         for name, like in self._hollow.state_dict().items():
             owner = self._owner(name)
-            if self._rank == owner != 0:
+            if is_extra_state(name):
+                weights[name] = self._first_of(held.get(name), owner)
+            elif self._rank == owner != 0:
                 dist.send(held[name].contiguous(), group=self._group, group_dst=0)
             elif self._rank == 0 and owner:
                 # Contiguous, as it is sent, whatever the parameter is.
@@ -310,8 +313,19 @@ class OwnPipeline(Spread):
                 weights[name] = held[name]
         if not wanted:
             return None
-        self._hollow.load_state_dict({n: w.cpu() for n, w in weights.items()}, assign=True)
+        self._hollow.load_state_dict(
+            {n: w.cpu() if isinstance(w, Tensor) else w for n, w in weights.items()}, assign=True
+        )
         return self._hollow
+
+    def _first_of(self, value: Any, owner: int) -> Any:
+        """Return, on the first rank, what the owner has, which is no tensor."""
+        given = [value]
+        if self._rank == owner != 0:
+            dist.send_object_list(given, group=self._group, group_dst=0)
+        elif self._rank == 0 and owner:
+            dist.recv_object_list(given, group=self._group, group_src=owner)
+        return given[0]
 
     def _owner(self, name: str) -> int:
         """The rank that has a parameter or buffer; the first of two."""
@@ -342,9 +356,12 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
         return [list(stage) for stage in given]
     names = flat(given) if given is not None else _found(model)
     if len(names) < count:
+        one_each = "gpipe or 1f1b, which have one stage on each rank"
         raise BadInputError(
             f"{strategy} on {ranks} ranks has {count} stages, but the model has "
-            f"{len(names)} blocks ({', '.join(names)}). Use fewer ranks, or name smaller blocks."
+            f"{len(names)} blocks ({', '.join(names)}). Use "
+            f"{one_each if len(names) >= ranks else 'zero3, or fewer ranks'}, or name smaller "
+            "blocks."
         )
     costs = [sum(p.numel() for p in block.parameters()) for block in named_blocks(model, names)]
     begins = spread_by_cost(costs, count)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outpace.parallel.api import Batch
 from outpace.parallel.blocks import named_blocks, outside
+from outpace.parallel.layout import Batch
 from outpace.parallel.own_values import (
     Form,
     Key,

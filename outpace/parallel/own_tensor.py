@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 
 from outpace.nn.block import Linear
 from outpace.optim.build import Build
-from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.gradient_hooks import refuse_hooks
+from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError, nearest

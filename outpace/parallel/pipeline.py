@@ -30,10 +30,11 @@ from torch.profiler import record_function
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
+from outpace.nn.torch_versions import fill_missing_gradients
 from outpace.nn.transformer import Transformer
-from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
+from outpace.parallel.layout import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.tensors import hollow, local, whole, widen_trained
-from outpace.planner.stages import layers_per_stage
+from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, Kind, traced_name
 from outpace.records.plan import Plan
@@ -66,6 +67,11 @@ class Stage(PipelineStage):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.given.mark("forward")
         return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """A micro-batch's backward, which leaves gradients of inputs to be sent."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        fill_missing_gradients(self, bwd_chunk_id)
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's backward, or the part of it that is due."""
@@ -175,7 +181,7 @@ class Pipeline(Spread):
         """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
         given = self._pass
         with given.cast():
-            loss_sum, count = self.objective.loss_of(hidden, targets)
+            loss_sum, count = self.objective.loss_from_hidden(hidden, targets)
         self._totals += torch.stack((loss_sum.detach().double(), count.double()))
         scaled = given.scale(loss_sum)
         given.mark("forward")
@@ -227,7 +233,7 @@ class Pipeline(Spread):
             with given.cast():
                 hidden = module(hidden, **_context(batch))
                 if stage == last:
-                    loss_sum, count = self.objective.loss_of(hidden, batch["targets"])
+                    loss_sum, count = self.objective.loss_from_hidden(hidden, batch["targets"])
                     return torch.stack((loss_sum.double(), count.double()))
             if ranks[stage + 1] != self._rank:
                 work = dist.isend(hidden, group=self._group, group_dst=ranks[stage + 1])

@@ -1,17 +1,21 @@
 """The plain copy of a user's module that was laid out: its structure, with the layout's values."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.nn.spread import is_spread, whole
-from outpace.parallel.api import Layout
+from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
+from outpace.parallel.layout import Layout
+from outpace.parallel.tensors import joined, spread
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
+
+_MESSAGE_BYTES = 32 << 20  # of what ranks send at once
 
 
 def model_of(objective: nn.Module) -> nn.Module:
@@ -20,16 +24,31 @@ def model_of(objective: nn.Module) -> nn.Module:
     return model
 
 
+@dataclass(frozen=True)
+class Held:
+    """Part of a module on a rank: the dtypes of its parameters and buffers, by name.
+
+    `narrowest`: the bytes of its narrowest floating-point parameter; `has_sums`: see `Layout`.
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    narrowest: int
+    has_sums: bool
+
+
 @contextmanager
-def filled(plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> Iterator[list[str]]:
+def filled(
+    plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[Held]
+) -> Iterator[list[str]]:
     """Meanwhile a hollow copy has the layout's weights and buffers; yields the parameters' names.
 
     Whole tensors are shared with the layout, parts are gathered, and what other ranks have they
-    send. Ranks without samples (servers) have no use for them. Collective.
+    send; `holders` are what each rank has. Ranks without samples (servers) have no use for them.
+    Collective.
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
-    values = _values(model, layout, plan, ranks)
+    values = _values(model, layout, plan, ranks, holders)
     if plan.data_rank(ranks.rank) is None:
         yield names
         return
@@ -67,49 +86,88 @@ def standing_for(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[Non
             object.__setattr__(part, "__dict__", attributes)
 
 
-def _values(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> dict[int, Tensor]:
+def _values(
+    model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[Held]
+) -> dict[int, Tensor]:
     """Whole values for each parameter and buffer of a hollow model, by `id`. Collective."""
     device = layout._device()
-    held = held_by(layout)
-    said = holders_of(held, ranks)
+    held = _tensors_of(layout)
     readers = [rank for rank in range(ranks.world_size) if plan.data_rank(rank) is not None]
-    values = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        owners = [rank for rank, has in enumerate(said) if name in has]
-        everywhere = all(name in said[rank] for rank in readers)
+    values: dict[int, Tensor] = {}
+    split: _Alike = {}
+    sent: _Alike = {}
+    for name, hollow_tensor in [*model.named_parameters(), *model.named_buffers()]:
+        everywhere = all(name in holders[rank].dtypes for rank in readers)
         if ranks.rank not in readers and everywhere:
             continue
-        owner = owners[0] if owners else None
-        values[id(tensor)] = _whole_of(tensor, held.get(name), owner, everywhere, device)
+        key, mine = id(hollow_tensor), held.get(name)
+        rows = None if mine is None else split_rows(mine)
+        if mine is not None and rows is not None:
+            split.setdefault((rows.group, mine.dtype), []).append((key, mine))
+        elif mine is not None and (everywhere or is_spread(mine)):
+            values[key] = whole(mine).to(device)
+        else:
+            # A look is left out where no rank has it.
+            owner = next(rank for rank, has in enumerate(holders) if name in has.dtypes)
+            dtype = holders[owner].dtypes[name]
+            if mine is None:
+                mine = torch.empty_like(hollow_tensor, device=device, dtype=dtype)
+            values[key] = mine.to(device)
+            sent.setdefault((owner, dtype), []).append((key, values[key]))
+    values |= {key: found.to(device) for key, found in _gather(split)}
+    _send(sent, ranks.rank)
     return values
 
 
-def held_by(layout: Layout) -> dict[str, Tensor]:
+# Tensors by `id` of what they are values of, of the same ranks or rank, and dtype.
+_Alike = dict[Any, list[tuple[int, Tensor]]]
+
+
+def _gather(split: _Alike) -> Iterator[tuple[int, Tensor]]:
+    """Whole tensors of those whose rows are split. Collective."""
+    for alike in split.values():
+        for some in _messages(alike):
+            wholes = gather_rows([one for _, one in some])
+            yield from zip([key for key, _ in some], wholes, strict=True)
+
+
+def _send(sent: _Alike, rank: int) -> None:
+    """Fill tensors with the values that their owners have. Collective."""
+    for (owner, dtype), alike in sent.items():
+        for some in _messages(alike):
+            into = [one for _, one in some]
+            if rank == owner:
+                dist.broadcast(joined(into), owner)
+            else:
+                count = sum(one.numel() for one in into)
+                message = torch.empty(count, dtype=dtype, device=into[0].device)
+                dist.broadcast(message, owner)
+                spread(message, into)
+
+
+def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Tensors by as many as make a message."""
+    some: list[tuple[int, Tensor]] = []
+    for one in alike:
+        some.append(one)
+        if sum(tensor.nbytes for _, tensor in some) >= _MESSAGE_BYTES:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def held_by(layout: Layout) -> Held:
+    """Return what this rank has."""
+    parameters = [p for _, p in layout.named_parameters() if p.is_floating_point()]
+    return Held(
+        {name: tensor.dtype for name, tensor in _tensors_of(layout).items()},
+        min((p.itemsize for p in parameters), default=8),
+        layout.has_sums,
+    )
+
+
+def _tensors_of(layout: Layout) -> dict[str, Tensor]:
     """This rank's parameters and buffers."""
     held: dict[str, Tensor] = {n: p.detach() for n, p in layout.named_parameters()}
     return held | {n: b.detach() for n, b in layout.model.named_buffers()}
-
-
-def holders_of(held: Iterable[str], ranks: Ranks) -> list[set[str]]:
-    """The names that each rank has. Collective."""
-    said: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(said, set(held))
-    return said
-
-
-def _whole_of(
-    hollow_tensor: Tensor,
-    mine: Tensor | None,
-    owner: int | None,
-    everywhere: bool,
-    device: torch.device,
-) -> Tensor:
-    if mine is not None and is_spread(mine):
-        return whole(mine).to(device)
-    if everywhere and mine is not None:
-        return mine.to(device)
-    assert owner is not None  # a look is left out else
-    values = mine.to(device) if mine is not None else torch.empty_like(hollow_tensor, device=device)
-    values = values.contiguous()
-    dist.broadcast(values, owner)
-    return values

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.optim.build import Build
-from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import Fused, fuse
+from outpace.parallel.layout import Batch, Layout, Pass, Request
 from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, norm_dtype, spread
 from outpace.parallel.witness import Witness
-from outpace.planner.wire import share_by_size
+from outpace.planner.communication.volume import share_by_size
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 

@@ -2,8 +2,7 @@
 
 The others wait for it in a collective, which fails when it has left. They find the sentence in the
 store where the ranks met. That is so on gloo, where a collective fails when a peer has gone. On
-NCCL it does not fail but waits until its watchdog ends the process, which then says nothing of the
-refusal: look for the sentence in the output of the rank that refused.
+NCCL it waits; there a thread looks into the store, and ends the rank (`refusal_watch`).
 """
 
 import atexit
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from outpace.parallel.refusal_watch import RefusalWatch, waits_for_ever
 from outpace.records.errors import BadInputError, OutpaceError
 
 _REFUSAL = "outpace/refusal"
@@ -26,7 +26,7 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 
 @contextmanager
 def refusing_together(world_size: int) -> Iterator[None]:
-    """Within, an error of outpace's on one rank becomes the error of all (see above for NCCL).
+    """Within, an error of outpace's on one rank becomes the error of all; on NCCL it ends them.
 
     A rank that raises one waits, when its process ends, until the others have heard it. One that
     catches it and enters this again has dealt with it: others hear of it no more.
@@ -35,6 +35,9 @@ def refusing_together(world_size: int) -> Iterator[None]:
         yield
         return
     _withdraw()
+    watch = _watch()
+    if watch is not None:
+        watch.enter()
     try:
         yield
     except OutpaceError as error:
@@ -50,6 +53,9 @@ def refusing_together(world_size: int) -> Iterator[None]:
         refusal = BadInputError(sentence)
         refusal.on_all_ranks = True
         raise refusal from error
+    finally:
+        if watch is not None:
+            watch.leave()
 
 
 class _Refusal:
@@ -62,6 +68,7 @@ class _Refusal:
         self._world_size = 0
         self._entry = ""  # what the store has: who refused, a line, and the sentence
         self._mine = ""
+        self._found = ""  # by the watch, of another rank
 
     def tell(self, sentence: str, world_size: int) -> None:
         """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
@@ -87,6 +94,17 @@ class _Refusal:
         """Whether it is of a call that this rank has not refused, too, and dealt with."""
         call = entry.partition("\n")[0].rpartition("-")[2]
         return call.isdigit() and int(call) > self._dealt_with
+
+    def find(self, store: Store) -> str | None:
+        """Return what another rank has refused in this call, and let it know that it is heard."""
+        entry = store.get(_REFUSAL).decode() if store.check([_REFUSAL]) else ""
+        where, _, sentence = entry.partition("\n")
+        if entry in ("", self._mine) or where.rpartition("-")[2] != str(self._call):
+            return None
+        if entry != self._found:
+            self._found = entry
+            store.add(_heard_key(entry), 1)
+        return sentence
 
     def _leave(self) -> None:
         """Let the others' collectives fail, and keep the store until they have read why."""
@@ -121,6 +139,17 @@ def _withdraw() -> None:
         _refusal_in(store).withdraw()
 
 
+def _watch() -> RefusalWatch | None:
+    """Return the watch of a group whose collectives wait for a rank that has gone."""
+    store = _store()
+    return _watch_of(store) if store is not None and waits_for_ever() else None
+
+
+@lru_cache(maxsize=1)
+def _watch_of(store: Store) -> RefusalWatch:
+    return RefusalWatch(store, _refusal_in(store).find)
+
+
 def _tell(sentence: str, world_size: int) -> None:
     store = _store()
     if store is not None:
@@ -143,3 +172,11 @@ def _heard() -> str | None:
         store.add(_heard_key(entry), 1)
         return entry.partition("\n")[2]
     return None
+
+
+def has_other_cause(error: Exception) -> bool:
+    """Whether an error is of memory, or of a peer that has gone, and not of the user's module."""
+    if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+        return True
+    said = str(error).lower()
+    return "gloo" in said or "nccl" in said

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import fuse
+from outpace.parallel.layout import Batch, Layout, Pass, Request
 from outpace.parallel.tensors import make_equal
 
 

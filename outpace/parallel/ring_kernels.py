@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.nn.block import raised
+from outpace.nn.block import to_fp32
 
 # Rows of scores that are held at once.
 _ROWS = 512
@@ -126,17 +126,17 @@ class Scores:
     ) -> tuple[Tensor, Tensor]:
         """As `RingKernel.forward`."""
         generator = self.drops.generator(number, q.device)
-        return _attend(raised(q), raised(k), raised(v), causal, self.drops, generator)
+        return _attend(to_fp32(q), to_fp32(k), to_fp32(v), causal, self.drops, generator)
 
     def backward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As `RingKernel.backward`."""
-        grad = raised(grad)
-        delta = (grad * raised(out)).sum(-1)
+        grad = to_fp32(grad)
+        delta = (grad * to_fp32(out)).sum(-1)
         generator = self.drops.generator(number, q.device)
-        operands = raised(q), raised(k), raised(v)
+        operands = to_fp32(q), to_fp32(k), to_fp32(v)
         return _attend_backward(*operands, causal, self.drops, generator, grad, lse, delta)
 
 

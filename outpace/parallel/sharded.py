@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from outpace.nn.levers import find_blocks
-from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.nn.model_options import find_blocks
 from outpace.parallel.argument_lists import keep_argument_lists
 from outpace.parallel.blocks import blocks_of, refuse_scripted
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
+from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.offload import group_of_one, policy
 from outpace.parallel.shards import shard, unsplittable
 from outpace.parallel.tensors import hollow, sum_gradients

@@ -1,7 +1,7 @@
 """The baseline: one process, nothing exchanged."""
 
-from outpace.parallel.api import Layout, Request
 from outpace.parallel.cuda_graphs import CudaRecorder, GraphedLayout
+from outpace.parallel.layout import Layout, Request
 
 
 def apply(request: Request) -> Layout:

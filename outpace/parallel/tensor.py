@@ -35,11 +35,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from outpace.nn.block import lowered
+from outpace.nn.block import to_autocast_dtype
 from outpace.nn.fp32_modules import in_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Embeddings, Transformer
-from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.tensors import hollow, local
 from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
 from outpace.records.errors import BadInputError
@@ -124,7 +124,7 @@ def first_row(weight: Tensor) -> int:
 
 def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     """The whole of an activation, in autocast's dtype before it crosses the wire."""
-    spread = DTensor.from_local(lowered(part), mesh, [placement], run_check=False)
+    spread = DTensor.from_local(to_autocast_dtype(part), mesh, [placement], run_check=False)
     return spread.redistribute(placements=[Replicate()])
 
 
@@ -257,13 +257,13 @@ class SplitObjective(LanguageModelObjective):
         self._mesh = mesh
         self._stream = stream
 
-    def hidden_of(self, batch: dict[str, Tensor]) -> Tensor:
+    def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
         """This rank's part of the hidden states."""
         self.check_length(batch["tokens"].shape[1])
-        return super().hidden_of(batch)
+        return super().hidden_states(batch)
 
-    def loss_of(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """From this rank's part, the same loss and count on all ranks of the mesh."""
+    def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute from this rank's part the same loss and count on all ranks of the mesh."""
         if not isinstance(hidden_BSD, DTensor):
             hidden_BSD = gathered(hidden_BSD, self._mesh, self._stream)
         assert isinstance(hidden_BSD, DTensor)
@@ -279,7 +279,7 @@ class SplitObjective(LanguageModelObjective):
             first_row(weight),
             self._mesh.get_group(),
             self.compute_dtype,
-            self.passes_on(hidden_ND.device.type) if self.on_accelerator(hidden_ND) else None,
+            self.functions_for(hidden_ND.device.type) if self.on_accelerator(hidden_ND) else None,
         )
         return loss_sum, (targets_N != IGNORED).sum()
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.nn.block import raised
-from outpace.nn.head_loss import EAGER, Combine, Passes, whole_loss_sum
+from outpace.nn.block import to_fp32
+from outpace.nn.head_loss import EAGER, Combine, LogitsFunctions, whole_loss_sum
 from outpace.nn.loss import IGNORED
 
 
@@ -43,7 +43,7 @@ def split_linear_loss_sum(
     first_row: int,
     group: dist.ProcessGroup,
     dtype: torch.dtype | None = None,
-    passes: Passes | None = None,
+    passes: LogitsFunctions | None = None,
 ) -> Tensor:
     """As `linear_loss_sum`, from this rank's rows of the head. Collective over `group`.
 
@@ -93,7 +93,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
         """Two exchanges: the largest logits; the sums of exponentials with the targets' logits."""
-        scores_NP = raised(logits_NP.detach())
+        scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)
         dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from outpace.optim.build import Build
-from outpace.optim.master import rounded_from
-from outpace.parallel.api import Layout, Request
+from outpace.optim.master import master_weights
 from outpace.parallel.ddp import Replicas
+from outpace.parallel.layout import Layout, Request
 from outpace.parallel.tensors import raise_to
 
 
@@ -30,13 +30,33 @@ class _MixedShares(ZeroRedundancyOptimizer):
         """Torch asks for one dtype, also where it has no buffer for all."""
 
 
+class _CustomModelShares(ZeroRedundancyOptimizer):
+    """Shares of a custom model, whose forward may give parameters other memory (p.data = …)."""
+
+    def _sync_params(self) -> None:
+        """Broadcast what parameters are, not what their places in torch's buffers were."""
+        own: Any = self
+        parts = [part for parts in own._device_to_params_per_rank.values() for part in parts]
+        buffers = [buffer for buffers in self._buckets for buffer in buffers]
+        pairs = zip(buffers, parts, strict=True) if buffers else ()
+        if any(_memory(p) != _memory(b) for b, part in pairs for p in part if p.requires_grad):
+            own._build_param_buckets()
+        super()._sync_params()  # type: ignore[misc]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class SharedStates(Replicas):
     """DistributedDataParallel replicas, each with an optimizer over its share of parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """The optimizer of all parameters, which steps this rank's and broadcasts them."""
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-        kind = ZeroRedundancyOptimizer if len(dtypes) == 1 else _MixedShares
+        kind: type[ZeroRedundancyOptimizer] = _MixedShares
+        if len(dtypes) == 1:
+            kind = ZeroRedundancyOptimizer if self.use is None else _CustomModelShares
         return kind(
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called
@@ -63,7 +83,7 @@ class SharedStates(Replicas):
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Each rank has the copies of what it steps, and tells the others."""
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
-        kept = dict(rounded_from(optimizer.optim))
+        kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()
         owners: dict[torch.Tensor, int] = optimizer._param_to_rank  # type: ignore[attr-defined]
         for parameter, owner in owners.items():

@@ -28,8 +28,8 @@ class ParityVerdict(Record):
     fp64 is the largest value in it (at least 1e-6 of the largest of all tensors of its kind; for
     other precisions see `experiment.tolerance`); `worst_tensor` names it. `bytes_on_wire` is what
     one rank sends in a step, the busiest one: computed from the collectives that it called, as
-    `planner.wire` says. `collectives` and `bytes_by_kind` are by kind of collective; beside each is
-    what the strategy's formula gives for that rank, None where there is none.
+    `planner.communication.volume` says. `collectives` and `bytes_by_kind` are by kind of
+    collective; beside each is what the strategy's formula gives for that rank, None where none is.
 
     For custom models: `refused` says that outpace does not train the model so, for the `reason`;
     `differences` are the tensors that differ, what went wrong first at the beginning, and `cause`

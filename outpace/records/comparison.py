@@ -149,7 +149,8 @@ class Verdict(Record):
             )
         largest = max(abs(self.low), abs(self.high))
         return (
-            f"{arm} and {against}: no difference larger than {show_share(largest)} can be claimed"
+            f"{arm} and {against} are within the noise: no difference larger than "
+            f"{show_share(largest)} either way; to see smaller ones, take more rounds"
         )
 
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
@@ -239,6 +240,9 @@ class ArmResult(Record):
     )
     core_utilisation: float | None = Field(
         default=None, description="mean share of time in which the hosts' cores were busy"
+    )
+    other_cores: float | None = Field(
+        default=None, description="that other processes kept busy; None: few, or not known"
     )
     final_loss: float | None = None
     price_per_million_tokens: float | None = None

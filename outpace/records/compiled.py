@@ -10,8 +10,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from outpace.records.base import Record
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
+from outpace.records.strategies import TRAITS, Regions
 
 # The model's whole forward as one compiled region, or each of its blocks as one.
 Region = Literal["whole", "blocks"]
@@ -56,16 +56,18 @@ _SPLIT = Compiled(
     issue="pytorch#161904",
 )
 
+# Of DDP's, torch cuts the region where its buckets of gradients end. Under tp a DTensor made before
+# the first block asks for a tensor's value: five graphs of a whole.
+_KINDS: Mapping[Regions, Compiled] = {
+    "whole": _WHOLE, "blocks": _BLOCKS, "sends": _SENDS, "split": _SPLIT,
+}  # fmt: skip
 COMPILED: Mapping[str, Compiled] = {
-    # Of DDP's, torch cuts the region where its buckets of gradients end.
-    **dict.fromkeys(("single", "ps", "ddp", "zero1"), _WHOLE),
-    # A baseline; of one process torch's threads would call the first replica's forward.
-    "dp": _WHOLE.model_copy(update={"by_default": False}),
-    **dict.fromkeys(("ring", "zero2", "zero3", "hsdp", "3d"), _BLOCKS),
-    # A DTensor made before the first block asks for a tensor's value: five graphs of a whole.
-    "tp": _BLOCKS,
-    "cp": _SENDS,
-    **{name: _SPLIT if kind.splits_backward else _BLOCKS for name, kind in SCHEDULES.items()},
+    **{
+        name: _KINDS[traits.compiled]
+        for name, traits in TRAITS.items()
+        if traits.compiled is not None
+    },
+    "dp": _WHOLE.model_copy(update={"by_default": False}),  # a baseline
 }
 
 

@@ -21,6 +21,8 @@ OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
 _MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
 # Of names that are proposed by their spelling: letters more or fewer, and the share in common.
 _MOST_SLIPS, _LEAST_ALIKE, _FEW_LETTERS = 3, 0.75, 4
+# Parameters in a model's name, and how far from those of a slip they may be.
+_SIZE, _SIZE_RATIO = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])"), 2.0
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
 
@@ -94,6 +96,14 @@ def first_names(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def quote_names(names: Iterable[object], most: int = 24) -> str:
+    """Names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
+
+    Long ones are cut: a broken file may have a column whose name is all of it.
+    """
+    return first_names([excerpt(name) for name in names], most)
+
+
 def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
     """Many names for a sentence, those like `word` first: "a, b, c and 40 more"."""
     known = list(choices)
@@ -145,14 +155,39 @@ def _one_slip(one: str, other: str) -> bool:
 def nearest_model(word: str, names: Iterable[str]) -> str:
     """Return `nearest` for models: those of the same family, generation and size, spelt otherwise.
 
-    Mixtral is no slip for Mistral, nor Llama 4 for Llama 3: of such none is named.
+    Where there are none, those of the family and generation whose size is nearest. Mixtral is no
+    slip for Mistral, nor Llama 4 for Llama 3: of such none is named.
     """
+    known = list(names)
     by_family: dict[str, list[str]] = {}
-    for name in names:
+    for name in known:
         by_family.setdefault(_letters(name), []).append(name)
     close = difflib.get_close_matches(_letters(word), by_family, n=1, cutoff=0.6)
     alike = [name for family in close for name in by_family[family] if _same_numbers(name, word)]
+    alike = alike or _nearest_sizes(word, by_family.get(_letters(word), []))
     return f" Did you mean {' or '.join(map(repr, alike[:3]))}?" if alike else ""
+
+
+def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
+    """The models of a generation that have between half and twice the parameters, nearest first."""
+    frame, size = _size_of(word)
+    ratios = {
+        name: max(size, other) / min(size, other)
+        for name in family
+        for other_frame, other in [_size_of(name)]
+        if other_frame == frame and size and other
+    }
+    return sorted((name for name in ratios if ratios[name] <= _SIZE_RATIO), key=ratios.__getitem__)
+
+
+def _size_of(name: str) -> tuple[str, float]:
+    """A model's name without its parameters, and those: "llama-3.1-8b"; 0 where it has no size."""
+    found = _SIZE.findall(name.lower())
+    if len(found) != 1:
+        return name, 0.0
+    number, unit = found[0]
+    frame = re.sub(r"[^a-z0-9.]", "", _SIZE.sub("", name.lower()))
+    return frame, float(number) * (1e-3 if unit == "m" else 1.0)
 
 
 def _same_numbers(one: str, other: str) -> bool:

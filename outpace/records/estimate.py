@@ -1,5 +1,6 @@
 """Estimate of a plan: time, memory, where both go, and how sure it is."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -8,7 +9,14 @@ from outpace.records.base import Record
 from outpace.records.plan import Plan
 
 Depth = Literal["estimate", "trace", "measure"]
+Role = Literal["recommended", "fastest", "leanest"]
 RateSource = Literal["probed", "catalog", "guessed"]
+
+
+def join_roles(roles: Sequence[str]) -> str:
+    """ "recommended, fastest and leanest"."""
+    *first, last = roles
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 class OffloadingPart(Record):
@@ -78,8 +86,32 @@ class Estimate(Record):
         return device and host
 
 
+class MeasuredCase(Record):
+    """A step that somebody published, with what the planner says of it."""
+
+    model: str
+    chip: str
+    devices: PositiveInt
+    seq_len: PositiveInt
+    stack: str = Field(description="the software that trained")
+    layout: str
+    measured_s: PositiveFloat
+    predicted_s: PositiveFloat
+    source: str
+
+    @property
+    def error(self) -> float:
+        """0.1: predicted 10 % longer than measured."""
+        return self.predicted_s / self.measured_s - 1
+
+
 class Planned(Record):
-    """A plan, what it takes, and why it is where it is."""
+    """A plan, what it takes, and why it is where it is.
+
+    `roles` are what it is listed for: `recommended`, the simplest with the most memory left of
+    those that are as fast as the fastest; `fastest`; `leanest`, of the least memory of those that
+    are nearly as fast. Without one it is the fastest of another kind.
+    """
 
     title: str
     plan: Plan
@@ -87,9 +119,21 @@ class Planned(Record):
     estimate: Estimate
     why: str
     untrained: str | None = Field(default=None, description="why outpace does not train it")
+    roles: tuple[Role, ...] = ()
+    cases: tuple[MeasuredCase, ...] = Field(
+        default=(), description="published steps that are nearest to it, the nearest first"
+    )
+    extrapolated: tuple[str, ...] = Field(
+        default=(), description="what of it nothing that was measured resembles"
+    )
     placement: dict[str, str] = Field(
         default_factory=dict, description="of each axis that is split, the link that it crosses"
     )
+
+    @property
+    def listed_title(self) -> str:
+        """The title, behind what the plan is listed for."""
+        return f"{join_roles(self.roles).capitalize()}: {self.title}" if self.roles else self.title
 
 
 class Rejected(Record):
@@ -108,7 +152,7 @@ class Insistence(Record):
 
 
 class Plans(Record):
-    """An answer of the planner: plans, fastest first, and what was rejected."""
+    """An answer of the planner: the recommended plan, others, fastest first, and the rejected."""
 
     model: str
     parameters: PositiveInt
@@ -128,6 +172,13 @@ class Plans(Record):
     took_s: NonNegativeFloat
     source: RateSource = Field(description="of the rates")
     notes: tuple[str, ...] = ()
+    defaults: dict[str, str] = Field(
+        default={}, description="options that were not given, and the values taken for them"
+    )
+
+    def plan_for(self, role: Role) -> Planned | None:
+        """The plan that is listed as the recommended, fastest or leanest; None: not listed."""
+        return next((planned for planned in self.plans if role in planned.roles), None)
 
     @property
     def reads_tokens(self) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from outpace.records.base import Record
 
@@ -17,7 +17,7 @@ class Peak(Record):
 
 
 Architecture = Literal[
-    "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3"
+    "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"
 ]
 LinkKind = Literal[
     "pcie", "nvlink", "infinity-fabric", "infiniband", "omni-path", "ethernet", "efa", "slingshot"
@@ -116,6 +116,7 @@ class Node(Record):
     host_memory_bytes: PositiveInt | None = None
     cpu_features: tuple[str, ...] = ()
     source: str
+    assumed: str | None = Field(default=None, description="what was taken for what nobody said")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

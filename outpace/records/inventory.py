@@ -3,7 +3,7 @@
 from pydantic import Field, NonNegativeInt
 
 from outpace.records.base import Record
-from outpace.records.topology import CpuTopology, Topology
+from outpace.records.topology import CpuTopology, Placement, Topology
 
 
 class GpuState(Record):
@@ -101,3 +101,14 @@ class Inventory(Record):
         default=None, description="programs may open the ports: /dev/infiniband is there"
     )
     verbs_library: bool | None = Field(default=None, description="libibverbs can be loaded")
+
+
+class HostTopology(Record):
+    """Links of a host's devices, where groups of them belong, and the state of its GPUs."""
+
+    topology: Topology | None = None
+    placement: Placement | None = None
+    cpu: CpuTopology | None = Field(default=None, description="None for what a file tells")
+    gpus: tuple[GpuState, ...] = ()
+    gpus_unknown: str | None = Field(default=None, description="why there is no topology")
+    state_unknown: str | None = Field(default=None, description="why there is no state of GPUs")

@@ -10,6 +10,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 
+# Configurations of other trainers that hold a plan and no dimensions of a model.
+OUTLINE_FORMATS = ("deepspeed", "accelerate", "fsdp")
+
 
 class AttentionShape(Record):
     """Attention of a layer. With `kv_rank` it is multi-head latent attention.

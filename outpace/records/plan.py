@@ -18,12 +18,12 @@ from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import LOW, MASTERS, PURE, SCALED, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES, refusal
+from outpace.records.strategies import AXES as AXES
+from outpace.records.strategies import TRAITS, strategies_that
+from outpace.records.strategies import Axis as Axis
+from outpace.records.strategies import Compression as Compression
+from outpace.records.strategies import Strategy as Strategy
 
-Strategy = Literal[
-    "single", "dp", "ps", "ddp", "ring", "horovod", "zero1", "zero2", "zero3", "hsdp",
-    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp", "3d",
-]  # fmt: skip
-Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 # Of a pipeline that is one axis of several. Those that split the backward are planned with, but
 # not trained here.
 ProductSchedule = Literal[
@@ -39,54 +39,19 @@ def _at_plus(value: object) -> object:
 
 
 LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_at_plus)]
-Compression = Literal["none", "bf16", "powersgd"]
 Offload = Literal["none", "cpu", "disk"]
 # The matrices of a block, by their names in `nn.block`.
 LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
 Base = Literal["fp32", "nf4"]
 
-# In the order in which ranks are laid out on them, the last closest together.
-AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The axes that a strategy splits; the last takes the ranks that are left, the others two each.
-SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
-    "single": (),
-    "dp": ("dp_replicate",),
-    "ps": ("dp_replicate",),
-    "ddp": ("dp_replicate",),
-    "ring": ("dp_replicate",),
-    "horovod": ("dp_replicate",),
-    "zero1": ("dp_shard",),
-    "zero2": ("dp_shard",),
-    "zero3": ("dp_shard",),
-    "hsdp": ("dp_replicate", "dp_shard"),
-    "mp": ("pp",),
-    "gpipe": ("pp",),
-    "1f1b": ("pp",),
-    "interleaved": ("pp",),
-    "loopedbfs": ("pp",),
-    "zb": ("pp",),
-    "zbv": ("pp",),
-    "dualpipev": ("pp",),
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "3d": AXES,
-}
-
-# What exchanges whole gradients in buffers, and so can compress them.
-COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
-    "bf16": ("ddp", "zero1", "cp", "ring"),  # not Horovod: github.com/horovod/horovod/issues/4047
-    "powersgd": ("ddp", "zero1", "cp"),
-}
-# What gathers parameters before their use, and so can keep them elsewhere; one process as well.
-GATHERS: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp", "3d")
-# Where a gradient that is made is whole, and nothing else holds its memory.
-IN_BACKWARD: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp")
+SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {name: traits.axes for name, traits in TRAITS.items()}
+GATHERS = strategies_that(lambda traits: traits.gathers)
+IN_BACKWARD = strategies_that(lambda traits: traits.steps_in_backward)
 # DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2
 
-
-# Where activations may be offloaded from compiled blocks (tests/parallel/test_offload.py).
-_OFFLOAD_FROM_COMPILED = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+_OFFLOAD_FROM_COMPILED = strategies_that(lambda traits: traits.offloads_compiled)
 
 
 class Plan(Record):
@@ -101,7 +66,8 @@ class Plan(Record):
     optimizer, else workers do. `worker_devices` ranks stand behind each worker. `virtual_stages`
     are a pipeline's stages on each rank (None: as many as its schedule has by default), cut so that
     the slowest is fast or in equal numbers of blocks (`stage_split`). Under 3d, `ep` ranks of
-    dp_shard × cp share out a layer's experts, and `zero` says what dp_shard shards: optimizer
+    dp_shard × cp share out a layer's experts, each cut by tp, or ranks of tp as well, with whole
+    experts, where ep does not divide those; and `zero` says what dp_shard shards: optimizer
     state, gradients too, parameters too. With a `lora_rank` the weights are frozen, in the form
     that `base` says, and only the adapters of the `lora_targets` are trained.
 
@@ -202,10 +168,10 @@ class Plan(Record):
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
                 f"{self.strategy}. Use 3d with them, or zero{self.zero} for shards alone"
             )
-        if self.dp_shard * self.cp % self.ep:
+        if self.dp_shard * self.cp * self.tp % self.ep:
             raise ValueError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp}, whose "
-                "ranks share out the experts. Use a divisor"
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp} × tp "
+                f"{self.tp}, whose ranks share out the experts. Use a divisor"
             )
         schedule = SCHEDULES.get(self.schedule)
         own = 1 if schedule is None else schedule.stages_per_rank
@@ -216,6 +182,11 @@ class Plan(Record):
                 f"virtual_stages is {asked}, but {self.schedule} has {own} on each rank. Use "
                 f"{own}, or interleaved, loopedbfs or zb, which take 2 or more"
             )
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks of tp that each have a part of an expert; 1: `ep` takes them in, experts whole."""
+        return self.tp if self.dp_shard * self.cp % self.ep == 0 else 1
 
     @property
     def training_obstacle(self) -> str | None:
@@ -273,7 +244,7 @@ class Plan(Record):
         kind = self.compress_gradients
         if kind == "none":
             return
-        able = COMPRESSES[kind]
+        able = strategies_that(lambda traits: kind in traits.compresses)
         if self.strategy != "single" and self.strategy not in able:
             raise ValueError(
                 f"compress_gradients {kind}: strategy {self.strategy} has no such collective. Use "

@@ -18,6 +18,18 @@ def resume_command(run: Path) -> str:
     return shlex.join(["outpace", "train", "--resume", str(run)])
 
 
+def explain_removed_checkpoint(path: Path) -> str:
+    """Return what to know of a checkpoint's folder that is not there any more; "" of all else."""
+    if path.exists() or path.parent.name != "checkpoints" or not path.parent.is_dir():
+        return ""
+    kept = [one.name for one in path.parent.glob("step-*") if one.name[5:].isdecimal()]
+    listed = ", ".join(sorted(kept, key=lambda name: int(name[5:]))) or "none"
+    return (
+        f" Older checkpoints are removed when newer ones are saved, and {listed} of this run "
+        f"{'is' if len(kept) < 2 else 'are'} there; --keep N of outpace train keeps the N newest."
+    )
+
+
 class RunRecord(Record):
     """Inputs and surroundings of a run, so that it can be resumed, repeated and compared."""
 

@@ -5,7 +5,7 @@ keyword of `outpace.train`. Its description is the flag's help.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -15,6 +15,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -45,6 +47,7 @@ Size = Annotated[PositiveInt, BeforeValidator(_size)]
 _MOST_TIMEOUT_S = 1e7
 
 Task = Literal["pretrain", "chat", "classify"]
+DEFAULT_SEQ_LEN = 256  # of training, where a model has as many positions
 
 
 def _field(group: str, help_text: str, default: Any = None) -> Any:
@@ -56,6 +59,12 @@ def _axis(help_text: str) -> Any:
     return Field(
         default=None, ge=-1, description=described, json_schema_extra={"group": "computation"}
     )
+
+
+def _types_of(annotation: Any) -> set[Any]:
+    """The plain types in an annotation."""
+    inner = get_args(annotation)
+    return {annotation}.union(*(_types_of(one) for one in inner)) if inner else {annotation}
 
 
 class TrainSettings(Record):
@@ -358,10 +367,11 @@ class TrainSettings(Record):
         "run", "resume from the newest whole checkpoint in --out; --resume DIR says both", False
     )
     seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
-    check: Literal["on", "off"] = _field(
+    check: Literal["on", "model", "off"] = _field(
         "run",
-        "on: before step 1 of a model of your own on several processes, compare a batch with the "
-        "plain module, and refuse a strategy that computes something else",
+        "before step 1 of a model of your own on several processes: on or model compares a batch "
+        "with the plain module, and refuses a strategy that computes something else; on compares "
+        "a few samples of the ranks' data sets, too",
         "on",
     )
     deterministic: bool = _field(
@@ -379,6 +389,17 @@ class TrainSettings(Record):
     )
     memory_snapshot: bool = _field("run", "write torch's memory snapshot (CUDA)", False)
     sample_tokens: NonNegativeInt = _field("run", "tokens of sample text at the end; 0 = none", 80)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """`lr = true` would be a rate of 1."""
+        name = info.field_name
+        if not isinstance(value, bool) or name is None:
+            return value
+        if bool not in _types_of(cls.model_fields[name].annotation):
+            raise ValueError(f"{str(value).lower()} is neither a number nor a name")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -191,7 +191,7 @@ class NearNics(Record):
 
 
 class Placement(Record):
-    """Consequences of a topology for parallelism: see `outpace.probe.placement`."""
+    """Consequences of a topology for parallelism: see `outpace.probing.hardware.gpu_placement`."""
 
     groupings: tuple[Grouping, ...] = Field(description="by size of tensor parallelism")
     tensor_parallel: Grouping | None = Field(description="the largest that is worth it")

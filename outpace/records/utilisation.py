@@ -17,6 +17,7 @@ from pydantic import (
 from outpace.records.base import Record, write_atomic
 
 Values = tuple[int | float | None, ...]
+_DISTURBING = 0.25  # a host's share of cores that others use, from which on it is told
 
 
 def _time(text: str) -> str:
@@ -74,6 +75,12 @@ class HostLoad(Record):
         if self.run_cores is None or not self.cores or None in self.cores:
             return None
         return max(sum(core for core in self.cores if core is not None) - self.run_cores, 0.0)
+
+    @property
+    def disturbing_cores(self) -> float | None:
+        """Cores that other processes kept busy, where enough to slow a run; None elsewhere."""
+        used = self.other_cores
+        return used if used is not None and used > _DISTURBING * len(self.cores) else None
 
     @property
     def utilisation(self) -> float | None:

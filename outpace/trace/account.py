@@ -1,6 +1,7 @@
 """The memory of any rank of any world, from the real model code and the real plan."""
 
 import gc
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,21 +12,21 @@ from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
+from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
 from outpace.trace.extend import (
-    Course,
+    AllocationCourse,
     IrregularError,
     Strip,
     course_of,
+    drop_temporaries,
     extend,
     strip_of,
-    without_passing,
 )
-from outpace.trace.fake import hollow
-from outpace.trace.reserve import events_of, reserved
-from outpace.trace.scratch import Elsewhere, as_traced, host_apart
+from outpace.trace.fake import fake_tensors
+from outpace.trace.offloading import Elsewhere, offload_to_disk, separate_host_memory
+from outpace.trace.reserve import events_of, peak_reserved_bytes
 from outpace.trace.steps import Trainable, Workload, run_steps
-from outpace.trace.watch import Watch
 from outpace.trace.world import lay_out, one_rank
 
 # From the second layer on all do the same, but for the last; a fourth one makes sure.
@@ -53,20 +54,26 @@ def account(
     """
     settings = settings or TrainSettings()
     passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
-    work = Workload(spec, as_traced(plan, rules), seq_len, passes, settings)
-    traced = partial(recorded, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
-    return summed_up(_strips(work, traced), plan, rank, rules, accumulation / passes)
+    work = Workload(spec, offload_to_disk(plan, rules), seq_len, passes, settings)
+    traced = partial(record_strips, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
+    return summarise_strips(_strips(work, traced), plan, rank, rules, accumulation / passes)
 
 
 def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
-    """Of all layers: recorded, or extended where there are many of them."""
+    """Return the strips of all layers: recorded, or extended from two shallower models.
+
+    What is cut by bytes and not by layers, as DDP's first broadcast, may not extend: then storages
+    are freed that never came, and all layers are recorded.
+    """
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
         return traced(work)
     low, high = depths
     shallow, deeper = (traced(at_depth(work, depth)) for depth in depths)
     try:
-        return extend(shallow, deeper, (work.spec.layers - high) // (high - low), high - low)
+        strips = extend(shallow, deeper, (work.spec.layers - high) // (high - low), high - low)
+        deque(events_of(course_of(strips)), maxlen=0)
+        return strips
     except IrregularError:
         return traced(work)
 
@@ -87,14 +94,14 @@ def at_depth(work: Workload, layers: int) -> Workload:
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 
 
-def recorded(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
-    """What a rank does in two steps, under fake tensors."""
-    watch = Watch(rules)
+def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
+    """Record what a rank does in two steps, under fake tensors."""
+    watch = AllocationTracer(rules)
     collecting = gc.isenabled()
     gc.disable()  # when cycles are freed would depend on what ran before
     try:
-        with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, hollow(), watch:
-            with host_apart(watch, rules), work.functions(rules):
+        with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, fake_tensors(), watch:
+            with separate_host_memory(watch, rules), work.functions(rules):
                 run_steps(work, ranks, watch, lay_out, rules, Elsewhere(watch))
             segments = watch.segments
     finally:
@@ -102,14 +109,14 @@ def recorded(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> l
             gc.enable()
     strips = [strip_of(segment) for segment in segments]
     if rules.builds_on_host(work.plan):
-        strips[0] = without_passing(strips[0])
+        strips[0] = drop_temporaries(strips[0])
     return strips
 
 
-def summed_up(
+def summarise_strips(
     strips: Sequence[Strip], plan: Plan, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
-    """The account of what was done. `passes`: how often each pass of a step really comes."""
+    """Make the account of recorded strips. `passes`: how often each pass of a step really comes."""
     course = course_of(strips)
     position = int(course.live_bytes.argmax())
     last = [strip for strip in strips if strip.step == strips[-1].step]
@@ -122,20 +129,20 @@ def summed_up(
         peak=_moments(course, [position])[0],
         timeline=tuple(_timeline(course)),
         activations_by_module=_activations(course, position),
-        reserved_bytes=_reserved(course, rules),
+        reserved_bytes=_reserved_bytes(course, rules),
         flops=round(sum(n * strip.flops for n, strip in zip(times, last, strict=True))),
         bytes_moved=round(sum(n * strip.bytes_moved for n, strip in zip(times, last, strict=True))),
     )
 
 
-def _reserved(course: Course, rules: Rules) -> int | None:
+def _reserved_bytes(course: AllocationCourse, rules: Rules) -> int | None:
     if rules.accelerator is None:
         return None
-    return reserved(events_of(course), rules.accelerator.memory_bytes)
+    return peak_reserved_bytes(events_of(course), rules.accelerator.memory_bytes)
 
 
-def _moments(course: Course, positions: Sequence[int]) -> list[Moment]:
-    """What lives after some changes, and where that is."""
+def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]:
+    """Return what is live after some of the changes, and where that is."""
     found = []
     for position, by_kind in zip(positions, course.by_kind(positions), strict=True):
         entry = course.entries[course.origin[position]]
@@ -153,7 +160,7 @@ def _moments(course: Course, positions: Sequence[int]) -> list[Moment]:
     return found
 
 
-def _timeline(course: Course) -> list[Moment]:
+def _timeline(course: AllocationCourse) -> list[Moment]:
     """The last step: of each stretch of it the moment with the most bytes."""
     steps = np.array([strip.step for strip in course.strips])
     of_step = np.flatnonzero(steps[course.strip_of] == steps[-1])
@@ -162,7 +169,7 @@ def _timeline(course: Course) -> list[Moment]:
     return _moments(course, tops)
 
 
-def _activations(course: Course, position: int) -> dict[str, int]:
+def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
     """Bytes of activations that live at the peak, by the modules that made them, largest first."""
     sums: dict[str, int] = {}
     for origin, count in zip(

@@ -57,14 +57,14 @@ class Allocations:
                 self.left_bytes -= before
             self.peak_bytes = max(self.peak_bytes, self.left_bytes)
 
-    def freed_elsewhere(self, address: int) -> None:
-        """Take note of what a thread frees now that torch's profiler does not look at."""
+    def note_free(self, address: int) -> None:
+        """Note what a thread that torch's profiler does not watch frees now."""
         self._told.append((time.time_ns(), address, 0))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the profiler's library writes to the descriptor of standard error by itself."""
+    """Suppress what the profiler's library itself writes to the descriptor of standard error."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("w") as nowhere:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from outpace.nn.compilation import CompiledForward
 from outpace.records.plan import Plan
-from outpace.trace.watch import Watch
+from outpace.trace.allocation_tracer import AllocationTracer
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 # Element by element, or of the same elements in another order, without the tag that says so.
@@ -35,7 +35,7 @@ _REDUCTIONS = frozenset(
 _TENSOR = object()  # in the place of a tensor among arguments
 
 
-def trace_compiled(model: nn.Module, plan: Plan, watch: Watch) -> None:
+def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:
     """Let the compiled forwards of a model, and of what is within it, run as they are compiled.
 
     Where blocks are recomputed, which holds in a compiled forward as in an eager one, where what
@@ -58,13 +58,15 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: Watch) -> None:
 class _Partitioned:
     """A forward by the graphs that a compiler would make of it and of its backward."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], watch: Watch) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], watch: AllocationTracer
+    ) -> None:
         self._module, self._forward, self._watch = module, forward, watch
         self._graphs: dict[Any, Callable[..., Any]] = {}
         self._counts = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives."""
+        """Return what the forward returns."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
@@ -74,15 +76,15 @@ class _Partitioned:
         parameters = dict(self._module.named_parameters())
         with self._watch.set_aside():
             if key not in self._graphs:
-                self._graphs[key] = self._made(leaves, shape)
+                self._graphs[key] = self._compile(leaves, shape)
                 # Its first call makes the graphs, and keeps for good what it was given.
                 self._counts = False
                 self._graphs[key](parameters, [_stand_in(tensor) for tensor in tensors])
             self._counts = True
             return self._graphs[key](parameters, tensors)
 
-    def _made(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """A function of parameters and tensors, compiled but for the kernels."""
+    def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
+        """Return a function of parameters and tensors, compiled except for the kernels."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -107,7 +109,7 @@ class _Partitioned:
         return compiled
 
     def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Runs a graph; takes its inputs in a list, which it empties as it goes on."""
+        """Return a function that runs a graph on a list of inputs, which it empties meanwhile."""
         made = frozenset(node for node in gm.graph.nodes if _is_made(node))
 
         def run(inputs: list[Any]) -> Any:
@@ -140,7 +142,11 @@ class _Nodes(fx.Interpreter):
     """
 
     def __init__(
-        self, graph: fx.GraphModule, made: frozenset[fx.Node], watch: Watch, inputs: list[Any]
+        self,
+        graph: fx.GraphModule,
+        made: frozenset[fx.Node],
+        watch: AllocationTracer,
+        inputs: list[Any],
     ) -> None:
         super().__init__(graph)
         self._made, self._watch = made, watch
@@ -170,7 +176,7 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node's values, through views of it."""
+    """Yield the nodes that read a node's values, also through views of it."""
     for user in node.users:
         if _is_view(user):
             yield from _readers(user)

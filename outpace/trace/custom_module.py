@@ -31,11 +31,11 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import MOST_PASSES, recorded, summed_up
+from outpace.trace.account import MOST_PASSES, record_strips, summarise_strips
+from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
-from outpace.trace.scratch import as_traced
+from outpace.trace.offloading import offload_to_disk
 from outpace.trace.steps import CPU, LayOut
-from outpace.trace.watch import Watch
 
 _SMALL = 32  # numbers of a buffer that is kept with its values: programs look into it
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -72,7 +72,7 @@ class ModuleWorkload:
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 
     def lay_out_model(
-        self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
+        self, mixed: Mixed, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut, rules: Rules,
         scratch: Scratch,
     ) -> Layout:  # fmt: skip
         """The module on this rank."""
@@ -118,19 +118,19 @@ def account_of_module(
             sync_batchnorm=model.sync_batchnorm,
         ),
         samples=lambda count: tree_map(_zeros_like, batch),
-        plan=as_traced(plan, rules),
+        plan=offload_to_disk(plan, rules),
         accumulation=passes,
         settings=settings,
         drops=has_dropout(model.module),
         value_free=True,
     )
     try:
-        strips = recorded(work, rank, rules, ranks_per_host)
+        strips = record_strips(work, rank, rules, ranks_per_host)
     except OutpaceError:
         raise
     except Exception as error:
         raise BadInputError(_failure(model.module, error)) from error
-    return summed_up(strips, plan, rank, rules, accumulation / passes)
+    return summarise_strips(strips, plan, rank, rules, accumulation / passes)
 
 
 class _ValueFree(OwnObjective):

@@ -1,4 +1,4 @@
-"""What a CUDA device does with memory that the CPU's kernels do not, as stated rules.
+"""Memory behaviour of a CUDA device that the CPU's kernels do not have, as stated rules.
 
 The trace runs the CPU's operators. On CUDA the same tensors are saved by fused attention (inputs,
 output, a log-sum-exp of fp32 for each query), and autocast's lists cast the operators of outpace's
@@ -14,7 +14,7 @@ models alike; the following differs:
    Hopper and Blackwell take cuDNN's kernel, which keeps the same; what its backward needs within
    itself NVIDIA does not state, and it is counted as FlashAttention's
    (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 takes that).
-4. Dropout inside fused attention is drawn anew in the backward, so that no mask is kept; the CPU
+4. Dropout inside fused attention is drawn again in the backward, so that no mask is kept; the CPU
    has no fused attention with dropout and keeps the probabilities.
 5. The loss is `nn.head_loss`. Its passes over the logits, where torch.compile makes them, have no
    memory of their own but numbers for each token: their gradient is written over them.
@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from outpace.nn.block import Attention, Mixing, fused_attention, suited_attention
-from outpace.nn.head_loss import Passes
+from outpace.nn.head_loss import LogitsFunctions
 from outpace.nn.kernels import choose_kernel, operands_for, suits_flash
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
@@ -53,13 +53,13 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """How a device differs from the CPU whose operators are traced. None of it for a CPU."""
+    """Differences of a device from the CPU whose operators are traced. None for a CPU."""
 
     accelerator: Accelerator | None = None
 
     @property
     def device(self) -> str:
-        """What kind of device it is."""
+        """Type of the device, as torch names it."""
         return "cpu" if self.accelerator is None else "cuda"
 
     @property
@@ -68,7 +68,7 @@ class Rules:
         return 1 if self.accelerator is None else 512
 
     def workspaces(self) -> list[int]:
-        """What libraries keep from their first use on, in bytes."""
+        """Return the bytes that libraries keep from their first use on."""
         if self.accelerator is None:
             return []
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
@@ -99,8 +99,8 @@ class Rules:
         drops = drops or plan.lora_dropout > 0
         return _Masks() if drops and self.accelerator is not None else nullcontext()
 
-    def within(self, func: Any, args: Any) -> int:
-        """What an operator takes and gives back within itself, in bytes."""
+    def temporary_bytes(self, func: Any, args: Any) -> int:
+        """Return the bytes that an operator allocates and frees internally."""
         if self.accelerator is None or func not in _ATTENTION_BACKWARDS:
             return 0
         _, query, key = args[:3]
@@ -124,7 +124,7 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
 
 
 # Rule 5: what compiled passes take and write.
-_IN_PLACE = Passes(_scores, _gradient, _loss_and_gradient)
+_IN_PLACE = LogitsFunctions(_scores, _gradient, _loss_and_gradient)
 
 
 class _Masks(TorchFunctionMode):

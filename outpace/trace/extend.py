@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outpace.records.memory import KINDS, Kind, Part
-from outpace.trace.watch import Segment
+from outpace.trace.allocation_tracer import Segment
 
 _BLOCK = re.compile(r"(?<=blocks\.)\d+")
 # Little, next to bytes that differ: of equal ways the one in the fewest places.
@@ -38,18 +38,18 @@ class Entry:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What is the same in equal layers."""
+        """Properties that are the same in equal layers."""
         return (self.nbytes, *self.loose)
 
     @property
     def loose(self) -> tuple[object, ...]:
-        """As `key`, where the number of layers decides on the bytes."""
+        """Key without the bytes, for entries whose bytes depend on the number of layers."""
         return (self.nbytes > 0, self.kind, self.operator, self.module)
 
 
 @dataclass(frozen=True)
 class Strip:
-    """What was done in a part of a step, as it would be at some depth."""
+    """Changes in one part of a step, at some depth of the model."""
 
     step: int
     part: Part
@@ -86,8 +86,8 @@ def strip_of(segment: Segment) -> Strip:
     )
 
 
-def without_passing(strip: Strip) -> Strip:
-    """Without what is made and freed within it."""
+def drop_temporaries(strip: Strip) -> Strip:
+    """Drop what is made and freed within the strip."""
     living: dict[tuple[int, Kind], list[int]] = {}
     passing: set[int] = set()
     for number, entry in enumerate(strip.entries):
@@ -101,7 +101,7 @@ def without_passing(strip: Strip) -> Strip:
 
 
 def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """What is freed at once in an order that does not depend on addresses, as autocast's does."""
+    """Order what is freed at once, such as autocast's copies, independently of addresses."""
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
@@ -110,7 +110,7 @@ def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
 def extend(
     shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
 ) -> list[Strip]:
-    """What a model would do that is `times` as much deeper than `deeper` as that is than `shallow`.
+    """Extrapolate to a model `times` as much deeper than `deeper` as that is deeper than `shallow`.
 
     They are `period` layers apart.
 
@@ -127,13 +127,13 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
     a, b = shallow.entries, deeper.entries
     entries: list[Entry] = []
     repeats: list[tuple[int, int, int]] = []
-    for i, more in enumerate(_inserted(a, b)):
+    for i, more in enumerate(_count_insertions(a, b)):
         if more:
             j = len(entries)
             entries.extend(b[j : j + more])
-            repeats += [(*piece, times + 1) for piece in _apart(b, j, j + more)]
+            repeats += [(*piece, times + 1) for piece in _split_at_jumps(b, j, j + more)]
         if i < len(a):
-            entries.append(_grown(a[i], b[len(entries)], times))
+            entries.append(_extrapolate_entry(a[i], b[len(entries)], times))
     return Strip(
         step=deeper.step,
         part=deeper.part,
@@ -145,8 +145,8 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
     )
 
 
-def _inserted(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
-    """How many changes `b` has before each of `a`, and after the last, that `a` has not.
+def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
+    """Count the changes of `b` before each of `a`, and after the last, that `a` does not have.
 
     The cheapest way to have `a` within `b`: changes of other bytes cost, and so does each place of
     insertion; changes of another sort are never taken for each other.
@@ -162,7 +162,7 @@ def _inserted(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
     cost[0] = 0
     came_from = np.empty((len(a) + 1, extra + 1), dtype=np.int32)
     for i in range(len(a) + 1):
-        cost = _opened(cost, came_from[i])
+        cost = _open_insertion(cost, came_from[i])
         if i < len(a):
             window = slice(i, i + extra + 1)
             cost = cost + _unlikeness(sizes[window], a[i].nbytes)
@@ -176,8 +176,8 @@ def _inserted(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
     return counts[::-1]
 
 
-def _apart(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
-    """Pieces of what was inserted, cut where it goes from the last layer to the first again.
+def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
+    """Cut what was inserted where it jumps from the last layer to the first.
 
     A list of all layers' matrices, and behind it one of their vectors, have a layer more each.
     """
@@ -191,14 +191,14 @@ def _apart(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """From 0, the same, to 1: by which part of the larger they differ."""
+    """Relative difference of sizes: 0 where they are the same, at most 1."""
     larger = np.maximum(np.abs(sizes), abs(size))
     apart: NDArray[np.float64] = np.abs(sizes - size) / np.maximum(larger, 1)
     return apart
 
 
-def _opened(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
-    """The costs when something may be inserted here; `came_from` is told what was inserted before.
+def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return the costs if something may be inserted here; write to `came_from` what was before.
 
     Of equal ways the one that inserts here least.
     """
@@ -210,8 +210,8 @@ def _opened(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[
     return np.where(stays, cost, least + _INSERTION)
 
 
-def _grown(one: Entry, other: Entry, times: int) -> Entry:
-    """A change that both depths have; its bytes, and its layer counted from the end, may grow."""
+def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
+    """Extrapolate a change that both depths have: its bytes, and its layer counted from the end."""
     if one.nbytes == other.nbytes and one.block == other.block:
         return other
     return Entry(
@@ -225,7 +225,7 @@ def _grown(one: Entry, other: Entry, times: int) -> Entry:
 
 
 @dataclass(frozen=True)
-class Course:
+class AllocationCourse:
     """All changes one after the other, repeated ones written out.
 
     Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`; `nbytes` and
@@ -242,7 +242,7 @@ class Course:
     live_bytes: NDArray[np.int64]
 
     def by_kind(self, positions: Sequence[int]) -> list[dict[Kind, int]]:
-        """What lives after some changes, in their order."""
+        """Return live bytes by kind after some of the changes, in their order."""
         sums = np.zeros(len(KINDS), dtype=np.int64)
         found, done = [], 0
         for position in positions:
@@ -253,13 +253,13 @@ class Course:
         return found
 
 
-def course_of(strips: Sequence[Strip]) -> Course:
+def course_of(strips: Sequence[Strip]) -> AllocationCourse:
     """Write out what is repeated."""
     entries = [entry for strip in strips for entry in strip.entries]
     origins, numbers, blocks = [], [], []
     begin = 0
     for number, strip in enumerate(strips):
-        indices, shifts = _written_out(strip)
+        indices, shifts = _unroll(strip)
         origins.append(indices + begin)
         numbers.append(np.full(len(indices), number))
         held = np.array([entry.block for entry in strip.entries], dtype=np.int64)[indices]
@@ -268,7 +268,7 @@ def course_of(strips: Sequence[Strip]) -> Course:
     origin = np.concatenate(origins)
     nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)[origin]
     kinds = np.array([KINDS.index(entry.kind) for entry in entries], dtype=np.int64)
-    return Course(
+    return AllocationCourse(
         strips=strips,
         entries=entries,
         origin=origin,
@@ -280,20 +280,20 @@ def course_of(strips: Sequence[Strip]) -> Course:
     )
 
 
-def _written_out(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The entries in the order in which they happen, and what to add to the layers' numbers."""
+def _unroll(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the entries in the order in which they happen, and offsets of the layers' numbers."""
     indices: list[NDArray[np.int64]] = []
     shifts: list[NDArray[np.int64]] = []
 
-    def once(begin: int, end: int, shift: int) -> None:
+    def append_once(begin: int, end: int, shift: int) -> None:
         indices.append(np.arange(begin, end))
         shifts.append(np.full(end - begin, shift))
 
     at = 0
     for begin, end, times in strip.repeats:
-        once(at, begin, 0)
+        append_once(at, begin, 0)
         for turn in range(times):
-            once(begin, end, times - 1 - turn if strip.part == "backward" else turn)
+            append_once(begin, end, times - 1 - turn if strip.part == "backward" else turn)
         at = end
-    once(at, len(strip.entries), 0)
+    append_once(at, len(strip.entries), 0)
     return np.concatenate(indices), np.concatenate(shifts)

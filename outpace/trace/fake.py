@@ -19,7 +19,7 @@ _FEW_OTHERS = 2
 
 
 class SmallAreReal(TorchDispatchMode):
-    """Above a FakeTensorMode: what is made from nothing, or from such, is real if it is small.
+    """Mode above a FakeTensorMode: small tensors made from nothing, or from such tensors, are real.
 
     Optimizers read their counts of steps, meshes their ranks, and DDP the sizes of parameters:
     none of them is made from weights or data. What is read of others counts as 1: the flag that
@@ -43,7 +43,7 @@ class SmallAreReal(TorchDispatchMode):
 
 
 @contextmanager
-def hollow() -> Iterator[None]:
-    """Within, tensors have shapes, and no memory if they are large."""
+def fake_tensors() -> Iterator[None]:
+    """Give tensors shapes, and memory only if they are small."""
     with FakeTensorMode(allow_non_fake_inputs=True), SmallAreReal():  # type: ignore[no-untyped-call]
         yield

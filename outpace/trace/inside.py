@@ -1,4 +1,4 @@
-"""What operators take and give back within themselves, which a mode around them does not see."""
+"""Memory that operators allocate and free internally, which a mode around them does not see."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_map_only
 from outpace.nn.attention import attention, attention_backward
 from outpace.nn.gelu import gelu_tanh
 from outpace.nn.low_loss import (
-    bytes_within,
-    bytes_within_backward,
+    backward_temporary_bytes,
     low_loss,
     low_loss_backward,
+    temporary_bytes,
 )
 from outpace.nn.norms import rms_norm, rms_norm_backward
 from outpace.trace.tracker import Tracker
@@ -31,7 +31,7 @@ _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
 _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.overload})
 
 
-class Inside:
+class TemporaryBytes:
     """Bytes that operators need beside what they are given and what they make.
 
     Norms, GELU and attention by blocks are written in Python: their code is run on tensors without
@@ -43,24 +43,24 @@ class Inside:
         self._on_cpu = on_cpu
 
     def __call__(self, func: Any, args: Any) -> int:
-        """For one call. 0 for operators that are not known, and with memory of their own."""
+        """Return the bytes of one call. 0 for unknown operators, and for tensors with memory."""
         # Of tensors with memory too: a mode around it does not see what it is made of.
         if func is low_loss.overload:
-            return bytes_within(args[0], args[1])
+            return temporary_bytes(args[0], args[1])
         if func is low_loss_backward.overload:
-            return bytes_within_backward(args[2], args[3], args[5])
+            return backward_temporary_bytes(args[2], args[3], args[5])
         if func in _ON_CPUS and not self._on_cpu:
             return 0
         if func not in _IN_PYTHON or not isinstance(args[0], FakeTensor):
             return 0
         key = func, tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), tuple(args))
         if key not in self._known:
-            self._known[key] = _taken(_IN_PYTHON[func], args)
+            self._known[key] = _measure_peak(_IN_PYTHON[func], args)
         return self._known[key]
 
 
 def _attention_flops(query: Tensor, key: Tensor) -> int:
-    """Of one product of queries and keys, by all of which each is multiplied."""
+    """Return the FLOPs of one product of queries and keys, where each query meets all keys."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * width
 
@@ -96,7 +96,7 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
 }
 
 
-def _taken(run: Callable[..., Any], given: Iterable[Any]) -> int:
+def _measure_peak(run: Callable[..., Any], given: Iterable[Any]) -> int:
     tracker = Tracker()
     tracker.see(given)
     there = tracker.live_bytes

@@ -4,16 +4,16 @@ import gc
 
 from outpace.nn.scratch import Scratch
 from outpace.parallel import Layout, Request, apply
-from outpace.parallel.api import Batch
+from outpace.parallel.layout import Batch
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
-from outpace.trace.account import summed_up
+from outpace.trace.account import summarise_strips
+from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.allocations import Allocations
 from outpace.trace.device import Rules
 from outpace.trace.extend import strip_of
-from outpace.trace.resident import grown_resident
+from outpace.trace.resident import resident_growth
 from outpace.trace.steps import Trainable, run_steps
-from outpace.trace.watch import Watch
 
 
 def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
@@ -24,15 +24,17 @@ def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     the peak, and `allocated_bytes` the allocator's own peak.
     """
     rules = Rules()
-    with grown_resident() as grown:
-        run_steps(work, ranks, Watch(), _lay_out, rules, Scratch())
+    with resident_growth() as grown:
+        run_steps(work, ranks, AllocationTracer(), _lay_out, rules, Scratch())
     gc.collect()  # what is left would be freed within
     allocations = Allocations()
-    watch = Watch(freed_elsewhere=allocations.freed_elsewhere)
+    watch = AllocationTracer(freed_elsewhere=allocations.note_free)
     with allocations, watch:
         run_steps(work, ranks, watch, _lay_out, rules, Scratch())
         segments = watch.segments
-    account = summed_up([strip_of(segment) for segment in segments], work.plan, ranks.rank, rules)
+    account = summarise_strips(
+        [strip_of(segment) for segment in segments], work.plan, ranks.rank, rules
+    )
     return account.model_copy(
         update={
             "source": "measured",

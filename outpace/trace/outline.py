@@ -1,7 +1,7 @@
 """The outline of any module: run once, its repeated parts grouped into stacks."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from outpace.interop.own import own_positions
-from outpace.planner.outlines import layer_parameters, parameters
+from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 from outpace.trace.products import Attended, Forward, Made, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# Of a layer's attentions, "own" and "cross": how many products come before each.
+Places = Mapping[str, int]
 # Repeated parts with less than this share of the largest's work are no layers.
 _MINOR = 0.1
 
@@ -27,11 +29,11 @@ def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None
     repeats. Products of activations that are no attention keep the size that they had here.
     Raises BadInputError where the forward cannot be run or multiplies by no weight.
     """
-    return _Tracing(module, example_inputs).outline(name or type(module).__name__)
+    return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
-class _Part:
+class LayerPart:
     """A module that may be a layer, and what it did. Of one kind may do it with other sizes."""
 
     path: str
@@ -41,7 +43,9 @@ class _Part:
     work: int
 
 
-class _Tracing:
+class ModuleTracing:
+    """One forward of a module, made into an outline."""
+
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self.module = module
         self.sizes = {name: p.numel() for name, p in module.named_parameters()}
@@ -57,6 +61,8 @@ class _Tracing:
                 f"the forward of {type(module).__name__} multiplies by no weight, so there is "
                 "nothing to plan for"
             )
+        self.hidden: int | None = None
+        self.table_width: int | None = None
         # Parameters that a product has been given; what it is not given is counted beside.
         self.taken: set[str] = set()
 
@@ -64,35 +70,57 @@ class _Tracing:
         groups = self._groups()
         inside = tuple(part.path for group in groups for part in group)
         done = list(enumerate(self.forward.done))
-        places = [i for i, one in done if _within(one.module, inside)]
+        places = [i for i, one in done if _is_within(one.module, inside)]
         layered = set(places)
         outside = [(i, one) for i, one in done if i not in layered]
         if not groups:  # one layer that does everything
             stack = self._stack(self.forward.done, "", list(self.sizes), 1, None)
             return self._outline(name, [stack], [], [], None)
+        width = self._residual_width(
+            max((group[0] for group in groups), key=lambda part: part.work)
+        )
+        self.hidden = width
         stacks, seen = [], self.seq_len
         for group in groups:
-            own = self._own(group[0].path)
-            stack = self._stack(group[0].done, group[0].path, own, len(group), seen)
-            for other in group[1:]:
-                self.taken.update(self._own(other.path))
+            equal = [path for part in group for path in self.equal_parts(part)]
+            names = self._parameters_of(group[0].path)
+            stack = self._stack(group[0].done, group[0].path, names, len(equal), seen)
+            for other in equal:
+                self.taken.update(self._parameters_of(other))
             stacks.append(stack)
             if stack.cross_attention is None:
                 seen = stack.seq_len or self.seq_len
         before = [one for i, one in outside if i < places[-1]]
         after = [one for i, one in outside if i > places[-1]]
-        width = self._width(max((group[0] for group in groups), key=lambda part: part.work))
         return self._outline(name, stacks, before, after, width)
 
-    def _own(self, path: str) -> list[str]:
-        """Parameters of a part that no earlier one has: shared ones are named once."""
-        return [name for name in self.sizes if _within(name, (path,))]
+    def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
+        """Paths of the parts that this one stands for, its first one first."""
+        return (part.path,)
 
-    def _groups(self) -> list[list[_Part]]:
+    def settings(self, path: str, module: nn.Module) -> Any:
+        """Return what else parts of one stack have in common."""
+        return None
+
+    def fill_layer(
+        self, stack: Stack, rest: list[Made], places: Places, path: str, names: list[str]
+    ) -> Stack:
+        """Add the products of a layer to its stack; `places`: before which of them it attends."""
+        products = self.products(rest, path, names, self._rows(stack))
+        return stack.model_copy(update={"other": tuple(products)})
+
+    def _rows(self, stack: Stack) -> int:
+        return stack.seq_len or self.seq_len or 1
+
+    def _parameters_of(self, path: str) -> list[str]:
+        """Parameters of a part that no earlier one has: shared ones are named once."""
+        return [name for name in self.sizes if _is_within(name, (path,))]
+
+    def _groups(self) -> list[list[LayerPart]]:
         """Equal parts of the lists, in the order of the lists."""
         found = list(self._lists())
         most = max((sum(part.work for part in parts) for parts in found), default=0)
-        groups: dict[Any, list[_Part]] = {}
+        groups: dict[Any, list[LayerPart]] = {}
         for parts in found:
             if sum(part.work for part in parts) >= _MINOR * most:
                 for part in parts:
@@ -100,38 +128,38 @@ class _Tracing:
         order = {id(one): i for i, one in enumerate(self.forward.done)}
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
-    def _lists(self) -> Iterator[list[_Part]]:
+    def _lists(self) -> Iterator[list[LayerPart]]:
         """The outermost lists that repeat something; beside them, those of parts of one class."""
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
-        parts: dict[str, list[_Part]] = {}
+        parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
         for alike in (lambda part: part.kind, lambda part: part.kind[0]):
             for path, module in lists:  # outer ones first
-                if any(_within(path, (one,)) or _within(one, (path,)) for one in chosen):
+                if any(_is_within(path, (one,)) or _is_within(one, (path,)) for one in chosen):
                     continue
                 if path not in parts:
-                    parts[path] = self._parts(path, module)
+                    parts[path] = self._find_parts(path, module)
                 if any(n > 1 for n in Counter(map(alike, parts[path])).values()):
                     chosen.append(path)
                     yield parts[path]
 
-    def _parts(self, path: str, module: nn.Module) -> list[_Part]:
-        """Those of a list that multiply something."""
+    def _find_parts(self, path: str, module: nn.Module) -> list[LayerPart]:
+        """Return those of a list that multiply something."""
         named = ((f"{path}.{key}" if path else key, one) for key, one in module.named_children())
         parts = [self._part(where, one) for where, one in named]
         return [part for part in parts if part.done]
 
-    def _part(self, path: str, module: nn.Module) -> _Part:
-        done = tuple(one for one in self.forward.done if _within(one.module, (path,)))
-        own = self._own(path)
+    def _part(self, path: str, module: nn.Module) -> LayerPart:
+        done = tuple(one for one in self.forward.done if _is_within(one.module, (path,)))
+        names = self._parameters_of(path)
         relative = tuple(_relative(one, path) for one in done)
-        shapes = tuple((name.removeprefix(path), self.sizes[name]) for name in own)
+        shapes = tuple((name.removeprefix(path), self.sizes[name]) for name in names)
         work = sum(one.rows * one.inputs * one.outputs for one in done if isinstance(one, Made))
         kind = (type(module), shapes)
-        return _Part(path, kind, (kind, relative), done, work)
+        return LayerPart(path, kind, (kind, relative, self.settings(path, module)), done, work)
 
-    def _width(self, part: _Part) -> int | None:
-        """Of the residual stream: features last, or channels first in an image."""
+    def _residual_width(self, part: LayerPart) -> int | None:
+        """Return the width of the residual stream: features last, channels first in an image."""
         shape = self.forward.shapes.get(part.path, ())
         if not shape:
             return None
@@ -142,26 +170,29 @@ class _Tracing:
         self,
         done: Sequence[Made | Attended],
         path: str,
-        own: list[str],
+        names: list[str],
         layers: int,
         seen: int | None,
     ) -> Stack:
         length = self._length(done)
-        rest, attention, cross = self._attentions(done, length, seen)
-        products = self._products(rest, path, own, length)
-        self.taken.update(own)
+        rest, found = self._attentions(done, length, seen)
+        attention, cross = (
+            _record_of(found[name][0]) if name in found else None for name in ("own", "cross")
+        )
         stack = Stack(
             name=path.rpartition(".")[0] or "layers",
             layers=layers,
             attention=attention,
             cross_attention=cross,
-            other=tuple(products),
             norms=0,
             seq_len=None if length == self.seq_len else length,
         )
-        parameters = sum(self.sizes[name] for name in own)
+        places = {name: place for name, (_, place) in found.items()}
+        stack = self.fill_layer(stack, rest, places, path, names)
+        self.taken.update(names)
+        parameters = sum(self.sizes[name] for name in names)
         return stack.model_copy(
-            update={"other_parameters": parameters - layer_parameters(stack, 1)}
+            update={"other_parameters": parameters - layer_parameters(stack, self.hidden or 1)}
         )
 
     def _length(self, done: Sequence[Made | Attended]) -> int:
@@ -170,38 +201,41 @@ class _Tracing:
         for one in done:
             if isinstance(one, Made):
                 weighed = one.rows * one.inputs * one.outputs * (2 if one.weight else 1)
-                work[self._each(one.rows)] += weighed
+                work[self._rows_per_sample(one.rows)] += weighed
         if self.seq_len in work or not work:
             return self.seq_len or 1
         return work.most_common(1)[0][0]
 
-    def _each(self, rows: int) -> int:
-        """Of a sample, rounded up."""
+    def _rows_per_sample(self, rows: int) -> int:
+        """Return the rows of a sample, rounded up."""
         return -(-rows // self.samples)
 
     def _attentions(
         self, done: Sequence[Made | Attended], length: int, seen: int | None
-    ) -> tuple[list[Made], AttentionShape | None, AttentionShape | None]:
-        """The first attention of a layer's tokens to each other, the first to others, the rest."""
+    ) -> tuple[list[Made], dict[str, tuple[Attended, int]]]:
+        """Return what else a layer did, and its attentions: of its tokens to each other, to others.
+
+        Each attention with the number of the products before it.
+        """
         rest: list[Made] = []
-        own = cross = None
-        for one in self._paired(done):
+        found: dict[str, tuple[Attended, int]] = {}
+        for one in self._pair_products(done):
             if isinstance(one, Made):
                 rest.append(one)
                 continue
             fits = one.batch == self.samples and one.queries == length
-            if fits and own is None and one.keys == length:
-                own = _record_of(one)
-            elif fits and cross is None and one.keys == (seen or length):
-                cross = _record_of(one)
+            if fits and "own" not in found and one.keys == length:
+                found["own"] = (one, len(rest))
+            elif fits and "cross" not in found and one.keys == (seen or length):
+                found["cross"] = (one, len(rest))
             else:
                 many = one.batch * one.heads
                 rows = many * one.queries
                 rest.append(Made(one.module, None, rows, one.head_dim, one.keys, many))
                 rest.append(Made(one.module, None, rows, one.keys, one.value_dim, many))
-        return rest, own, cross
+        return rest, found
 
-    def _paired(self, done: Sequence[Made | Attended]) -> Iterator[Made | Attended]:
+    def _pair_products(self, done: Sequence[Made | Attended]) -> Iterator[Made | Attended]:
         """Scores and mix written as two products are an attention too."""
         waiting: Made | None = None
         for one in done:
@@ -238,15 +272,15 @@ class _Tracing:
             causal=False,
         )
 
-    def _products(
-        self, done: Sequence[Made], path: str, own: Sequence[str], length: int | None
+    def products(
+        self, done: Sequence[Made], path: str, names: Sequence[str], length: int | None
     ) -> list[ProductShape]:
         """Each weight once, with how often it is used; products by none counted by their shape."""
         by_weight: dict[str, ProductShape] = {}
         others: Counter[ProductShape] = Counter()
         for one in done:
-            each = self._each(one.rows)
-            named = _under(one.weight, path) if one.weight else one.module.removeprefix(path)
+            each = self._rows_per_sample(one.rows)
+            named = _strip_path(one.weight, path) if one.weight else one.module.removeprefix(path)
             product = ProductShape(
                 name=(named or "product").strip("."),
                 inputs=one.inputs,
@@ -254,7 +288,7 @@ class _Tracing:
                 positions=None if each == length else each,
             )
             known = by_weight.get(one.weight or "")
-            size = self.sizes.get(one.weight or "") if one.weight in own else None
+            size = self.sizes.get(one.weight or "") if one.weight in names else None
             whole = size == one.inputs * one.outputs
             if known is None and whole and one.weight not in self.taken:
                 by_weight[str(one.weight)] = product
@@ -274,38 +308,40 @@ class _Tracing:
         width: int | None,
     ) -> Outline:
         """`before` and `after` are what lies outside of the layers."""
-        stacks = _merged(stacks)
+        stacks = _merge_equal(stacks)
         length = stacks[-1].seq_len or self.seq_len or 1
         left = [key for key in self.sizes if key not in self.taken]
-        hidden = width or self._usual(stacks)
-        head = self._head(after, hidden, left)
+        hidden = width or self._usual_width(stacks)
+        table_width = self.table_width or hidden
+        head = self._head(after, table_width, left)
         outputs = head.outputs if head is not None else 0
-        table = self._table(left, hidden, outputs)
-        vocab = 0 if table is None else self.sizes[table] // hidden
+        table = self._table(left, table_width, outputs)
+        vocab = 0 if table is None else self.sizes[table] // table_width
         predicted, tied = None, False
         if head is not None:
-            each, tied = self._each(head.rows), head.weight == table
+            each, tied = self._rows_per_sample(head.rows), head.weight == table
             predicted = None if each == length else each
             after = [one for one in after if one is not head]
         told = {table, None if head is None else head.weight}
         left = [key for key in left if key not in told]
-        first = self._products(_flat(before), "", left, self.seq_len)
+        first = self.products(_flat(before), "", left, self.seq_len)
         embedding = {p.name for p in first if p.weighted}
         left = [key for key in left if key not in embedding]
-        last = self._products(_flat(after), "", left, predicted or length)
+        last = self.products(_flat(after), "", left, predicted or length)
         found = Outline(
             name=name, hidden=hidden, stacks=tuple(stacks), vocab=vocab, outputs=outputs, tied=tied,
+            embedding_width=None if table_width == hidden else table_width,
             embed_products=tuple(first), head_products=tuple(last), predicted=predicted,
             max_positions=own_positions(self.module) or self.seq_len or length,
             source="traced",
         )  # fmt: skip
-        return found.model_copy(update={"outside_parameters": self._beside(found)})
+        return found.model_copy(update={"outside_parameters": self._count_outside(found)})
 
-    def _beside(self, found: Outline) -> int:
+    def _count_outside(self, found: Outline) -> int:
         return sum(self.sizes.values()) - parameters(found)
 
-    def _usual(self, stacks: list[Stack]) -> int:
-        """What most products take."""
+    def _usual_width(self, stacks: list[Stack]) -> int:
+        """Return the width that most products take."""
         taken = Counter(p.inputs for stack in stacks for p in stack.other)
         return taken.most_common(1)[0][0]
 
@@ -332,8 +368,8 @@ class _Tracing:
         return last if whole and uses == 1 else None
 
 
-def _merged(stacks: list[Stack]) -> list[Stack]:
-    """Neighbours that differ only in where they lie."""
+def _merge_equal(stacks: list[Stack]) -> list[Stack]:
+    """Merge neighbouring stacks that differ only in where they lie."""
     merged: list[Stack] = []
     for stack in stacks:
         if merged and merged[-1].model_copy(update={"layers": stack.layers}) == stack:
@@ -366,17 +402,17 @@ def _flat(done: Sequence[Made | Attended]) -> list[Made]:
 
 
 def _relative(one: Made | Attended, path: str) -> Made | Attended:
-    """As seen from the part at `path`."""
+    """Return the operation as seen from the part at `path`."""
     if isinstance(one, Attended):
         return one._replace(module=one.module.removeprefix(path))
-    return one._replace(module=one.module.removeprefix(path), weight=_under(one.weight, path))
+    return one._replace(module=one.module.removeprefix(path), weight=_strip_path(one.weight, path))
 
 
-def _within(name: str, paths: Sequence[str]) -> bool:
+def _is_within(name: str, paths: Sequence[str]) -> bool:
     return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
-def _under(name: str | None, path: str) -> str | None:
+def _strip_path(name: str | None, path: str) -> str | None:
     if name is None or not path or not name.startswith(f"{path}."):
         return name
     return name.removeprefix(f"{path}.")

@@ -1,11 +1,11 @@
-"""What torch's CUDA allocator reserves for tensors: they are cut from segments that it keeps."""
+"""Memory that torch's CUDA allocator reserves: tensors are cut from segments that it keeps."""
 
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from outpace.records.memory import KINDS
-from outpace.trace.extend import Course
+from outpace.trace.extend import AllocationCourse, IrregularError
 
 _MIB = 2**20
 Events = Iterable[tuple[int, int]]  # (number of a storage, bytes: negative when it is freed)
@@ -34,7 +34,7 @@ class CachingAllocator:
 
     def allocate(self, number: int, size: int) -> None:
         """A block for storage `number`."""
-        size = max(512, _up(size, 512))
+        size = max(512, _round_up(size, 512))
         small = size <= _MIB
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1, -1))
@@ -49,7 +49,7 @@ class CachingAllocator:
         self._used[number] = (small, block, segment, offset)
 
     def _new_segment(self, size: int, small: bool) -> tuple[int, int, int]:
-        whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else _up(size, 2 * _MIB)
+        whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else _round_up(size, 2 * _MIB)
         if self._capacity_bytes is not None and self.reserved_bytes + whole > self._capacity_bytes:
             self._give_back_empty()
         self.reserved_bytes += whole
@@ -90,12 +90,12 @@ class CachingAllocator:
         return block
 
 
-def _up(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def reserved(events: Events, capacity_bytes: int | None = None) -> int:
-    """The most bytes that the allocator has of the device over these events."""
+def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> int:
+    """Return the most bytes that the allocator takes from the device over these events."""
     allocator = CachingAllocator(capacity_bytes)
     for number, size in events:
         if size > 0:
@@ -105,10 +105,11 @@ def reserved(events: Events, capacity_bytes: int | None = None) -> int:
     return allocator.peak_bytes
 
 
-def events_of(course: Course) -> Iterator[tuple[int, int]]:
+def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
     """A rank's course as storages that come and go, without what lies elsewhere.
 
     Which of several like storages is freed is not written down: it is taken to be the last.
+    Raises IrregularError for a storage that is freed and never came, which no recorded course has.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     away = KINDS.index("offloaded")
@@ -120,5 +121,7 @@ def events_of(course: Course) -> Iterator[tuple[int, int]]:
         if nbytes > 0:
             alike.append(number)
             yield number, nbytes
-        else:
+        elif alike:
             yield alike.pop(), nbytes
+        else:
+            raise IrregularError(f"{-nbytes} bytes of {KINDS[kind]} are freed that never came")

@@ -22,8 +22,8 @@ def anonymous_bytes() -> int | None:
 
 
 @contextmanager
-def grown_resident(every_s: float = 0.002) -> Iterator[list[int]]:
-    """By how many bytes anonymous resident memory grows at most; empty where Linux does not tell.
+def resident_growth(every_s: float = 0.002) -> Iterator[list[int]]:
+    """Measure the largest growth of anonymous resident memory; empty where Linux does not tell.
 
     It is looked at again and again: the kernel keeps a record of all resident memory only,
     which has files in it.

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
+from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, hold_masks
 from outpace.optim.build import begin_step, make_optimizer
 from outpace.parallel import Layout, Pass, Request
 from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import place_optimizer
-from outpace.planner.shapes import parameter_shapes
+from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
-from outpace.trace.scratch import keep_on_host, lies_on_host
-from outpace.trace.watch import Watch
+from outpace.trace.offloading import keep_on_host, lies_on_host
 
 STEPS = 2  # the first has no optimizer state to begin with
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ LayOut = Callable[[Request, Any], Layout]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: `accumulation` passes of `plan.samples_per_pass` samples make a step.
+    """Training to trace: `accumulation` passes of `plan.samples_per_pass` samples make a step.
 
     `settings` are the optimizer's.
     """
@@ -49,7 +49,7 @@ class Workload:
     settings: TrainSettings
 
     def batch(self) -> dict[str, Tensor]:
-        """What a rank that reads gets at once, of no particular tokens."""
+        """Make the batch that a reading rank gets at once, of no particular tokens."""
         shape = (self.plan.samples_read, self.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         if self.settings.document_attention:
@@ -66,14 +66,14 @@ class Workload:
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
     def lay_out_model(
-        self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
+        self, mixed: Mixed, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut, rules: Rules,
         scratch: Scratch,
     ) -> Layout:  # fmt: skip
         """The model on this rank, with its weights."""
         plan, objective = self.plan, _objective(self, mixed)
         rules.prepare(objective)
         watch.keep(rules.workspaces(), "workspaces")
-        apply_levers(objective.model, plan, scratch=scratch)
+        apply_options(objective.model, plan, scratch=scratch)
         if plan.compile:
             from outpace.trace.compiled_region import trace_compiled
 
@@ -107,13 +107,18 @@ class Trainable(Protocol):
     def functions(self, rules: Rules) -> AbstractContextManager[object]: ...
     def make_mixed(self) -> Mixed: ...
     def lay_out_model(
-        self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
+        self, mixed: Mixed, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut, rules: Rules,
         scratch: Scratch,
     ) -> Layout: ...  # fmt: skip
 
 
 def run_steps(
-    work: Trainable, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
+    work: Trainable,
+    ranks: Ranks,
+    watch: AllocationTracer,
+    lay_out: LayOut,
+    rules: Rules,
+    scratch: Scratch,
 ) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, away = work.plan, lies_on_host(work.plan, rules)
@@ -131,7 +136,12 @@ def run_steps(
 
 
 def _prepare(
-    work: Trainable, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
+    work: Trainable,
+    ranks: Ranks,
+    watch: AllocationTracer,
+    lay_out: LayOut,
+    rules: Rules,
+    scratch: Scratch,
 ) -> tuple[Layout, torch.optim.Optimizer, Mixed]:
     """The model, laid out, and its optimizer."""
     plan, lr = work.plan, work.settings.lr or _ANY_LR
@@ -166,7 +176,7 @@ def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
 def _step(
     work: Trainable,
     ranks: Ranks,
-    watch: Watch,
+    watch: AllocationTracer,
     layout: Layout,
     optimizer: torch.optim.Optimizer,
     mixed: Mixed,
@@ -177,7 +187,7 @@ def _step(
     for batch in batches:
         watch.call((x for x in tree_leaves(batch) if isinstance(x, Tensor)), "inputs")
     watch.mark("data")
-    given = Pass(mixed.cast, _scaled, watch.mark)
+    given = Pass(mixed.cast, _scale_loss, watch.mark)
     if mixed.wide_sums and work.accumulation * work.plan.pp_microbatches > 1:
         layout.add_up_in_fp32()
     layout.gradients(batches or [None] * work.accumulation, given)
@@ -194,7 +204,7 @@ def _step(
     watch.mark("optimizer")
 
 
-def _scaled(loss_sum: Tensor) -> Tensor:
+def _scale_loss(loss_sum: Tensor) -> Tensor:
     return loss_sum * 1.0
 
 

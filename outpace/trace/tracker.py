@@ -41,11 +41,11 @@ class Tracker(TorchDispatchMode):
         self._count += 1
         number = self._count
 
-        def gone(_: Any) -> None:
+        def forget(_: Any) -> None:
             del self._living[key]
             self._change(number, -size)
 
-        self._living[key] = weakref.ref(storage, gone)
+        self._living[key] = weakref.ref(storage, forget)
         self._change(number, size)
 
     def _change(self, number: int, size: int) -> None:

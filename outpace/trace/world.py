@@ -1,4 +1,4 @@
-"""One rank of a world that is not there: process groups that exchange nothing."""
+"""One rank of a world that is not there: process groups that communicate nothing."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from outpace.records.ranks import Ranks
 def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ranks]:
     """A default process group of `world_size` ranks, of which this process is `rank`.
 
-    Exchanges return at once and leave their buffers as they are.
+    Collectives return at once and leave their buffers as they are.
     """
     ranks = Ranks(
         rank=rank,
@@ -48,7 +48,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """What would wait for an answer, or look into memory that is not there."""
+    """Yield stand-ins for what would wait for an answer, or read memory that is not there."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_reduce", _with_future(dist.all_reduce)
     yield dist, "new_group", partial(_fake_group, dist.new_group)
@@ -62,10 +62,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     # Its buckets take the place of the parameters' memory, which fake tensors cannot change.
     init = ZeroRedundancyOptimizer.__init__
 
-    def apart(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_without_views(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "parameters_as_bucket_view": False})
 
-    yield ZeroRedundancyOptimizer, "__init__", apart
+    yield ZeroRedundancyOptimizer, "__init__", init_without_views
     yield ring, "Exchange", _InTurn
 
 
@@ -80,22 +80,22 @@ class _Done:
         self._tensor = tensor
 
     def wait(self) -> bool:
-        """Nothing is under way."""
+        """Return at once, as nothing is under way."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Of the tensors that were added up."""
+        """Return a future of the tensor, as if it had been summed."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([self._tensor])
         return future
 
 
 def _with_future(all_reduce: Any) -> Any:
-    def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(tensor, *args, **kwargs)
         return work and _Done(tensor)
 
-    return reduced
+    return reduce
 
 
 class _InTurn:
@@ -109,21 +109,21 @@ class _InTurn:
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, as nothing is under way."""
 
 
 def lay_out(request: Request, batch: dict[str, Tensor]) -> Layout:
-    """As `parallel.apply`, where what waits for others is told what they would say."""
+    """Apply the plan as `parallel.apply` does; answer for other ranks where it waits for them."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)
     if isinstance(layout, Replicas) and request.plan.compress_gradients == "none":
-        layout.module.register_comm_hook(None, _unchanged)
+        layout.module.register_comm_hook(None, _keep_bucket)
     return layout
 
 
-def _unchanged(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A bucket as it is: the fake group has no result for DDP's own exchange."""
+def _keep_bucket(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Return the bucket as it is: the fake group has no result for DDP's own all-reduce."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -31,6 +31,16 @@ from outpace.catalog.links import LINKS, bytes_per_s
         ("NVIDIA GeForce RTX 5090", 34_190_917_632, "RTX 5090"),  # 32,607 MiB
         ("NVIDIA B200", 192_265_846_784, "B200"),  # 183,359 MiB
         ("NVIDIA GB200", 198_674_743_296, "GB200"),  # 189,471 MiB
+        ("NVIDIA GeForce RTX 4090 D", None, "RTX 4090 D"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17_171_480_576, "RTX 4090 Laptop"),  # 16,376 MiB
+        ("NVIDIA GeForce RTX 3060", 12_884_901_888, "RTX 3060 12 GB"),
+        ("NVIDIA GeForce RTX 3060", 8_589_934_592, "RTX 3060 8 GB"),
+        ("NVIDIA RTX A6000", 51_527_024_640, "RTX A6000"),  # 49,140 MiB
+        ("NVIDIA RTX 6000 Ada Generation", 51_527_024_640, "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None, "RTX PRO 6000 Blackwell Server"),
+        ("NVIDIA GB300", 298_013_687_808, "GB300"),  # 284,208 MiB
+        ("NVIDIA B300 SXM6 AC", 288_400_343_040, "B300"),  # 275,040 MiB
+        ("NVIDIA GB10", None, "GB10"),
         ("AMD Instinct MI250X", 68_702_699_520, "MI250X GCD"),
         ("AMD Instinct MI300X", 206_141_652_992, "MI300X"),
     ],
@@ -43,11 +53,9 @@ def test_what_drivers_report_is_found(driver_name, memory_bytes, name):
 @pytest.mark.parametrize(
     ("driver_name", "memory_bytes"),
     [
-        ("NVIDIA GH200 480GB", None),  # has H200 in its name
-        ("NVIDIA GeForce RTX 4090 D", None),  # fewer units
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA GH200 480GB", 20_000_000_000),  # has H200 in its name; a slice
+        ("NVIDIA GeForce RTX 4090 D Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3060", 4_294_967_296),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 42_000_000_000),
         ("NVIDIA B200", 96_000_000_000),  # a slice
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
@@ -78,11 +86,11 @@ def test_peaks_are_dense_and_have_a_source():
             assert peaks.get("tf32", peaks["bf16"] / 2) == approx(peaks["bf16"] / 2, rel=0.025)
         if "fp8" in peaks:
             assert peaks["fp8"] == approx(2 * peaks["bf16"], rel=0.015)
-        if "int8" in peaks:
+        if "int8" in peaks and "B300" not in accelerator.name:  # which left int8 behind
             assert peaks["int8"] / peaks["fp16"] in (
                 approx(1),
                 approx(2, rel=0.015),
-                approx(4, rel=0.002),
+                approx(4, rel=0.005),  # of 13.5 a card's 54.2
             )
 
 
@@ -104,6 +112,47 @@ def test_half_of_what_is_printed_with_sparsity():
     assert 72 * rack.peak.flops_per_s["fp32"] == approx(5.76e15)
     assert 2 * 72 * rack.peak.flops_per_s["bf16"] == approx(360e15)
     assert 72 * rack.memory_bytes_per_s == approx(576e12)
+
+
+def test_dense_rates_of_each_family_as_makers_print_them():
+    printed = {  # 16-bit products with fp32 accumulation, TFLOP/s
+        "V100S PCIe 32 GB": 130, "T4": 65, "TITAN RTX": 130.5, "RTX 2080 Ti": 53.8,
+        "Quadro RTX 6000": 130.5, "A100 SXM 80 GB": 312, "A800 SXM 80 GB": 312, "A30": 165,
+        "A10": 125, "A10G": 70, "A2": 18, "RTX 3080 10 GB": 59.5, "RTX 3090 Ti": 80,
+        "RTX 3080 Ti Laptop": 37.4, "RTX A4000": 76.7, "RTX A6000": 154.8, "L4": 121, "L20": 119.5,
+        "L40": 181.05, "L40S": 362.05, "RTX 4060": 30.2, "RTX 4090": 165.2, "RTX 4090 D": 147.1,
+        "RTX 4090 Laptop": 66, "RTX 4000 SFF Ada": 76.7, "RTX 6000 Ada": 364.25,
+        "H100 SXM": 989.5, "H100 PCIe": 756.5, "H100 NVL": 835.5, "H100 SXM 64 GB": 989.5,
+        "H800 SXM": 989.5, "H20": 148, "H200 SXM": 989.5, "H200 NVL": 835.5, "GH200 96 GB": 989.5,
+        "B200": 2250, "GB200": 2500, "B300": 2250, "GB300": 2500, "GB10": 119, "RTX 5070": 61.75,
+        "RTX 5090": 209.5, "RTX 5090 D": 148.4, "RTX 5090 D v2": 148.4, "RTX 5090 Laptop": 63.6,
+        "RTX PRO 4000 Blackwell": 147, "RTX PRO 6000 Blackwell Server": 504,
+        "RTX PRO 6000 Blackwell Max-Q": 438.9, "MI250X GCD": 191.5, "MI300X": 1307.4,
+        "MI325X": 1307.4, "MI350X": 2306.9, "MI355X": 2516.6,
+    }  # fmt: skip
+    for name, rate in printed.items():
+        peaks = ACCELERATORS[name].peak.flops_per_s
+        assert peaks["fp16"] == approx(rate * 1e12, rel=0.01), name  # makers round: 18 of 18.1
+    # fp8 and int8 of NVIDIA's L40 datasheet, without sparsity; of 2,375 of 3,352 AI TOPS.
+    limited = 2375 / 3352 * ACCELERATORS["RTX 5090"].peak.flops_per_s["int8"]
+    for name, dtype, rate in (
+        ("L40", "tf32", 90.5e12), ("L40", "fp8", 362e12), ("L40", "int8", 362e12),
+        ("RTX 5090 D", "int8", limited), ("RTX 5090 D v2", "int8", limited),
+    ):  # fmt: skip
+        assert ACCELERATORS[name].peak.flops_per_s[dtype] == approx(rate, rel=0.005), name
+
+
+def test_sisters_of_a_chip_differ_by_clock_and_cores():
+    """Workstations' and servers' cards have twice a GeForce's 16-bit rate for their fp32."""
+    for name, chip in ACCELERATORS.items():
+        peaks = chip.peak.flops_per_s
+        if chip.architecture in ("turing", "ampere", "ada", "blackwell") and name[:3] == "RTX":
+            works = "PRO" in name or "Ada" in name or name[:5] == "RTX A"
+            limited = "5090 D" in name
+            ratio = peaks["fp16"] / peaks["fp32"]
+            turing = chip.architecture == "turing"
+            wanted = 148.4 / 104.8 if limited else 4 if works or turing else 2
+            assert ratio == approx(wanted, rel=0.02), name
 
 
 def test_fp32_is_two_flop_a_lane_and_clock():
@@ -132,10 +181,10 @@ def test_links_power_and_memory():
         assert bytes_per_s(ACCELERATORS[name].device_link) == both / 2 * 1e9, name
     for chip in ACCELERATORS.values():
         assert chip.host_link in LINKS
-        assert 50 < chip.power_w <= 1200 and chip.power_w not in chip.power_variants_w
+        assert 40 < chip.power_w <= 1400 and chip.power_w not in chip.power_variants_w
         assert chip.memory_bytes % 2**30 == 0
         assert 0.9 < chip.usable_bytes / chip.memory_bytes < 1 and chip.usable_source
-        assert 15 < chip.memory_bytes / chip.memory_bytes_per_s * 1000 < 90  # ms to read it all
+        assert 10 < chip.memory_bytes / chip.memory_bytes_per_s * 1000 < 600  # ms to read it all
     assert ACCELERATORS["H100 PCIe"].power_variants_w == (300,)
     assert ACCELERATORS["A100 SXM 80 GB"].power_variants_w == (500,)
     for name in ("GTX 1080 Ti", "RTX 4090", "RTX 5090", "A10G", "L4", "L40S", "V100 PCIe 32 GB"):

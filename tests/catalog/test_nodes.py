@@ -3,7 +3,7 @@ import pytest
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.links import LINKS, bytes_per_s
 from outpace.catalog.nodes import NODES, find_node
-from outpace.planner.networks import of_node
+from outpace.planner.hardware.networks import of_node
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Bundle, Node
 
@@ -57,6 +57,81 @@ def test_an_accelerator_is_a_machine_of_one():
         assert node.host_link == "PCIe 4 x16" and "whitepaper" in node.source
     with pytest.raises(BadInputError, match=r"machine 'hgx-h10' is not.*'hgx-h100'"):
         find_node("hgx-h10", ACCELERATORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerator", "devices", "topology"),
+    [
+        ("rtx-4070:12GB", "RTX 4070", 1, "none"),
+        ("4xrtx-3090", "RTX 3090", 4, "none"),  # no bridge is taken for granted
+        ("2 x RTX 3060:8 GB", "RTX 3060 8 GB", 2, "none"),
+        ("rtx-3060:12gb", "RTX 3060 12 GB", 1, "none"),
+        ("rtx-3080-laptop", "RTX 3080 Laptop 8 GB", 1, "none"),
+        ("8xh100-sxm", "H100 SXM", 8, "switch"),
+        ("h100-sxm:80gb", "H100 SXM", 1, "none"),
+        ("4xb300", "B300", 4, "switch"),
+        ("8xmi355x", "MI355X", 8, "mesh"),
+        ("2xh100-nvl", "H100 NVL", 2, "none"),
+        ("gh200:144gb", "GH200 144 GB", 1, "none"),
+        ("gh200:141gb", "GH200 144 GB", 1, "none"),
+        # Boards and cards are sold of these: the board's is taken, and the name says so.
+        ("8xh100", "H100 SXM", 8, "switch"),
+        ("8 x H100", "H100 SXM", 8, "switch"),
+        ("h100", "H100 SXM", 1, "none"),
+        ("8×h200", "H200 SXM", 8, "switch"),
+        ("8xa100:40gb", "A100 SXM 40 GB", 8, "switch"),
+        ("h100:94gb", "H100 SXM 94 GB", 1, "none"),
+        ("b300:288gb", "B300", 1, "none"),  # as NVIDIA prints it; 270 are left
+        ("4xv100-sxm2-32-gb", "V100 SXM2 32 GB", 4, "mesh"),
+        ("8xv100:16gb", "V100 SXM2 16 GB", 8, "cube-mesh"),
+        ("72xgb200", "GB200", 72, "switch"),
+    ],
+)
+def test_accelerators_are_a_machine_by_their_number_and_memory(
+    name, accelerator, devices, topology
+):
+    node = find_node(name, ACCELERATORS)
+    assert (node.accelerator, node.devices, node.topology) == (accelerator, devices, topology)
+    chip = ACCELERATORS[accelerator]
+    assert chip.source in node.source and node.host_link == chip.host_link
+    assert (node.device_link is None) == (topology == "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("2xmi300x", 1),
+        ("4xmi325x", 3),
+        ("8xmi355x", 7),
+        ("2xmi250x-gcd", 4),
+        ("4xh100-sxm", 18),
+        ("2xv100-sxm2-32-gb", 2),
+        ("4xv100-sxm2-32-gb", 6),
+        ("8xv100-sxm2-32-gb", 6),
+    ],
+)
+def test_a_mesh_of_few_devices_has_the_links_between_them(name, links):
+    assert find_node(name, ACCELERATORS).device_link.count == links
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("rtx-3060", "sold with 8 GB or 12 GB. Say which, as in rtx-3060:12GB"),
+        ("4xa100-sxm", "sold with 40 GB or 80 GB"),
+        ("rtx-4070:16GB", "rtx-4070 is sold with 12 GB"),
+        ("gh200", "sold with 96 GB or 144 GB"),
+        ("8xa100", "a100 is sold with 40 GB or 80 GB on boards. Say which, as in a100:80GB"),
+        ("h100:70gb", "h100 is sold with 64 GB or 80 GB or 94 GB on boards"),
+        ("64xh100", "one host and how many of them: --machine 8xh100 --nodes 8"),
+        ("100xrtx-3060:12GB", "16 are the most. .*: --machine 5xrtx-3060:12GB --nodes 20"),
+        ("0xrtx-3090", "is not in the catalog"),
+        ("", "is not in the catalog"),
+    ],
+)
+def test_what_is_not_sold_is_refused(name, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        find_node(name, ACCELERATORS)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from outpace.catalog.models import PRESETS, preset
-from outpace.planner.flops import parameter_count
+from outpace.planner.model.flops import parameter_count
 from outpace.records.errors import BadInputError
 from outpace.records.model import RopeScaling
 

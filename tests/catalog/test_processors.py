@@ -2,7 +2,7 @@ import pytest
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.processors import PROCESSORS, flops_per_cycle
-from outpace.probe.machine import identify
+from outpace.probing.hardware.machine import identify
 from outpace.records.hardware import ValueRange
 
 CASCADE_LAKE = ("avx2", "avx512f", "avx512_vnni")

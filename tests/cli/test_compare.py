@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from outpace.cli.main import main
-from outpace.planner.wire import step_traffic
+from outpace.planner.communication.volume import step_traffic
 from outpace.records.comparison import Comparison, Outcome
 from outpace.records.run import RunRecord
 
@@ -196,7 +196,7 @@ def test_one_that_is_interrupted_before_its_first_run_says_how_to_go_on(
     def interrupted(settings, heard):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outpace.launch.materials.prepare_data", interrupted)
+    monkeypatch.setattr("outpace.jobs.inputs.inputs.prepare_data", interrupted)
     words = ["compare", "ddp", "zero3", "--nproc=2", f"--out={tmp_path / 'my c'}"]
     for again in ([], ["--resume"]):
         assert main([*words, *again]) == 130
@@ -208,7 +208,7 @@ def test_help_says_what_its_own_folder_is(capsys):
     assert main(["compare", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "directory of the comparison" in shown and "directory of the run" not in shown
-    assert "go on with the comparison" in shown and "checkpoint in --out" not in shown
+    assert "resume the comparison" in shown and "checkpoint in --out" not in shown
 
 
 TINY = json.dumps({"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab": 300,

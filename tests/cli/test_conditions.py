@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.cli.conditions import condition_of
-from outpace.experiment.past import Past
+from outpace.experiment.past_runs import Past
 from outpace.records.past import PastRun
 
 NUMBERS = st.floats(-1e6, 1e6)

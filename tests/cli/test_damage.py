@@ -17,7 +17,7 @@ from random import Random
 import pytest
 
 from outpace.cli.main import main
-from outpace.train.checkpoint import damage as checkpoint_damage
+from outpace.training.checkpoint import damage as checkpoint_damage
 
 STEPS, KEPT = 4, 2
 

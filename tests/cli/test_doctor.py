@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 import pytest
 
 from outpace.cli.main import main
-from outpace.probe.topology import parse
+from outpace.probing.hardware.nvidia_smi import parse
 from outpace.records.inventory import GpuState
 
-TOPOLOGIES = Path(__file__).parents[1] / "probe" / "topologies"
+TOPOLOGIES = Path(__file__).parents[1] / "probing" / "topologies"
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_topology_says_how_the_gpus_are(no_tools, monkeypatch, capsys):
                  pcie_generation=1, pcie_generation_max=3, pcie_width=8, pcie_width_max=16),
         GpuState(index=1),
     )  # fmt: skip
-    monkeypatch.setattr("outpace.probe.nvml.query", lambda timeout_s: (states, None))
+    monkeypatch.setattr("outpace.probing.hardware.nvml.query", lambda timeout_s: (states, None))
     assert main(["topology"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
@@ -121,7 +121,9 @@ def test_topology_says_how_the_gpus_are(no_tools, monkeypatch, capsys):
     assert "GPU1 of unknown name: the driver does not say." in said
     assert main(["topology", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"][0]["nvlinks_active"] == 2
-    monkeypatch.setattr("outpace.probe.nvml.query", lambda timeout_s: ((), "NVML: no permission"))
+    monkeypatch.setattr(
+        "outpace.probing.hardware.nvml.query", lambda timeout_s: ((), "NVML: no permission")
+    )
     assert main(["topology"]) == 0
     assert "not known: NVML: no permission" in capsys.readouterr().out
 

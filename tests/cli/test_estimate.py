@@ -90,6 +90,25 @@ def test_a_trace_replaces_the_formula(capsys, plan_file):
     assert traced["memory"] != formula["memory"]
 
 
+def test_a_module_of_your_own_is_traced_too(capsys, plan_file, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    data = torch.utils.data.TensorDataset(torch.randn(8, 64), torch.randn(8, 64))\n"
+        "    layers = [torch.nn.Linear(64, 64) for _ in range(2)]\n"
+        "    loss = lambda module, batch: (module(batch[0]) - batch[1]).square().mean()\n"
+        "    return torch.nn.Sequential(*layers), loss, data\n"
+    )
+    words = ["estimate", f"--model={tmp_path}/mine.py:build", "--machine=2x-titan-rtx",
+             "--global-batch=8", "--depth=trace"]  # fmt: skip
+    traced = said(capsys, *words, plan_file(precision="fp32"))["estimate"]
+    assert traced["depth"] == "trace"
+    assert traced["memory"]["weights"] == pytest.approx(2 * (64 * 64 + 64) * 4, rel=0.1)
+    stages = {"strategy": "gpipe", "dp_replicate": 1, "pp": 2, "pp_microbatches": 2}
+    sentence = refused(capsys, *words, plan_file(**stages))
+    assert "one rank cannot be traced alone" in sentence and "--memory --steps 5" in sentence
+
+
 @pytest.mark.parametrize(
     ("values", "words", "sentence"),
     [

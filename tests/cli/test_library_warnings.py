@@ -1,5 +1,6 @@
 """Whose warnings reach a user of a command."""
 
+import json
 import os
 import subprocess
 import sys
@@ -50,3 +51,21 @@ def test_those_of_libraries_do_not(tmp_path: Path) -> None:
 def test_who_asks_for_them_sees_all(tmp_path: Path, options: tuple[str, ...]) -> None:
     text = shown(tmp_path, *options)
     assert all(f"said by {name}" in text for name in ("torch", "python", "outpace", "the user"))
+
+
+_LAYERS = {
+    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 500, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def test_those_of_what_transformers_imports_to_build_a_model_do_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_LAYERS))
+    words = ["plan", "--model", str(tmp_path), "--machine", "h100-sxm", "--seq-len", "64"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "outpace", *words, "--count", "1"],
+        env={**os.environ, "PYTHONWARNINGS": ""}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "one forward of it was traced" in " ".join(ended.stdout.split())
+    assert ended.stderr == ""

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from outpace.cli.main import main
+from outpace.records.plan import Plan, PlanFile
 
 # Of torch itself, where its sharded optimizer is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -28,6 +29,17 @@ def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
     assert main([*TINY, *words, "--json"]) == 0
     anatomy = json.loads(capsys.readouterr().out)["traced"]["peak"]["by_kind"]
     assert anatomy["offloaded"] > 0
+
+
+def test_a_name_on_the_hub_is_taken_for_its_dimensions(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    both = []
+    for name in ("openai-community/gpt2", "gpt2"):
+        assert main(["memory", f"--model={name}", "--seq-len=16", "--json"]) == 0
+        both.append(json.loads(capsys.readouterr().out)["peak_memory_bytes"])
+    assert both[0] == both[1]
+    (tmp_path / "openai-community" / "gpt2").mkdir(parents=True)  # a folder comes first
+    assert main(["memory", "--model=openai-community/gpt2", "--seq-len=16"]) == 2
 
 
 OWN = """
@@ -121,3 +133,51 @@ def test_a_run_shows_its_memory_traced_and_measured(strategy, train_flags, tmp_p
     said = capfd.readouterr().err
     assert said.count("memory at the peak") == 2
     assert "The trace is off by" in said
+
+
+def test_what_does_not_fit_names_the_command_that_finds_what_does(capsys):
+    words = ["--model=llama-3.2-1b", "--machine=rtx-4090", "--seq-len=512", "--micro-batch=64"]
+    assert main(["memory", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    command = "outpace plan --model llama-3.2-1b --machine rtx-4090 --seq-len 512 --trained"
+    assert "too much" in said and f"What fits is found by {command}" in said
+    assert main([*command.split()[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["estimate"]["memory_bytes"]
+    assert main(["memory", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["next_command"] == command
+    assert main(["memory", *words[:-1], "--micro-batch=1", "--json"]) == 0
+    fitting = json.loads(capsys.readouterr().out)
+    assert fitting["fits"] and fitting["next_command"] is None
+    assert main([*TINY, "--precision=fp32"]) == 0
+    assert "What fits" not in capsys.readouterr().out
+
+
+def test_what_was_not_asked_for_is_named_before_the_figures(capsys):
+    assert main(["memory", "--model=outpace-tiny", "--micro-batch=2"]) == 0
+    head = " ".join(capsys.readouterr().out.split()).split("memory at the peak")[0]
+    assert "By default: --seq-len 256 (of outpace plan: up to 2048), --global-batch 2" in head
+    assert "--precision" in head and "--micro-batch" not in head
+    assert main(["plan", "--model=outpace-tiny", "--machine=rtx-4090", "--global-batch=8"]) == 0
+    head = " ".join(capsys.readouterr().out.split()).split("step")[0]
+    assert "By default: --seq-len 256 (of outpace train and memory: 256), --precision" in head
+    assert "--global-batch" not in head
+
+
+def test_a_plan_file_is_what_is_traced(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=2, checkpointing="full",
+                precision="bf16", optimizer="adamw-fused")  # fmt: skip
+    PlanFile.from_plan(plan, 16, 8).save(file)
+    words = ["memory", "--model=outpace-tiny", f"--plan={file}"]
+    assert main([*words, "--machine=2x-rtx-4090", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["seq_len"], said["global_batch"], said["world_size"]) == (16, 8, 2)
+    assert said["plan"] == plan.model_dump(mode="json")
+    for other, sentence in (
+        (["--machine=RTX 4090"], "is for 2 devices, but 1 × 1 = 1 are there"),
+        (["--plan=auto"], "--plan auto: outpace memory traces a plan as it is given"),
+        (["--plan=nosuch.json"], "nosuch.json"),
+        (["--micro-batch=4"], "--micro-batch 4, but --plan"),
+    ):
+        assert main([*words, *other]) == 2
+        assert sentence in capsys.readouterr().err

@@ -11,10 +11,10 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.links import LINKS
 from outpace.catalog.nodes import NODES
 from outpace.cli.main import main
-from outpace.probe.link_words import network_advice
+from outpace.probing.collectives.advice import network_advice
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
-from outpace.records.plan import Plan
+from outpace.records.plan import Plan, PlanFile
 from outpace.records.probed import LinkFit, Probed
 
 BLOOM = ("network", "--model=bloom-176b", "--machine=hgx-a100", "--nodes=48",
@@ -269,7 +269,7 @@ def test_no_torch_is_imported():
         ((*TINY, "--nodes=10000000"), "at most 100000"),
         ((*TINY, "--tp=3"), "--tp 3: tp 3 does not divide"),
         ((*TINY, "--network=-50Gbit/s"), "a rate is a number above 0"),
-        ((*TINY, "--network=50"), "a rate is a number above 0"),
+        ((*TINY, "--network=50"), "--network 50: its unit is missing. Write 50Gbit/s or 50GB/s."),
     ],
 )
 def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
@@ -289,3 +289,23 @@ def test_a_batch_that_cannot_be_shared_out_is_said(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "--global-batch 7 cannot be shared out by all plans; taken are 8 by TP8 × DP4" in shown
     assert said(capsys, *words, "--global-batch=32")["notes"] == []
+
+
+def test_a_plan_is_answered_for_its_own_length_and_batch(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    PlanFile.from_plan(Plan(strategy="ddp", dp_replicate=8), 64, 32).save(file)
+    answer = said(capsys, *TINY, f"--plan={file}")
+    assert (answer["seq_len"], answer["needs"][0]["global_batch"]) == (64, 32)
+    answer = said(capsys, *TINY, f"--plan={file}", "--seq-len=32", "--global-batch=16")
+    assert (answer["seq_len"], answer["needs"][0]["global_batch"]) == (32, 16)
+
+
+def test_what_is_assumed_of_a_machine_is_said_as_the_planner_does(capsys):
+    words = ["network", "--model=outpace-tiny", "--machine=8xh100", "--seq-len=32", "--nodes=2"]
+    answer = said(capsys, *words)
+    assert answer["own"]["name"] == "8 × InfiniBand NDR"
+    taken, assumed = answer["notes"]
+    assert "8xh100 is taken to be H100 SXM" in taken
+    assert "is sold without network cards: 8 × InfiniBand NDR is assumed" in assumed
+    alone = said(capsys, *words[:-1])
+    assert alone["notes"] == [taken] and alone["own"] is None

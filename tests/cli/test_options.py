@@ -6,6 +6,7 @@ import pytest
 
 from outpace.cli import options
 from outpace.cli.main import main
+from outpace.records.plan import Plan, PlanFile
 from outpace.records.settings import TrainSettings
 
 Config = dict[str, dict[str, Any]]
@@ -184,3 +185,27 @@ def test_print_config_for_a_person_shows_values_and_origins(
     assert data == ["data", "[bold]corpus[/bold]", "command", "line"]
     assert lr == ["lr", "0.0003", "command", "line"]
     assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize("line", ["lr = true", "steps = true", "seed = false"])
+def test_a_truth_value_is_no_number(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lr = true` trained at a rate of 1."""
+    (tmp_path / "c.toml").write_text(f"{line}\ncompile = false\n")
+    said = refusal(capsys, f"--config={tmp_path / 'c.toml'}")
+    assert f"{line.split()[2]} is neither a number nor a name" in said
+
+
+def test_print_config_shows_what_a_plan_file_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=2, checkpointing="full")
+    PlanFile.from_plan(plan, 16, 8).save(tmp_path / "plan.json")
+    words = [f"--plan={tmp_path / 'plan.json'}", "--seq-len=32"]
+    assert main(["train", "--print-config", "--json", *words]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    of_plan = {"global_batch": 8, "micro_batch": 2, "checkpointing": "full", "nproc": 2}
+    assert {name: shown[name]["value"] for name in of_plan} == of_plan
+    assert all(shown[name]["origin"].startswith("plan ") for name in of_plan)
+    assert shown["seq_len"] == {"value": 32, "origin": "command line"}

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.cli.main import main
-from outpace.cli.parser import Parser, number_type, read_duration, whole_number
+from outpace.cli.parser import JoinedList, Parser, number_type, read_duration, whole_number
 from outpace.records.errors import BadInputError
 
 
@@ -53,6 +53,15 @@ def parser() -> Parser:
 def test_what_is_not_given_is_not_there() -> None:
     assert vars(parser().read([])) == {"json": False}
     assert vars(parser().read(["--coats", "2"])) == {"json": False, "coats": 2}
+
+
+def test_lists_that_are_given_several_times_are_one() -> None:
+    """The last one won, without a word: `plan --keep pp=2 --keep tp=1` kept tp alone."""
+    made = parser()
+    made.arguments.add_argument("--keep", action=JoinedList, default="a=1")
+    assert made.read(["--keep", "b=2", "--keep=c=3,d=4"]).keep == "b=2,c=3,d=4"
+    assert made.read(["--keep", "b=2"]).keep == "b=2"
+    assert made.read([]).keep == "a=1"
 
 
 @pytest.mark.parametrize(

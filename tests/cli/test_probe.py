@@ -95,7 +95,7 @@ def test_it_names_no_path_of_the_machine(kept, tmp_path):
 
 
 def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
-    from outpace.report.probe import show_machine
+    from outpace.reporting.terminal.probe import show_machine
 
     show_machine(Machine.load(kept), kept, width=100)
     shown = capsys.readouterr().out

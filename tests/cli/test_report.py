@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from outpace.cli.main import main
-from outpace.report.picture import BROWSERS
+from outpace.reporting.render.screenshot import BROWSERS
 
 
 def refused(capsys, *words):
@@ -160,6 +160,10 @@ def test_what_is_nothing_to_report_on_is_refused_with_what_would_be(capsys, tmp_
     assert "is not JSON" in refused(capsys, path)
     path.write_text('{"a": 1}')
     assert "is none of what is reported on" in refused(capsys, path)
+    for base in ('"node": "hgx-h100"', '"machine": {"host_cores": 2}'):
+        path.write_text(f'{{{base}, "runs": [{{}}]}}')
+        said = refused(capsys, path)
+        assert "calibrate corrected" in said and f"outpace plan --machine {path}." in said
     path.write_text('{"host_cores": 2, "host_memory_bytes": 1024, "cpu": "a"}')
     assert "was not probed" in refused(capsys, path)
     path.write_text('{"host_cores": 0, "host_memory_bytes": 1024, "cpu": "a"}')

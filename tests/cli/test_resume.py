@@ -98,6 +98,11 @@ def test_a_run_has_to_be_named_and_be_there(
     assert "Name its directory: --resume DIR" in refusal(capsys)
     assert "there is no directory" in refusal(capsys, "--out", str(tmp_path / "none"))
     assert "holds no run" in refusal(capsys, "--out", str(tmp_path))
+    (run / "checkpoints" / "step-8").mkdir(parents=True)
+    within = refusal(capsys, "--out", str(run / "checkpoints"))
+    assert f"It lies in a run: give --resume {run}" in within and "--out" not in within
+    removed = refusal(capsys, "--out", str(run / "checkpoints" / "step-1"))
+    assert "Older checkpoints are removed" in removed and "step-8 of this run" in removed
     (run / "run.json").write_text("{")
     assert "is damaged" in refusal(capsys, "--out", str(run))
     (run / "run.json").write_text('{"settings": {"modell": "gpt2"}}')
@@ -192,7 +197,9 @@ def test_what_a_resumed_run_does_otherwise_is_said_with_its_learning_rate(
         assert part in said, (part, said)
     code, said = said_by(capsys, resume, "--steps=8")
     assert code == 2 and "done already" in said
-    code, said = said_by(capsys, resume, "--steps=9", "--precision=bf16", "--schedule=constant")
+    code, said = said_by(capsys, resume, "--steps=9", "--precision=bf16", "--schedule=constant",
+                         "--eval-batches=1")  # fmt: skip
+    assert "--eval-batches was 0, is 1" in said
     assert "precision was fp32, is bf16" in said and "--schedule was cosine, is constant" in said
 
 

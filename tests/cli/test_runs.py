@@ -11,7 +11,7 @@ import pytest
 
 from outpace.cli.main import main
 from outpace.records.base import read_object
-from outpace.train.run_dir import RunDir
+from outpace.training.run_dir import RunDir
 
 
 def edited(run: Path, place: Path, **changes):
@@ -243,11 +243,11 @@ def test_an_unfinished_run_says_how_it_goes_on_where_it_can(home, capsys, monkey
     assert main(["runs", "show", str(cut)]) == 0
     shown = capsys.readouterr().out
     assert "unfinished, 4 of 9 steps; last written 20" in shown
-    assert f"It goes on with outpace train --resume {cut}" in shown and "latest steps" in shown
+    assert f"Resume it with outpace train --resume {cut}" in shown and "latest steps" in shown
     moved = cut.rename(cut.with_name("a cut's"))
     assert main(["runs", "show", str(moved)]) == 0
     shown = capsys.readouterr().out
-    assert f"It goes on with outpace train --resume {shlex.quote(str(moved))}" in shown
+    assert f"Resume it with outpace train --resume {shlex.quote(str(moved))}" in shown
     moved.rename(cut)
     RunDir(cut).end_early("the loss became nan at step 5")
     assert main(["runs", "show", str(cut)]) == 0

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,10 +96,11 @@ def test_nproc_contradicting_the_launcher_is_refused(
 
 
 @pytest.mark.gloo
-def test_two_processes_print_one_document(train_flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_print_one_document(
+    train_flags: list[str], tmp_path: Path, command: Callable[..., Any]
+) -> None:
     out = tmp_path / "run"
-    command = outpace("train", *train_flags, "--nproc=2", "--json", f"--out={out}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = command("outpace", "train", *train_flags, "--nproc=2", "--json", f"--out={out}")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["world_size"] == 2
     assert "data-parallel 2" in done.stderr

@@ -48,7 +48,9 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
 def test_what_is_close_runs_in_turn_at_the_end(tuned, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("outpace.experiment.tune._CLOSE", 9.0)
     monkeypatch.setattr("outpace.experiment.trials.TURN_S", 0.2)
-    monkeypatch.setattr("outpace.planner.deviations._OWN", 1.0)  # whatever is left may win
+    monkeypatch.setattr(
+        "outpace.planner.calibration.strategy_residuals._OWN", 1.0
+    )  # whatever is left may win
     words = [*tuned[1], "--nproc=2", "--within=0", "--trials=5", f"--out={tmp_path / 't'}"]
     assert main(["tune", *words]) == 0
     told = capsys.readouterr()
@@ -65,7 +67,9 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
         raise KeyboardInterrupt
 
     folder, words = tuned
-    monkeypatch.setattr("outpace.planner.deviations._OWN", 1.0)  # whatever is left may win
+    monkeypatch.setattr(
+        "outpace.planner.calibration.strategy_residuals._OWN", 1.0
+    )  # whatever is left may win
     shutil.copytree(folder, tmp_path / "t")
     # As fast as was predicted, however busy the machine was: then others may win.
     lines = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
@@ -81,7 +85,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
     asked = ["tune", *words, "--trials=9", "--within=0", "--resume"]
     assert main([*asked, f"--out={tmp_path / 't'}"]) == 130
     told = capsys.readouterr().err
-    assert "go on with:\noutpace tune " in told and f" --resume --out={tmp_path / 't'}\n" in told
+    assert "resume with:\noutpace tune " in told and f" --resume --out={tmp_path / 't'}\n" in told
     kept = Tuning.load(tmp_path / "t" / "tuning.json")
     assert kept.stopped == "it was interrupted" and len(kept.trials) == 2
     assert PlanFile.load(tmp_path / "t" / "plan.json").plan == kept.fastest.plan
@@ -151,7 +155,7 @@ def test_trials_of_another_machine_are_not_gone_on_with(tuned, capsys, tmp_path)
 def test_a_folder_of_something_else_is_left_alone(tuned, capsys, tmp_path):
     folder, words = tuned
     assert main(["tune", *words, f"--out={folder}"]) == 2
-    assert "--resume to go on" in capsys.readouterr().err
+    assert "--resume to continue" in capsys.readouterr().err
     other = [*words, "--seq-len=32", f"--out={folder}", "--resume"]
     assert main(["tune", *other]) == 2
     assert "other settings" in capsys.readouterr().err

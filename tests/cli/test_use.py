@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
+from outpace.data.tokenizer import load_tokenizer
 
 
 def generated(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -60,6 +61,9 @@ def test_eval_takes_other_data(
     assert main(["eval", *flags, "--batches=1", "--batch-size=2"]) == 0
     part = json.loads(capsys.readouterr().out)
     assert part["tokens"] == 2 * 32 < all_of_it["tokens"]
+    ids = load_tokenizer(str(run / "model")).encode(text)  # and the end of text, a target, too
+    assert all_of_it["seq_len"] == 32 and 0 < all_of_it["left_over_tokens"] < 32
+    assert all_of_it["tokens"] + all_of_it["left_over_tokens"] == len(ids)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_eval_takes_other_data(
         (["generate", "--run=none", "x"], "--run none: there is no such directory"),
         (["eval", "--run=none"], "--run none: there is no such directory"),
         (["generate", "x"], "required: --run"),
-        (["generate", "--run=."], "needs a TEXT to go on from"),
+        (["generate", "--run=."], "needs a TEXT to continue"),
         (["generate", "--run=.", "x", "--conversations=y"], "Use one of the two"),
         (["generate", "--model=none", "x"], "there is no such directory"),
         (["eval", "--run=.", "--task=talk"], "'talk' is not one of"),

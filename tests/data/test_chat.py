@@ -88,6 +88,20 @@ def test_usual_forms_mean_the_same(values):
     ("values", "said"),
     [
         ({"text": "a"}, "line 1 has 'text', but a conversation is one of"),
+        ({"text": "a"}, "To learn texts as they are, leave --task chat out."),
+        ({"text": "a", "label": 1}, "To learn labels of texts, use --task classify."),
+        ({"source": "a", "target": "b"}, "Rename the columns to two of these names."),
+        (
+            {"dialog": [{"role": "user", "content": "a"}], "id": 1},
+            "Its 'dialog' is a list of messages: rename it to 'messages'",
+        ),
+        ({"thread": [{"text": "a", "role": "prompter"}]}, "rename it to 'messages', and the keys"),
+        (
+            {"role": "user", "content": "a"},
+            "it is one message, and a row holds a whole conversation",
+        ),
+        ({"from": "human", "value": "a"}, "Write the messages of each into one row"),
+        ({"messages": '[{"role": "user"}]'}, "it is JSON within a text. Decode it"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To learn the preferred answers"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
         ({"prompt": "a", "completion": "b", "label": False}, "its answer is not wanted"),
@@ -120,8 +134,16 @@ def test_usual_forms_mean_the_same(values):
             "of the type 'image_url', and only text",
         ),
         (
+            {"messages": [{"role": "assistant", "content": ["yes", "no"]}]},
+            "line 1: a message has a list of 2 texts .str 'yes', …., and it is not known",
+        ),
+        (
             {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
             "the weight 0.5; it has to be 0",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "train": "no"}]},
+            "the train 'no'; it has to be 0",
         ),
         (
             {"system": "x", "messages": [{"role": "system", "content": "y"}]},
@@ -171,6 +193,8 @@ SYSTEM = ("system", "s", False)
         ({"messages": [TALK[0], {**TALK[1], "weight": 1}]}, LEARNT),
         ({"messages": [TALK[0], {**TALK[1], "train": False}]},
          [LEARNT[0], ("assistant", "b", False)]),
+        ({"messages": [TALK[0], {**TALK[1], "train": 0}]}, [LEARNT[0], ("assistant", "b", False)]),
+        ({"messages": [TALK[0], {**TALK[1], "loss": 0}]}, [LEARNT[0], ("assistant", "b", False)]),
         ({"messages": [{"role": "User ", "content": "a"}, {"role": "ChatGPT", "content": "b"}]},
          LEARNT),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TALK[1]]},
@@ -390,3 +414,25 @@ def test_answers_without_a_word_are_counted(formats):
         for number, said in enumerate(("b", "", " \n"), start=1)
     ]
     assert encode_all(formats[1], rows, 64).wordless == ("line 2", "line 3")
+
+
+@pytest.mark.parametrize(
+    ("end", "answer", "joined"),
+    [
+        ("ASSISTANT: ", "yes", ("line 1", "2")),  # as Vicuna's
+        ("ASSISTANT:", " yes", ()),
+        ("ASSISTANT:\n", "yes", ()),
+    ],
+)
+def test_answers_whose_first_token_begins_in_the_template_are_told(end, answer, joined):
+    """It is not learnt, and no prompt ends with half of it."""
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '" + end + "' + m['content'] }}"
+        "{% else %}{{ 'USER: ' + m['content'] + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '" + end + "' }}{% endif %}"
+    )
+    tokenizer = train_tokenizer(["it is yes and yes and yes USER ASSISTANT"] * 20, 300)
+    chat = ChatFormat(tokenizer.changed(tokenizer.inner, {"chat_template": template}))
+    row = Row({"prompt": "is it", "completion": answer}, "line 1")
+    found = encode_all(chat, [row, Row({"prompt": "a", "completion": answer + answer}, "2")], 64)
+    assert found.joined == joined

@@ -9,6 +9,7 @@ from pyarrow import parquet
 
 from outpace.data import classify
 from outpace.data.paraphrases import paraphrases
+from outpace.data.row_files import read_rows
 from outpace.data.rows import held_out, read_table, splits_of
 from outpace.data.tokenizer import train_tokenizer
 from outpace.records.errors import BadInputError
@@ -26,6 +27,19 @@ def examples(table, texts=None, label=None):
     classes = table.names.get(columns.label, ())
     found = classify.examples_of(table.rows, columns, classes)
     return [one.texts for one in found], classify.label_names(found, classes), found
+
+
+@pytest.mark.parametrize("name", ["t0.txt", "t0.md", "folder"])
+def test_plain_text_is_no_table_with_its_first_line_as_header(tmp_path, name):
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    text = path / "t0.txt" if name == "folder" else path
+    text.write_text("\nbeside tea dog\nno tab here\n")
+    with pytest.raises(BadInputError, match=r"t0\.\w+ is plain text, .*\.jsonl.*--task pretrain"):
+        read_table(str(path))
+    with pytest.raises(BadInputError, match="is plain text"):
+        next(read_rows(text))
 
 
 def test_mrpc_is_read_without_quoting(tmp_path):
@@ -208,6 +222,14 @@ def test_labels_of_a_stored_classifier(given, meant):
         assert [[one.label for one in part] for part in found] == [meant] * 2
 
 
+@pytest.mark.parametrize("wanted", [None, "label"])
+def test_a_first_row_without_what_later_ones_have_is_named(tmp_path, wanted):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b", "label": 1}\n')
+    with pytest.raises(BadInputError, match=r"line 1 has no 'label', which .*line 2 has"):
+        classify.columns_of(read_table(str(path)), None, wanted)
+
+
 @pytest.mark.parametrize("column", ["text", "label"])
 def test_half_a_surrogate_is_refused_with_its_place(tmp_path, column):
     row = {"text": "a", "label": "x", column: "bad \ud800"}
@@ -215,3 +237,82 @@ def test_half_a_surrogate_is_refused_with_its_place(tmp_path, column):
     with pytest.raises(BadInputError, match=rf"line 1: '{column}' has half of a surrogate pair"):
         table = read_table(str(tmp_path / "x.jsonl"))
         classify.examples_of(table.rows, classify.columns_of(table, None, None))
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["0", "1", "0.0", "1.0"], "labels '0' and '0.0'; '1' and '1.0' differ in"),
+        ([True, False, "true", "false"], "labels '0' and 'false'; '1' and 'true' differ in"),
+        (["a", "b", 0, 1], "some labels are numbers (such as '0') and others names (such as 'a')"),
+        (["a", "b", "c1", "2nd"], None),
+        ([0, 1, 2.0, "3"], None),
+        ([9007199254740990, 9007199254740991, 90071992547409990, 90071992547409991], None),
+        (["90071992547409990", "90071992547409991", "-0", "9" * 5000], None),
+        (["90071992547409991", "90071992547409991.0", "1"], "labels '90071992547409991' and"),
+    ],
+)
+def test_labels_that_are_written_in_two_ways_are_said(tmp_path, labels, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels * 3)
+    )
+    table = read_table(str(path))
+    columns = classify.columns_of(table, None, None)
+    told = "".join(classify.examples_hints([classify.examples_of(table.rows, columns)]))
+    assert told.startswith(said or "") and bool(told) == (said is not None)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_long_texts_are_cut_on_the_tokenizers_side(side):
+    """As transformers cuts them when the exported model is used."""
+    plain = train_tokenizer(["a b c d e f"] * 3, 300)
+    tokenizer = plain.changed(plain.inner, {"truncation_side": side})
+    text = "a b c d e f"
+    whole = tokenizer.encode(text)
+    found = classify.encode(tokenizer, [classify.Example((text,), "x")], ["x"], 4, False)
+    kept = found.samples.values["tokens"].tolist()
+    assert found.cut == 1 and kept == (whole[:4] if side == "right" else whole[-4:])
+
+
+def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):
+    """It was opened as its own split `validation`, too."""
+    rows = {"text": [f"a {n}" for n in range(9)], "label": [n % 2 for n in range(9)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "flat")
+    for reference in (f"hf:{tmp_path / 'flat'}", str(tmp_path / "flat")):
+        assert splits_of([reference])[1] is None
+    with pytest.raises(BadInputError, match="has no splits, so 'validation' is none"):
+        read_table(f"hf:{tmp_path / 'flat'}::validation")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "a.csv",
+            "text;label\nhello;1\n",
+            r"by semicolons.*write it with commas",
+        ),
+        ("a.csv", "text|label\nhello|1\n", r"divided by vertical bars, where commas are read"),
+        ("a.csv", "text\tlabel\nhello\t1\n", r"divided by tabs.*name it \.tsv"),
+        ("a.tsv", "text,label\nhello,1\n", r"divided by commas.*name it \.csv"),
+        ("a.tsv", "text;label\nhello;1\n", r"divided by semicolons.*write it with tabs"),
+        ("a.csv", "text,label\rhello,1\rho,0\r", r"carriage returns alone.*tr '.r' '.n'"),
+        ("a.tsv", "text\tlabel\rhello\t1\rho\t0", r"carriage returns alone"),
+        ("a.jsonl", '{"text":"a","label":1}\r{"text":"b","label":0}\r', r"carriage returns alone"),
+        ("a.csv", "text,label\na,b,c\nd,e,f\n", r"line 2 has 3 columns, but the header has 2"),
+    ],
+)
+def test_a_table_that_is_divided_in_another_way_says_how(tmp_path, name, content, told):
+    (tmp_path / name).write_text(content, newline="")
+    with pytest.raises(BadInputError, match=told):
+        read_table(str(tmp_path / name))
+
+
+def test_a_quoted_cell_may_hold_carriage_returns_and_one_column_blanks(tmp_path):
+    (tmp_path / "a.csv").write_text('text,label\r\n"a\rb",1\r\n', newline="")
+    assert read_table(str(tmp_path / "a.csv")).rows[0].values["text"] == "a\rb"
+    (tmp_path / "b.csv").write_text("text\nfirst; second\n")
+    assert len(read_table(str(tmp_path / "b.csv")).rows) == 1
+    (tmp_path / "c.jsonl").write_text('{"text": "a",\r"label": 1}\r', newline="")
+    assert len(read_table(str(tmp_path / "c.jsonl")).rows) == 1

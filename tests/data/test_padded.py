@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outpace.data.padded import FILLER, IGNORED, PaddedDataset, ragged
+from outpace.data.padded import FILLER, IGNORED, PaddedDataset, ragged, shape_multiple
 
 LENGTHS = (3, 8, 9, 17, 1)
 
@@ -12,6 +12,14 @@ LENGTHS = (3, 8, 9, 17, 1)
 def samples():
     made = [{"tokens": [n] * n, "targets": [n] * (n - 1) + [IGNORED]} for n in LENGTHS]
     return ragged(made, {"tokens": 0, "targets": IGNORED})
+
+
+def test_a_gpu_has_few_lengths_and_a_compiler_fewer():
+    """Each length is planned by cuDNN, for 0.1 to 1 s."""
+    assert shape_multiple(1000, "cpu", compiled=False) == 8
+    assert shape_multiple(1000, "cuda", compiled=False) == 64
+    assert shape_multiple(1000, "cuda", compiled=True) % 64 == 0
+    assert -(-1000 // shape_multiple(1000, "cuda", compiled=True)) <= 8
 
 
 def test_a_batch_is_as_long_as_its_longest_sample_in_eights(samples):

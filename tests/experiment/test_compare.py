@@ -6,10 +6,10 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.compare import compare, whole_rounds
 from outpace.experiment.results import steps_of
 from outpace.experiment.sequential import verdict
-from outpace.probe.machine import identify
+from outpace.probing.hardware.machine import identify
 from outpace.records.comparison import Arm, ArmResult, Comparison, Experiment, Outcome
 from outpace.records.errors import BadInputError
-from outpace.report.comparison import verdict_lines
+from outpace.reporting.terminal.comparison import verdict_lines
 
 ARMS = tuple(Arm(name=name) for name in "abc")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.catalog.models import preset
-from outpace.experiment.facts import differing, other_clocks, read_facts
+from outpace.experiment.facts import describe_differences, other_clocks, read_facts
 from outpace.experiment.results import Curve, losses_in_words, steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
@@ -36,7 +36,7 @@ def told(folder, arms, *records):
         (folder / str(number)).mkdir()
         one.save(folder / str(number) / "run.json")
         outcomes.append(Outcome(arm="ab"[number % 2], round=number, value=1.0, run=str(number)))
-    return differing(experiment, read_facts(experiment, folder, outcomes))
+    return describe_differences(experiment, read_facts(experiment, folder, outcomes))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_clocks_are_kept_and_other_ones_said(tmp_path, clock_hz, lines):
     facts = read_facts(experiment, tmp_path, outcomes)
     assert facts["b"]["clock of devices"] == [f"{clock_hz / 1e9:.2f} GHz"]
     assert facts["a"]["clock of cores"] == ["2.60 GHz"]
-    assert differing(experiment, facts) == []
+    assert describe_differences(experiment, facts) == []
     told = other_clocks(tmp_path, outcomes)
     assert len(told) == lines
     assert all("a: 1.98 GHz; b: 1.70 GHz" in line for line in told)

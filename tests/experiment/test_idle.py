@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace.experiment.idle import expected
+from outpace.experiment.idle import expected_time_s
 from outpace.experiment.memory import Saved
-from outpace.planner.play import StageTime, idle_share_formula, play
-from outpace.planner.tables import orders
+from outpace.planner.pipeline.schedules import orders
+from outpace.planner.pipeline.simulator import StageTime, idle_share_formula, play
 from outpace.records.pipelines import SCHEDULES
 from outpace.trace.allocations import Allocations
 
@@ -23,9 +23,9 @@ def test_a_real_pipeline_waits_as_its_schedule_plays(on_ranks):
     assert said["zbv"]["formula"] is None
     for one in said.values():
         # Sending and a busy machine make a step longer, never shorter.
-        assert one["makespan_s"] > one["played_makespan_s"] * 0.99
-        assert one["measured"] == pytest.approx(one["played"], abs=0.15)
-    assert said["zbv"]["played"] < said["gpipe"]["played"] < said["mp"]["played"]
+        assert one["makespan_s"] > one["simulated_makespan_s"] * 0.99
+        assert one["measured"] == pytest.approx(one["simulated"], abs=0.15)
+    assert said["zbv"]["simulated"] < said["gpipe"]["simulated"] < said["mp"]["simulated"]
 
 
 @pytest.mark.parametrize("strategy", [name for name in SCHEDULES if name != "mp"])
@@ -34,7 +34,7 @@ def test_every_schedule_does_all_there_is_to_do(strategy):
     todo = orders(strategy, ranks, microbatches)
     stages = ranks * SCHEDULES[strategy].stages_per_rank
     times = [StageTime(1, 1, 1)] * stages
-    done = play(todo, lambda action: expected(action, times))
+    done = play(todo, lambda action: expected_time_s(action, times))
     busy = [done.busy_s(rank) for rank in range(ranks)]
     assert busy == [pytest.approx(3 * microbatches * stages / ranks)] * ranks
     formula = idle_share_formula(strategy, ranks, microbatches)

@@ -11,7 +11,7 @@ from torch import nn
 
 import outpace
 from outpace.cli.main import main
-from outpace.experiment.module_verify import STRATEGIES, verify_own
+from outpace.experiment.module_verify import CUT, STRATEGIES, verify_custom
 from outpace.interop.own import OwnModel
 from outpace.parallel.own import refused_strategy
 from outpace.records.certificate import Certificate
@@ -132,17 +132,43 @@ def with_term(module, batch):
 )
 def test_planted_faults_are_caught_and_named(fault, loss, kinds, words):
     own = OwnModel(Stack(), loss)
-    [verdict] = verify_own(own, batch, plans=["ddp"], spoil=fault).verdicts
+    [verdict] = verify_custom(own, batch, plans=["ddp"], spoil=fault).verdicts
     assert not verdict.passed and not verdict.refused
     assert verdict.differences[0].kind in kinds
     assert words in verdict.reason
+
+
+def fail_on_ranks(layout):
+    def fail(*given):
+        raise RuntimeError("a fault of the strategy")
+
+    layout.model.register_forward_pre_hook(fail)
+
+
+def numbered(step):
+    """Samples, and a tensor of another length that names them."""
+    return (*batch(step), torch.arange(8).repeat(2))
+
+
+def test_what_fails_on_ranks_alone_is_no_refusal_though_tensors_are_not_cut_alike():
+    own = OwnModel(Stack(), lambda module, given: squares(module, given[:2]))
+    certificate = verify_custom(own, numbered, plans=["ddp"], spoil=fail_on_ranks)
+    [verdict] = certificate.verdicts
+    assert not certificate.passed and not verdict.refused
+    assert "a fault of the strategy" in verdict.reason and "is cut along" not in verdict.reason
+
+
+def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
+    own = OwnModel(Stack(), lambda module, given: module(given[0][given[2]]).square().mean())
+    [verdict] = verify_custom(own, numbered, plans=["ddp"]).verdicts
+    assert verdict.refused and "those of 16 are whole in each part" in verdict.reason
 
 
 def test_a_buffer_that_nothing_reads_is_compared_too():
     def move(layout):
         layout.model.blocks[2].unused.add_(1)
 
-    [verdict] = verify_own(OwnModel(Stack(), squares), batch, plans=["ddp"], spoil=move).verdicts
+    [verdict] = verify_custom(OwnModel(Stack(), squares), batch, plans=["ddp"], spoil=move).verdicts
     assert [d.name for d in verdict.differences if d.kind == "buffer"] == ["blocks.2.unused"]
     assert "buffers are not" in verdict.cause
 
@@ -164,6 +190,12 @@ def test_buffers_that_move_with_each_micro_batch_are_told_from_faults():
     assert verdict.passed and "move with each forward (seen)" in verdict.cause
 
 
+def test_averages_of_batch_normalisations_in_pipelines_are_of_the_whole_step():
+    normalised = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(4)) for _ in range(4)]
+    verdict = verdict_of(nn.Sequential(*normalised, nn.Linear(5, 3)), "gpipe")
+    assert verdict.cause == CUT
+
+
 class Counting(Stack):
     """Has state that no checkpoint holds."""
 
@@ -179,7 +211,64 @@ class Counting(Stack):
 def test_what_a_checkpoint_does_not_hold_is_found_by_the_resume():
     verdict = verdict_of(Counting(), "ddp", given=lambda step: batch(step, samples=2))
     assert not verdict.passed and "after resuming" in verdict.differences[0].kind
-    assert "checkpoint does not hold" in verdict.cause
+    assert "the checkpoint does not hold" in verdict.cause
+    assert "keeps calls in an attribute from step to step" in verdict.cause
+
+
+class Averaging(Stack):
+    """Has a running mean in an attribute, of each rank's own samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(3)
+
+    def forward(self, x):
+        made = super().forward(x)
+        self.mean = 0.5 * self.mean + 0.5 * made.detach().mean((0, 1))
+        return made - self.mean
+
+
+def test_state_of_ranks_is_the_cause_and_the_worst_is_named():
+    verdict = verdict_of(Averaging(), "ddp")
+    assert not verdict.passed and "depends on mean in an attribute" in verdict.cause
+    assert "; the worst is " in verdict.reason and "add up" not in verdict.reason
+    assert f"{verdict.worst_relative_difference:.2g} of its scale" in verdict.reason
+
+
+class Tied(nn.Module):
+    """An embedding whose forward shortens long rows, and which is the head's weight, too."""
+
+    def __init__(self, longest=0.5):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 6, max_norm=longest)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def next_token(module, batch):
+    return nn.functional.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def tokens(step, samples=4):
+    drawn = torch.Generator().manual_seed(step)
+    return torch.randint(16, (2, samples, 3), generator=drawn).unbind()
+
+
+def test_max_norm_with_a_tied_head_is_of_the_cut_in_1f1b_and_refused_in_gpipe():
+    plans = ["1f1b", "gpipe"]
+    found = outpace.verify(Tied(), loss=next_token, batch=tokens, plans=plans).verdicts
+    by_cut, refused = found
+    assert "writes to embedding.weight with each micro-batch" in by_cut.cause
+    assert refused.refused and "under way, need it as it was" in refused.reason
+    assert "embedding.weight" in refused.reason and "RuntimeError" not in refused.reason
 
 
 def contrast(module, batch):
@@ -262,7 +351,9 @@ class Spare(Stack):
     ],
 )
 def test_a_gradient_that_only_one_of_the_two_has_is_said_to_be_where(fault, words):
-    [verdict] = verify_own(OwnModel(Spare(), squares), batch, plans=["ddp"], spoil=fault).verdicts
+    [verdict] = verify_custom(
+        OwnModel(Spare(), squares), batch, plans=["ddp"], spoil=fault
+    ).verdicts
     assert words in verdict.reason
 
 
@@ -339,6 +430,34 @@ def wrong():
 """
 
 
+SPARSE = """
+import torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.tensor(index), torch.ones(3)
+
+def loss(module, batch):
+    return (module(batch[0]) - batch[1]).square().mean()
+
+def build():
+    return nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 3)), loss, Data()
+"""
+
+
+def test_sparse_gradients_are_refused_by_both_commands(tmp_path, capfd):
+    file = tmp_path / "mine.py"
+    file.write_text(SPARSE)
+    model = f"--model={file}:build"
+    assert main(["verify", model]) == 2
+    assert main(["train", model, "--global-batch=4", "--steps=1", f"--out={tmp_path}/run"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("0.weight has sparse gradients") == said.count("Use sparse=False.") == 2
+
+
 def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd):
     file, kept = tmp_path / "mine.py", tmp_path / "certificate.json"
     file.write_text(FILE)
@@ -348,7 +467,8 @@ def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd):
         said = capfd.readouterr()
         return code, said.out, said.err
 
-    code, out, err = verify("build", "--strategy", "zero2,tp,mp", "--out", str(kept), "--json")
+    asked = ("--strategy", "zero2", "tp", "mp")  # with commas, or without
+    code, out, err = verify("build", *asked, "--out", str(kept), "--json")
     # 5 rows cannot be shared by two: a refusal is no difference.
     assert code == 0, err
     certificate = Certificate.load(kept)

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from outpace.planner.shapes import parameter_shapes
+from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy

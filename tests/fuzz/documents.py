@@ -17,7 +17,7 @@ from outpace.records.base import Record
 from outpace.records.machine import Device, Machine
 from outpace.records.plan import Plan
 
-TOPOLOGIES = Path(__file__).parents[1] / "probe" / "topologies"
+TOPOLOGIES = Path(__file__).parents[1] / "probing" / "topologies"
 ROWS: tuple[dict[str, Any], ...] = tuple(
     {"text": f"The {n}th of a few short texts: é, 中.", "label": n % 2, "n": n} for n in range(6)
 )

@@ -62,9 +62,9 @@ def _plan(folder: Path) -> None:
 
 
 def _machine(folder: Path) -> None:
-    from outpace.launch.planning import Asked, job
+    from outpace.jobs.planning.request import PlanQuestion, job
 
-    job(Asked(model="gpt2", machine=str(folder / "machine.json")))
+    job(PlanQuestion(model="gpt2", machine=str(folder / "machine.json")))
 
 
 def _hosts(folder: Path) -> None:
@@ -138,7 +138,7 @@ def _rows(folder: Path) -> None:
 
 def _checkpoint(folder: Path) -> None:
     """Without markers they are marked as they are: their contents are looked at, too."""
-    from outpace.train.checkpoint import MARKER, newest_intact
+    from outpace.training.checkpoint import MARKER, newest_intact
 
     if not any(folder.glob(f"*/{MARKER}")):
         for step in (one for one in folder.glob("step-*") if one.is_dir()):
@@ -169,7 +169,7 @@ def _model(folder: Path) -> None:
 
 
 def _outline(folder: Path) -> None:
-    from outpace.launch.outlines import find_outline
+    from outpace.jobs.planning.find_outline import find_outline
 
     find_outline(str(folder))
 
@@ -204,7 +204,7 @@ def _report(folder: Path) -> None:
 
 def _runs(folder: Path) -> None:
     from outpace.cli import runs
-    from outpace.experiment.past import find
+    from outpace.experiment.past_runs import find
 
     runs.run([str(folder.parent), "--json"], {})
     find(folder.iterdir())  # what is no folder cannot be looked into
@@ -218,7 +218,7 @@ def _shown(folder: Path) -> None:
 
 def _resumed(folder: Path) -> None:
     from outpace.cli.resume import settings_of
-    from outpace.train.run_dir import RunDir
+    from outpace.training.run_dir import RunDir
 
     run = RunDir(folder)
     try:
@@ -231,7 +231,7 @@ def _resumed(folder: Path) -> None:
 
 def _past(folder: Path) -> None:
     """As `outpace compare --runs` takes it, beside itself."""
-    from outpace.experiment.stored import arms_of, outcomes_of
+    from outpace.experiment.finished_runs import arms_of, outcomes_of
 
     both = [folder, folder / ".." / folder.name]
     experiment = arms_of(both)
@@ -256,21 +256,22 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.cli.options": ("read_toml", "from_toml", "convert", "_convert_one",
                                     "_at_commas", "build", "_one_length", "_sentence", "shape")}),
         Reader("experiment", documents.experiments, _experiment, {
-            "outpace.cli.experiments": ("from_toml", "_arm", "_settings", "_setting", "_crossed",
-                                        "_boolean", "_plain", "_name")}),
+            "outpace.cli.experiments": ("from_toml", "_arm", "_settings", "_setting",
+                                        "_cross_with_grid", "_boolean", "_plain", "_name")}),
         Reader("spec", documents.specs, _spec, {
             "outpace.interop.models": ("read_spec",),
             "outpace.records.model": ("ModelSpec._fill", "ModelSpec._check"),
             "outpace.records.base": ("read_json", "read_object", "read_toml")}),
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
-            "outpace.planner.machines": ("of_probe", "_probed_fabric", "_Known.of",
+            "outpace.planner.calibration.cluster": ("of_probe", "_probed_fabric", "_Known.of",
                                          "_Known.products", "_Known.loader_tokens_per_s",
                                          "_probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
             "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),
         Reader("topology", documents.topologies, _topology, {
-            "outpace.probe.topology": ("parse", "_find_header", "_row", "_about", "_mirrored")}),
+            "outpace.probing.hardware.nvidia_smi": (
+                "parse", "_find_header", "_row", "_last_fields", "_mirror")}),
         Reader("tokens", documents.token_files, _tokens, {
             "outpace.data.stream": ("nanogpt_stream", "megatron_stream"),
             "outpace.data.sources": ("_of_file", "_found", "_state")}),
@@ -286,8 +287,9 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                   "fingerprint", "_content", "_plain"),
             "outpace.data.chat": ("messages_of", "_listed", "_message", "_text", "_show")}),
         Reader("checkpoint", results.checkpoints, _checkpoint, {
-            "outpace.train.checkpoint": ("damage", "step_of", "whole_checkpoints", "newest_intact",
-                                         "_checksum", "_reason", "Checkpointer.load")},
+            "outpace.training.checkpoint": (
+                "damage", "step_of", "whole_checkpoints", "newest_intact", "_checksum",
+                "Checkpointer.load")},
                keeps=False),
         Reader("model", documents.models, _model, {
             "outpace.interop.config": ("spec_from_hf", "load_config"),
@@ -310,23 +312,25 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                        "Tokenizer._named", "Tokenizer.chat_template"),
             "outpace.data.words": ("words_of", "_pattern_of")}),
         Reader("report", results.reported, _report, {
-            "outpace.cli.report": ("_subject", "_record", "_document")}),
+            "outpace.cli.report": ("_read_subject", "_record", "_document")}),
         Reader("run", results.runs, _report, {
-            "outpace.report.run_source": (), "outpace.report.steps": ("read_steps", "_quickly",
-                "_line_by_line", "_parsed", "_up_to_the_cut", "_numbers"),
-            "outpace.report.trace": ("measured", "_last_pass", "_done")}),
+            "outpace.reporting.data.run_folder": (), "outpace.reporting.data.step_log": (
+                "read_steps", "_read_with_arrow", "_line_by_line", "_parse_chunks",
+                "_up_to_the_cut", "_numbers"),
+            "outpace.reporting.data.chrome_trace": ("measured_timeline", "_last_pass",
+                                                 "_read_action")}),
         Reader("runs", results.runs, _runs, {
-            "outpace.experiment.past": ("find", "read", "result_of", "_failure",
+            "outpace.experiment.past_runs": ("find", "read", "result_of", "_failure",
                                         "_of_steps", "latest_steps", "is_run")}),
         Reader("shown run", results.runs, _shown, {
-            "outpace.experiment.past": ("is_run", "checkpoints", "sizes", "_bytes")}),
+            "outpace.experiment.past_runs": ("is_run", "checkpoints", "sizes", "_bytes")}),
         Reader("resumed run", results.runs, _resumed, {
             "outpace.cli.resume": ("settings_of",),
-            "outpace.train.run_dir": ("RunDir.require_run", "RunDir.history",
+            "outpace.training.run_dir": ("RunDir.require_run", "RunDir.history",
                                       "RunDir.evaluation", "RunDir.continue_from"),
-            "outpace.train.run_log": ()}, keeps=False),
+            "outpace.training.run_log": ()}, keeps=False),
         Reader("past run", results.runs, _past, {
-            "outpace.experiment.stored": ("arms_of", "outcomes_of"),
+            "outpace.experiment.finished_runs": ("arms_of", "outcomes_of"),
             "outpace.experiment.results": ("steps_of",)}),
     )
 })  # fmt: skip

@@ -200,7 +200,7 @@ def _tuning() -> Tuning:
 
 
 def _with_topology() -> Any:
-    from outpace.probe.topology import parse
+    from outpace.probing.hardware.nvidia_smi import parse
 
     text = (TOPOLOGIES / "4x-gpu-4-nics.txt").read_text()
     return probed_machine().model_copy(update={"topology": parse(text, "nvidia-smi topo -m")})
@@ -208,11 +208,11 @@ def _with_topology() -> Any:
 
 def _answers() -> Iterator[bytes]:
     """As `outpace plan --json` prints it."""
-    from outpace.launch.planning import Asked, job
-    from outpace.planner.plans import plans
+    from outpace.jobs.planning.request import PlanQuestion, job
+    from outpace.planner.plan import plans
 
     for keep in (None, "pp=2"):
-        asked = Asked(model="gpt2", machine="hgx-h100", global_batch=64, keep=keep, count=2)
+        asked = PlanQuestion(model="gpt2", machine="hgx-h100", global_batch=64, keep=keep, count=2)
         answer = plans(job(asked))
         yield of_record(answer.model_copy(update={"took_s": 1.0, "rejected": answer.rejected[:2]}))
 
@@ -241,7 +241,7 @@ def group() -> Any:
 
 def saver(folder: Path) -> Any:
     """A checkpointer that tells nobody."""
-    from outpace.train.checkpoint import Checkpointer
+    from outpace.training.checkpoint import Checkpointer
 
     return Checkpointer(folder, 2, 0, group(), lambda _: None, lambda _: None)
 
@@ -252,7 +252,7 @@ def checkpoints() -> Sequence[Tree]:
 
     So what their checksums would find out comes to be loaded, too.
     """
-    from outpace.train.checkpoint import MARKER, Progress
+    from outpace.training.checkpoint import MARKER, Progress
 
     with tempfile.TemporaryDirectory() as name, contextlib.closing(saver(Path(name))) as own:
         for step in (1, 2):

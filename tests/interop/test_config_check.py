@@ -11,7 +11,7 @@ import transformers
 from outpace.interop.config import read_spec_with_notes
 from outpace.interop.models import open_model
 from outpace.interop.outline import READERS, described
-from outpace.planner.outlines import parameters
+from outpace.planner.model.outline import parameters
 from outpace.records.errors import BadInputError
 
 _SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -185,6 +185,11 @@ def test_dropouts_that_differ(tmp_path: Path) -> None:
     assert "resid_pdrop 0 is taken for all" in note
     assert "embd_pdrop 0.5 and attn_pdrop 0.5 are passed over" in note
     assert "--dropout" in note
+    bert = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 2,
+            "hidden_size": 8, "intermediate_size": 8, "vocab_size": 61,
+            "max_position_embeddings": 64, "classifier_dropout": 0.5}  # fmt: skip
+    note = " ".join(read_spec_with_notes(write(tmp_path, bert)).notes)
+    assert "hidden_dropout_prob 0.1 is taken" in note and "classifier_dropout 0.5" in note
     same = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     assert read_spec_with_notes(write(tmp_path, {**gpt2, **same})).notes == ()
 
@@ -312,6 +317,15 @@ def test_defaults_behind_a_refusal_of_transformers(tmp_path: Path) -> None:
     del values["hidden_size"]
     for found in refusals(write(tmp_path, values)):
         assert "takes its defaults: hidden_size 4096" in found
+
+
+def test_defaults_behind_dimensions_that_do_not_go_together(tmp_path: Path) -> None:
+    values = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    del values["num_key_value_heads"]  # 32
+    values["num_attention_heads"] = 16
+    for found in refusals(write(tmp_path, values)):
+        assert "is not a multiple of kv_heads 32" in found
+        assert "takes its defaults: num_key_value_heads 32" in found
 
 
 def test_transformers_remarks_stay_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from outpace.cli import options
 from outpace.cli.train import _parser
 from outpace.interop.emit import FORMATS, Emitted, Request, emit, torchtitan
 from outpace.interop.emit.request import folded, hosts
-from outpace.planner.stages import layers_per_stage
+from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import SHARD_DTYPES

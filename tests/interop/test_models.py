@@ -75,6 +75,25 @@ def test_a_huggingface_directory(make_theirs: Callable[..., Any], tmp_path: Path
     assert open_model(str(tmp_path / "m")).weights is None
 
 
+def test_an_adapter_beside_a_config_is_one_and_beside_a_model_is_refused(
+    make_theirs: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Some trainers write a config.json beside adapters: it was a model without weights, drawn."""
+    make_theirs("qwen3").save_pretrained(tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    named = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "base")}
+    (adapter / "adapter_config.json").write_text(json.dumps(named))
+    opened = open_model(str(adapter))
+    assert (opened.weights, opened.adapter) == (tmp_path / "base", adapter)
+    (adapter / "model.safetensors").write_bytes(
+        (tmp_path / "base" / "model.safetensors").read_bytes()
+    )
+    with pytest.raises(BadInputError, match="holds a whole model and an adapter"):
+        open_model(str(adapter))
+
+
 def test_specs_in_toml_and_json(tmp_path: Path) -> None:
     toml = write_toml(tmp_path / "small.toml", sliding_window=8)
     opened = open_model(str(toml))
@@ -89,7 +108,11 @@ def test_a_run_is_a_warm_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
-    assert "holds no finished model" in refusal(run)
+    said = refusal(run)
+    assert "holds no finished model" in said and "--steps" not in said
+    for step in (90, 100):
+        (run / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    assert "With --steps 100 added" in refusal(run)
     spec = ModelSpec.model_validate(SPEC)
     tokenizer = train_tokenizer(["text"], 257)
     write_model(run / "model", spec, Transformer(spec).state_dict(), tokenizer.save)
@@ -135,6 +158,13 @@ def test_unknown_names(tmp_path: Path) -> None:
     assert "neither a spec (.toml, .json) nor a Python file" in refusal(tmp_path / "notes.md")
     (tmp_path / "adapter_config.json").touch()
     assert "adapter_config.json is not JSON" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "Mixtral-8x7B", "mistralai/Mixtral-8x7B-v0.1"])
+def test_what_is_planned_only_is_told_by_the_planner(name: str) -> None:
+    said = refusal(name)
+    assert "outpace has no Mixtral: it trains no mixtral-8x7b" in said
+    assert "outpace plan --model mixtral-8x7b" in said and "outpace estimate" in said
 
 
 @pytest.mark.parametrize(

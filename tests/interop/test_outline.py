@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.catalog.outlines import OUTLINES
 from outpace.interop.outline import READERS, described, outline_from_config, outline_from_hf
-from outpace.planner.outline_flops import forward_flops
-from outpace.planner.outlines import parameters
+from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline_flops import forward_flops
 from outpace.records.errors import BadInputError
 from outpace.records.outline import Outline
 

@@ -5,11 +5,11 @@ import json
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
-from outpace.interop.peft import endings, merge, write_adapter
+from outpace.interop.peft import adapter_notes, endings, merge, write_adapter
 from outpace.nn.lora import adapt, adapters
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -157,6 +157,63 @@ def test_names_end_where_no_other_does():
     assert endings(["a.0.q"], known) == ["q"]
     assert endings(["a.0.x.dense", "a.1.x.dense"], known) == ["x.dense"]
     assert endings(["a.0.dense", "a.1.dense"], known) == ["0.dense", "1.dense"]
+
+
+def change_tensors(adapter, change):
+    path = adapter / "adapter_model.safetensors"
+    kept = {change(name): tensor for name, tensor in load_file(path).items() if change(name)}
+    save_file(kept, path)
+    (adapter / "checksums.json").unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def test_an_adapter_without_pefts_prefix_is_added_and_said(adapted, tokens):
+    _, ours, base, adapter = adapted("qwen3")
+    wanted = ours.logits(ours(tokens))
+    assert adapter_notes(adapter) == ()
+    change_tensors(adapter, lambda name: name.removeprefix("base_model.model."))
+    model = merged(adapter, base)
+    torch.testing.assert_close(model.logits(model(tokens)), wanted, **CLOSE)
+    (note,) = open_model(str(adapter)).notes
+    assert "without base_model.model." in note and "peft would leave them out" in note
+
+
+def test_an_adapter_that_changes_nothing_is_said(adapted):
+    *_, adapter = adapted("gpt2")
+    path = adapter / "adapter_model.safetensors"
+    held = {n: t * ("lora_A" in n) for n, t in load_file(path).items()}
+    save_file(held, path)
+    (note,) = adapter_notes(adapter)
+    assert "changes nothing: all of its B are zero" in note
+
+
+@pytest.mark.parametrize(
+    ("targets", "kept", "said"),
+    [
+        (["q_proj"], "", "holds matrices of .*v_proj and 1 more, which .* does not name"),
+        (r".*\.q_proj", "", "holds matrices of .*v_proj and 1 more, which .* does not name"),
+        (["q_proj", "v_proj"], "q_proj", "no matrices of model.layers.0.self_attn.v_proj and 1"),
+        (["q_proj", "v_proj"], "layers.0", "no matrices of model.layers.1.self_attn.q_proj and 1"),
+        (["q_proj", "v_proj"], "", None),
+        (r".*\.(q|v)_proj", "", None),
+        ("all-linear", "layers.0", None),
+        (None, "q_proj", None),
+    ],
+)
+def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, targets, kept, said):
+    """Half of a file was merged without a word, and so was what peft leaves out."""
+    _, _, base, adapter = adapted("qwen3", lora_targets=("q", "v"))
+    change_tensors(adapter, lambda name: name if kept in name else "")
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": targets}))
+    if said is None:
+        merged(adapter, base)
+        return
+    with pytest.raises(BadInputError, match=said):
+        merged(adapter, base)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"layers_to_transform": 0}))
+    if kept == "layers.0":
+        merged(adapter, base)
 
 
 def test_what_is_refused(adapted, tmp_path):

@@ -7,11 +7,11 @@ import torch
 import transformers
 
 from outpace.data.samples import IGNORED
-from outpace.launch.job import prepared, train
+from outpace.jobs.train.job import prepared, train
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.callbacks import Callback
+from outpace.training.callbacks import Callback
 
 SPEC = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "vocab": 300, "max_positions": 32}
 

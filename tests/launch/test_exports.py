@@ -1,6 +1,7 @@
 """What a trained model's folder keeps of the one that it came from."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ import transformers
 
 from outpace.data.chat import DEFAULT_TEMPLATE
 from outpace.data.tokenizer import train_tokenizer
-from outpace.launch.job import train
-from outpace.launch.merge import merge_adapter
+from outpace.jobs.inference import generate
+from outpace.jobs.merge_adapter import merge_adapter
+from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -128,6 +130,40 @@ def test_another_tokenizer_takes_nothing_of_the_source(home):
                     data=(str(folder / "text.txt"),))  # fmt: skip
     assert read(model, "config.json")["eos_token_id"] == other.eos_id
     assert "temperature" not in read(model, "generation_config.json")
+
+
+def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
+    """Of an adapter that peft wrote nothing tells whether weights are those it belongs to."""
+    folder, _ = home
+    trained(home, "lora-other", lora_rank=2, data=(str(folder / "text.txt"),))
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folder / "lora-other" / "model", adapter)
+    (adapter / "outpace.json").unlink()
+    (adapter / "checksums.json").unlink(missing_ok=True)
+    config = {**read(adapter, "adapter_config.json"), "base_model_name_or_path": "org/another"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    source = folder / "source"
+    found = merge_adapter(adapter, tmp_path / "a", model=source, base=None, dtype="fp32")
+    (note,) = found.notes
+    assert "names org/another as its base, and was added to" in note
+    same = {**config, "base_model_name_or_path": str(source)}
+    (adapter / "adapter_config.json").write_text(json.dumps(same))
+    found = merge_adapter(adapter, tmp_path / "b", model=None, base=None, dtype="fp32")
+    assert found.notes == ()
+    train_tokenizer(["more words than the base has tokens"] * 9, 290).save(tmp_path / "t")
+    longer = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    vocab = read(source, "config.json")["vocab_size"]
+    longer["added_tokens"] += [
+        {"id": len(longer["model"]["vocab"]) + n, "content": f"<new{n}>", "single_word": False,
+         "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        for n in range(vocab)
+    ]  # fmt: skip
+    (adapter / "tokenizer.json").write_text(json.dumps(longer))
+    for model in (None, source):
+        with pytest.raises(BadInputError, match="trained beside longer embeddings"):
+            merge_adapter(adapter, tmp_path / "c", model=model, base=None, dtype="fp32")
+    with pytest.raises(BadInputError, match="the tokenizer has a vocabulary of"):
+        generate(adapter, "a", max_new_tokens=1, temperature=0.0, top_k=None, seed=0, device="cpu")
 
 
 def test_a_merged_adapter_keeps_them_too(home):

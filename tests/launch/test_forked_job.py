@@ -32,7 +32,7 @@ def test_a_group_is_killed_while_its_rank_has_its_id(tmp_path, monkeypatch):
         if rank.ranks.rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ends = run_forked(2, act, 60.0, tmp_path)
+    ends = run_forked(2, act, 240.0, tmp_path)
     assert ends[1].exit_code == -signal.SIGKILL
     assert len(killed) == 2 and all(alive for _, alive in killed)
     for rank in (0, 1):
@@ -45,10 +45,10 @@ def test_a_group_is_killed_while_its_rank_has_its_id(tmp_path, monkeypatch):
 
 def test_a_job_in_the_folder_of_another_meets_and_says_by_itself(tmp_path):
     def fail(rank):
-        rank.at("failing")
+        rank.note_phase("failing")
         raise ValueError("planted")
 
-    for end in run_forked(2, fail, 60.0, tmp_path):
+    for end in run_forked(2, fail, 240.0, tmp_path):
         assert end.said == "ValueError: planted" and end.at == "failing"
     store = tmp_path / "store"
     before = store.read_bytes()  # the addresses of the ranks of before
@@ -56,5 +56,5 @@ def test_a_job_in_the_folder_of_another_meets_and_says_by_itself(tmp_path):
     def meet(rank):
         assert not store.read_bytes().startswith(before)
 
-    for end in run_forked(2, meet, 60.0, tmp_path):
+    for end in run_forked(2, meet, 240.0, tmp_path):
         assert end.fine and end.said is None and end.at == "starting"

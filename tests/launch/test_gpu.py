@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from outpace.launch.job import train
+from outpace.jobs.train.job import train
 from outpace.records.errors import InterruptedRunError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -43,7 +43,7 @@ def test_it_trains_and_accounts(run, precision):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_steps_do_not_wait_for_the_device(run, precision):
     """Torch raises where ten steps would copy a number to the host and wait for it."""
-    from outpace.train.callbacks import Callback
+    from outpace.training.callbacks import Callback
 
     class Strict(Callback):
         def on_step(self, record):
@@ -59,7 +59,7 @@ def test_steps_do_not_wait_for_the_device(run, precision):
 def test_the_times_of_steps_are_those_of_the_wall(run):
     import time
 
-    from outpace.train.callbacks import Callback
+    from outpace.training.callbacks import Callback
 
     class Wall(Callback):
         times: ClassVar = []
@@ -85,7 +85,7 @@ def test_an_interrupted_run_resumes_with_the_same_losses(run):
     import os
     import signal
 
-    from outpace.train.callbacks import Callback
+    from outpace.training.callbacks import Callback
 
     class Stop(Callback):
         def on_step(self, record):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from outpace.launch.kubernetes import Wishes, indexed_job, train_job
+from outpace.launch.kubernetes import KubernetesOptions, indexed_job, train_job
 from outpace.records.cluster_job import ClusterJob
 
 models = pytest.importorskip("kubeflow_trainer_api.models")
@@ -18,7 +18,9 @@ JOB = ClusterJob(
     command=("train", "--model", "$(HOME) costs $5", "--out", "runs/try"),
     folder="/data",
 )
-WISHES = Wishes(image="registry.example/outpace:1", namespace="team", claim="shared-disk")
+WISHES = KubernetesOptions(
+    image="registry.example/outpace:1", namespace="team", claim="shared-disk"
+)
 
 
 def kept(model: str, value: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from outpace.cli.main import main
 from outpace.interop.models import open_model
-from outpace.launch.job import train
-from outpace.launch.materials import load_model
-from outpace.launch.use import evaluate, generate
+from outpace.jobs.inference import evaluate, generate
+from outpace.jobs.inputs.inputs import load_model
+from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings

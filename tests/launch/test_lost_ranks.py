@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.launch.environment import free_port
+from outpace.launch.launcher_env import free_port
+from outpace.records.base import TEMPORARY_PREFIX
 from outpace.records.ranks import RANK_NAME
 
 pytestmark = pytest.mark.gloo
@@ -56,12 +57,12 @@ def start(*words, cwd, **environ):
     )  # fmt: skip
 
 
-def start_ranks(*words, cwd, **environ):
-    """Two ranks that no launcher looks after."""
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
+def start_ranks(*words, cwd, world_size=2, **environ):
+    """Ranks that no launcher looks after."""
+    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
     return [start(*words, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **place)
-            for rank in range(2)]  # fmt: skip
+            for rank in range(world_size)]  # fmt: skip
 
 
 def find_ranks(launcher):
@@ -355,6 +356,208 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
         assert code == 75 and "Traceback" not in said, ended
     assert "saved after step 2 of 4" in ended[0][1], ended
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "complete.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "signum"),
+    [pytest.param(1, signal.SIGINT, id="one rank"),
+     pytest.param(2, signal.SIGTERM, id="one of two", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_signal_ends_the_final_evaluation_and_the_run_can_be_finished(tmp_path, nproc, signum):
+    (tmp_path / "evaluating.py").write_text(EVALUATING)
+    words = ("train", "--model", "evaluating.py:build", "--global-batch", 2, "--steps", 2,
+             "--precision", "fp32", "--threads", 1, "--device", "cpu", "--out", "run")  # fmt: skip
+    long = (*words, "--eval-batches", 200)
+    processes = start_ranks(*long, cwd=tmp_path) if nproc == 2 else [start(*long, cwd=tmp_path)]
+    try:
+        until_s = time.monotonic() + LIMIT_S
+        while not (tmp_path / "evaluates").exists() and time.monotonic() < until_s:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        processes[-1].send_signal(signum)
+    finally:
+        ended = end_in_time(processes)
+    for code, said in ended:
+        assert code == 75 and "Traceback" not in said, ended
+    assert "saved after step 2, the last one" in ended[0][1], ended
+    run = tmp_path / "run"
+    assert (run / "checkpoints" / "step-2" / "complete.json").is_file()
+    assert not (run / "model").exists() and not (run / "result.json").exists()
+    ((code, said),) = end_in_time(
+        [start("train", "--resume", "run", "--nproc", nproc, "--eval-batches", 1, cwd=tmp_path)]
+    )
+    assert code == 0 and (run / "model").is_dir() and (run / "result.json").is_file(), said
+
+
+# Rank 7 does something else after all have saved, for longer than an interrupted rank may take. In
+# two broadcasts by gloo rank 0 waits for those that are two sends away; this one is three away.
+BUSY = """
+import os, time
+import torch
+from outpace.jobs.train.utilisation import Recording
+
+averages = Recording.averages
+
+def busy(recording):
+    found = averages(recording)  # a collective; none follows it but the wait for all
+    if os.environ["RANK"] == "7":
+        open("busy", "w").close()
+        time.sleep(8)
+    return found
+
+Recording.averages = busy
+
+def build():
+    samples = [torch.ones(4)] * 16
+    return torch.nn.Linear(4, 1), lambda module, x: module(x).square().mean(), samples, samples
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_rank_comes_late_to_the_end_says_what_was_saved(tmp_path):
+    (tmp_path / "busy.py").write_text(BUSY)
+    processes = start_ranks(
+        "train", "--model", "busy.py:build", "--global-batch", 8, "--steps", 2, "--precision",
+        "fp32", "--threads", 1, "--device", "cpu", "--out", "run", cwd=tmp_path,
+        world_size=8,
+    )  # fmt: skip
+    try:
+        until_s = time.monotonic() + LIMIT_S
+        while not (tmp_path / "busy").exists() and time.monotonic() < until_s:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        time.sleep(1)  # rank 0 waits for it, or has gone on
+        processes[0].send_signal(signal.SIGTERM)
+    finally:
+        ended = end_in_time(processes)
+    assert [code for code, _ in ended] == [75] * 8, ended
+    assert "saved after step 2, the last one" in ended[0][1], ended
+    assert not any("nothing was trained" in said for _, said in ended), ended
+    assert (tmp_path / "run" / "checkpoints" / "step-2" / "complete.json").is_file()
+
+
+# A signal, once, when the model's folder is there and its weights are about to be written.
+EXPORTING = """
+import os, pathlib, signal
+import torch
+
+class Exporting(torch.nn.Linear):
+    def state_dict(self, *args, **more):
+        begun = [str(path) for path in pathlib.Path("run").glob("TEMPORARY*.tmp") if path.is_dir()]
+        if begun and not os.path.exists("signalled"):
+            pathlib.Path("signalled").write_text(begun[0])
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().state_dict(*args, **more)
+
+def build():
+    return Exporting(4, 1), lambda module, x: module(x).square().mean(), [torch.ones(4)] * 16
+"""
+
+
+def test_a_signal_while_the_model_is_written_leaves_nothing_of_it(tmp_path):
+    (tmp_path / "exporting.py").write_text(EXPORTING.replace("TEMPORARY", TEMPORARY_PREFIX))
+    words = ("train", "--model", "exporting.py:build", "--global-batch", 2, "--steps", 2,
+             "--precision", "fp32", "--threads", 1, "--device", "cpu", "--out", "run")  # fmt: skip
+    ((code, said),) = end_in_time([start(*words, cwd=tmp_path)])
+    assert (tmp_path / "signalled").is_file(), said
+    assert code == 75 and "Traceback" not in said, said
+    assert "saved after step 2, the last one" in said
+    run = tmp_path / "run"
+    assert not (run / "model").exists() and not list(run.glob(f"{TEMPORARY_PREFIX}*"))
+    assert not (run / "result.json").exists()
+    ((code, said),) = end_in_time([start("train", "--resume", "run", cwd=tmp_path)])
+    assert code == 0 and (run / "model").is_dir() and (run / "result.json").is_file(), said
+
+
+# Rank 0 comes late: the other has looked by then who holds it up, and written that down.
+LATE = """
+import os, pathlib, signal, time
+import torch
+
+class Late(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 1)
+        self.calls = 0
+        pathlib.Path(f"{{os.environ['RANK']}}.pid").write_text(str(os.getpid()))
+
+    def forward(self, x):
+        self.calls += 1
+        if os.environ["RANK"] == "0" and self.calls == 10:
+            while not os.path.exists("run/standstill.json"):
+                time.sleep(0.01)
+            {then}
+        return self.inner(x)
+
+def build():
+    return Late(), lambda module, x: module(x).square().mean(), [torch.ones(4)] * 160
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "found"),
+    [
+        pytest.param('os.kill(int(open("1.pid").read()), signal.SIGKILL)', "rank 1 on", id="lost"),
+        pytest.param('raise RuntimeError("a broken fan")', "a broken fan", id="fails",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_verdict_by_which_nobody_ended_is_forgotten(tmp_path, then, found):
+    """The rank that it names is there, and finds out what went wrong since."""
+    (tmp_path / "late.py").write_text(LATE.format(then=then))
+    processes = start_ranks(
+        "train", "--model", "late.py:build", "--global-batch", 4, "--steps", 40, "--precision",
+        "fp32", "--threads", 1, "--device", "cpu", "--strategy", "ddp", "--comm-timeout-s",
+        TIMEOUT_S, "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    (code, said), _ = end_in_time(processes)
+    assert code == 1 and found in said, said
+    assert "rank 0 on" not in said, said
+
+
+# The second stage waits for each micro-batch of the first, but never as long as ranks wait for
+# each other; the step as a whole takes several times that.
+LONG_STEP = """
+import os, time
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if os.environ["RANK"] == "0" and 17 <= self.calls < 25:
+            time.sleep({sleep_s})
+        return self.inner(x)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def build():
+    return Model(), lambda module, x: module(x).square().mean(), [torch.ones(4)] * 160
+"""
+
+
+@pytest.mark.slow
+def test_a_step_longer_than_ranks_wait_goes_on_while_its_collectives_do(tmp_path):
+    (tmp_path / "long.py").write_text(LONG_STEP.format(sleep_s=TIMEOUT_S / 2))
+    processes = start_ranks(
+        "train", "--model", "long.py:build", "--global-batch", 8, "--pp-microbatches", 8,
+        "--steps", 6, "--precision", "fp32", "--threads", 1, "--device", "cpu", "--strategy",
+        "gpipe", "--check", "off", "--comm-timeout-s", TIMEOUT_S, "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    for code, said in end_in_time(processes):
+        assert code == 0, said
 
 
 UNEQUAL = """

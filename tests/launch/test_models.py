@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.launch.job import train
-from outpace.launch.use import evaluate, generate
+from outpace.jobs.inference import evaluate, generate
+from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.training.callbacks import Callback
 
 BERT = """
 family = "bert"
@@ -23,15 +24,24 @@ max_positions = 64
 """
 
 
+class _Hints(Callback):
+    """What is said of a run before its first step."""
+
+    said = ""
+
+    def on_start(self, run):
+        self.said = " ".join(run.hints)
+
+
 @pytest.fixture
 def start(tmp_path, corpus, token_cache):
-    def go(name, live=None, **changes):
+    def go(name, live=None, heard=(), **changes):
         values = {"steps": 6, "seq_len": 32, "global_batch": 8, "eval_batches": 2,
                   "sample_tokens": 0, "precision": "fp32", "model": "outpace-tiny",
                   "cache_dir": token_cache, "out": tmp_path / name, **changes}  # fmt: skip
         values.setdefault("data", (str(corpus),))
         settings = TrainSettings(**values)
-        return train(settings, ranks=Ranks(), origins={}, command=[], model=live)
+        return train(settings, ranks=Ranks(), origins={}, command=[], callbacks=heard, model=live)
 
     return go
 
@@ -54,7 +64,8 @@ def test_an_encoder_learns_masked_tokens_and_loads_in_transformers(start, tmp_pa
 @pytest.mark.parametrize("reference", ["run", "run/model"])
 def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, reference):
     first = start("run")
-    again = start("again", model=str(tmp_path / reference), steps=1)
+    heard = _Hints()
+    again = start("again", heard=[heard], model=str(tmp_path / reference), steps=1)
     rates = [
         json.loads((tmp_path / name / "run.json").read_text())["settings"]["lr"]
         for name in ("run", "again")
@@ -62,6 +73,9 @@ def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, referen
     assert rates == [1e-3, 5e-5]
     assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-6)
     anew = start("anew", model=str(tmp_path / reference), init="random", steps=1)
+    # The rate of a run is known, and a twentieth of it moves little in a step.
+    known = f"{tmp_path / 'run'}, which was trained with --lr 0.001. This run takes 5e-05"
+    assert known in heard.said
     assert anew.initial_eval.loss == pytest.approx(first.initial_eval.loss, rel=1e-6)
 
 

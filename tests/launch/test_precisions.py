@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outpace.launch.job import train
-from outpace.launch.resolve import keeps_masters
+from outpace.jobs.defaults import keeps_masters
+from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.callbacks import Callback
+from outpace.training.callbacks import Callback
 
 TINY = {
     "model": "outpace-tiny", "seq_len": 32, "global_batch": 4, "steps": 4, "eval_batches": 1,

@@ -5,25 +5,25 @@ from types import SimpleNamespace
 
 import torch
 
-from outpace.launch import probing
-from outpace.launch.probe_wishes import Wishes
-from outpace.probe.section import Section
-from outpace.probe.topology import parse
+from outpace.jobs.probe import job
+from outpace.jobs.probe.request import ProbeRequest
+from outpace.probing.hardware.nvidia_smi import parse
+from outpace.probing.timing.section import ProbeSection
 from outpace.records.machine import Device, Machine
 from outpace.records.probed import Steadiness
 from outpace.records.settings import TrainSettings
 
-FILE = Path(__file__).parents[1] / "probe" / "topologies" / "2x-titan-rtx-nvlink.txt"
+FILE = Path(__file__).parents[1] / "probing" / "topologies" / "2x-titan-rtx-nvlink.txt"
 
 
 def record(monkeypatch, devices):
     machine = Machine(host_cores=2, host_memory_bytes=1, cpu="", devices=devices)
     topology = parse(FILE.read_text(), "nvidia-smi topo -m")
-    monkeypatch.setattr(probing, "identify", lambda find: machine)
-    monkeypatch.setattr(probing, "read_if_there", lambda timeout_s: topology)
-    wishes = Wishes(("matmul",), True, TrainSettings(), "outpace probe matmul", None)
-    here = SimpleNamespace(wishes=wishes, device=torch.device("cpu"))
-    return probing._machine(here, Section(), Steadiness(), 1.0, 1)
+    monkeypatch.setattr(job, "identify", lambda find: machine)
+    monkeypatch.setattr(job, "read_if_there", lambda timeout_s: topology)
+    request = ProbeRequest(("matmul",), True, TrainSettings(), "outpace probe matmul", None)
+    here = SimpleNamespace(request=request, device=torch.device("cpu"))
+    return job._machine(here, ProbeSection(), Steadiness(), 1.0, 1)
 
 
 def test_links_between_devices_are_in_it(monkeypatch):

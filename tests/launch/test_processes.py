@@ -223,6 +223,36 @@ def test_kill_9_during_saves_never_costs_the_run(tmp_path, command):
     assert partial == []
 
 
+def test_a_terminal_that_closes_saves_and_ends_the_run(command, tmp_path):
+    """As when a window or a connection over ssh is closed: the shell's group gets SIGHUP."""
+    ours, theirs = os.openpty()
+    begin = (
+        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execv(sys.executable, sys.argv[1:])"
+    )
+    words = command(tmp_path / "run", "--steps=100000", "--save-every=100000")
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin, *words], stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    try:
+        until_s = time.monotonic() + 240
+        while not ((tmp_path / "run" / "metrics.jsonl").is_file() and losses(tmp_path / "run")):
+            with suppress(OSError):  # nothing was written since
+                os.read(ours, 1 << 16)
+            assert process.poll() is None and time.monotonic() < until_s
+            time.sleep(0.05)
+        os.close(ours)  # nobody holds the terminal any more
+        assert process.wait(240) == 75
+    finally:
+        process.kill()
+        process.wait()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert (saved / "complete.json").is_file()
+    assert int(saved.name.removeprefix("step-")) == max(losses(tmp_path / "run"))
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 40 MiB of its own."""

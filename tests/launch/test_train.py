@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outpace.launch.environment import free_port
-from outpace.launch.job import train
+from outpace.jobs.train.job import train
+from outpace.launch.launcher_env import free_port
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError
 from outpace.records.measurement import StepRecord
 from outpace.records.ranks import Ranks
 from outpace.records.run import Failure
 from outpace.records.settings import TrainSettings
-from outpace.train.callbacks import Callback
-from outpace.train.checkpoint import MARKER
-from outpace.train.past_cache import Writer
+from outpace.training.callbacks import Callback
+from outpace.training.checkpoint import MARKER
+from outpace.training.past_cache import DirectWriter
 
 TINY = {
     "model": "outpace-tiny",
@@ -259,7 +259,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
 
 
 def test_a_checkpoint_is_of_its_step_however_slow_the_disk(run, monkeypatch):
-    go, take, lent = threading.Event(), Writer.write, []
+    go, take, lent = threading.Event(), DirectWriter.write, []
 
     class After(Callback):
         def on_step(self, record):
@@ -273,7 +273,7 @@ def test_a_checkpoint_is_of_its_step_however_slow_the_disk(run, monkeypatch):
 
     asked = {"steps": 4, "save_every": 2, "keep": 9}
     usual = run("usual", **asked)
-    monkeypatch.setattr(Writer, "write", write)
+    monkeypatch.setattr(DirectWriter, "write", write)
     slow = run("slow", callbacks=[After()], **asked)
     for step in (2, 4):
         ours, theirs = (

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.block import Attention
-from outpace.nn.levers import apply_checkpointing
 from outpace.nn.lora import adapt
+from outpace.nn.model_options import apply_checkpointing
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.compilation import compile_forwards, is_compiled, without_compilation
 from outpace.nn.generate import generate
-from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.model_options import apply_options
 from outpace.nn.transformer import Transformer
 from outpace.records.compiled import compiled_region
 from outpace.records.plan import Plan
@@ -46,7 +46,7 @@ def _pair(make_spec, family="gpt2", plan=None, **values):
     model = Transformer(make_spec(family, **values))
     plain = LanguageModelObjective(model, "plain", None).double()
     compiled = copy.deepcopy(plain)
-    apply_levers(compiled.model, plan or Plan(compile=True))
+    apply_options(compiled.model, plan or Plan(compile=True))
     return plain, compiled
 
 
@@ -89,7 +89,7 @@ def test_a_classifier_that_reads_one_place_is_one_graph(make_spec, tokens, graph
     spec = make_spec("qwen2")
     plain = ClassificationObjective(Classifier(Transformer(spec), 3)).double()
     compiled = copy.deepcopy(plain)
-    apply_levers(compiled.model, Plan(compile=True))
+    apply_options(compiled.model, Plan(compile=True))
     last = torch.full((len(tokens),), tokens.shape[1] - 2)
     batch = {"tokens": tokens, "targets": torch.arange(len(tokens)) % 3, "last": last}
     _check_equal(_gradients(compiled, batch), _gradients(plain, batch))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outpace.nn.fp8 import apply_fp8, require_fp8
-from outpace.nn.levers import find_blocks
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.model_options import find_blocks
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec

@@ -56,7 +56,7 @@ def test_it_stops_at_the_stop_token(make_model):
     model = make_model("llama")
     free = generate(model, PROMPT, 10, temperature=0)
     assert (
-        generate(model, PROMPT, 10, temperature=0, stop_id=free[8])
+        generate(model, PROMPT, 10, temperature=0, stop_ids={free[8]})
         == free[: free.index(free[8], 5)]
     )
 
@@ -74,7 +74,7 @@ def test_the_model_is_left_as_it_was(make_model):
 
 def test_room_is_taken_for_the_tokens_wanted_not_for_all_positions(make_model):
     model = make_model("llama", max_positions=2**32)
-    assert len(generate(model, PROMPT, 3, stop_id=None)) == len(PROMPT) + 3
+    assert len(generate(model, PROMPT, 3, stop_ids=())) == len(PROMPT) + 3
 
 
 def test_bad_requests_get_a_sentence(make_model):

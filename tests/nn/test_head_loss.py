@@ -332,12 +332,12 @@ def test_the_objective_chooses_by_the_device_and_loads_no_compiler_on_a_cpu(make
     model = Transformer(make_spec("llama", vocab=VOCAB, max_positions=64))
     tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(2))
     objective = LanguageModelObjective(model, "auto", torch.bfloat16, compiles=True)
-    assert objective.passes_on("cpu") is EAGER and objective.passes is None
+    assert objective.functions_for("cpu") is EAGER and objective.passes is None
     loss, count = objective({"tokens": tokens, "targets": tokens})
     objective.runs_on = "cuda"
-    assert objective.passes_on("cpu") is objective.passes is not None
+    assert objective.functions_for("cpu") is objective.passes is not None
     with torch.no_grad():  # an evaluation compiles nothing more
-        assert objective.passes_on("cpu") is EAGER
+        assert objective.functions_for("cpu") is EAGER
     objective.passes = EAGER
     with Products() as seen:
         same, _ = objective({"tokens": tokens, "targets": tokens})

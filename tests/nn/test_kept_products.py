@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from outpace.nn import block as blocks
 from outpace.nn import kept_products
 from outpace.nn.fp32_modules import compute_in_fp32
-from outpace.nn.levers import apply_checkpointing
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.model_options import apply_checkpointing
 from outpace.nn.transformer import Transformer
 from outpace.trace.allocations import Allocations
 
@@ -56,7 +56,9 @@ def test_gradients_and_products_are_those_of_a_plain_backward(
     plain = _objective(make_spec, family, joins)
     kept = copy.deepcopy(plain)
     apply_checkpointing(kept.model, "selective")
-    monkeypatch.setattr("outpace.nn.levers.checkpoint", lambda *_, **__: pytest.fail("a policy"))
+    monkeypatch.setattr(
+        "outpace.nn.model_options.checkpoint", lambda *_, **__: pytest.fail("a policy")
+    )
     flops = []
     for objective in (plain, kept):
         with FlopCounterMode(display=False) as counter:
@@ -77,7 +79,9 @@ def test_norms_over_weights_of_16_bits_are_made_again_as_they_were(
     compute_in_fp32(plain.model.blocks, "cuda")
     kept = copy.deepcopy(plain)
     apply_checkpointing(kept.model, "selective")
-    monkeypatch.setattr("outpace.nn.levers.checkpoint", lambda *_, **__: pytest.fail("a policy"))
+    monkeypatch.setattr(
+        "outpace.nn.model_options.checkpoint", lambda *_, **__: pytest.fail("a policy")
+    )
     for objective in (plain, kept):
         _step(objective, tokens, torch.bfloat16)
     for one, other in zip(plain.parameters(), kept.parameters(), strict=True):

@@ -347,11 +347,11 @@ def test_the_low_loss_holds_what_it_says(monkeypatch, dtype, trains):
     monkeypatch.setattr(low, "BLOCK_BYTES", 4 * 2100)  # of the logits, one row at a time
     with Living() as ahead:
         loss, grad = low.low_loss.code(hidden, weight, None, targets)
-    said = low.bytes_within(hidden, weight) + grad.nbytes
+    said = low.temporary_bytes(hidden, weight) + grad.nbytes
     assert 0 <= ahead.most - said < 64
     with Living() as back:
         made = low.low_loss_backward.code(loss, grad, hidden, weight, None, trains)
-    said = low.bytes_within_backward(hidden, weight, trains)
+    said = low.backward_temporary_bytes(hidden, weight, trains)
     # `hidden`'s gradient is summed in fp32: itself, or what it is made of when all else is gone.
     beside = made if dtype == torch.float32 else made[1:]
     assert 0 <= back.most - said - sum(one.nbytes for one in beside) < 64

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from outpace.nn.compilation import compile_forwards, is_compiled, without_compilation
-from outpace.nn.levers import apply_levers
+from outpace.nn.model_options import apply_options
 from outpace.nn.offload import OnDisk, offload_activations
 from outpace.nn.scratch import Scratch
 from outpace.records.errors import BadInputError
@@ -70,8 +70,8 @@ def test_gradients_are_the_same_to_the_last_bit(checkpointing, backwards):
         pytest.skip("torch's selective checkpointing has one backward")
     levers = {"checkpointing": checkpointing}
     plain, moved, scratch = model(), model(), Scratch()
-    apply_levers(plain, Plan.parse(levers, "test"))
-    apply_levers(moved, Plan.parse({**levers, "offload_activations": "disk"}, "test"),
+    apply_options(plain, Plan.parse(levers, "test"))
+    apply_options(moved, Plan.parse({**levers, "offload_activations": "disk"}, "test"),
                  scratch=scratch)  # fmt: skip
     known = gradients(plain, backwards=backwards)
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_nothing_is_kept_where_there_is_no_backward_to_come():
 
 def test_host_memory_is_no_other_place_on_a_cpu():
     with pytest.raises(BadInputError, match="Use offload_activations disk"):
-        apply_levers(model(), Plan.parse({"offload_activations": "cpu"}, "test"))
+        apply_options(model(), Plan.parse({"offload_activations": "cpu"}, "test"))
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_a_gpu_keeps_less_and_computes_the_same():
     peaks, found = [], []
     for where in ("none", "cpu"):
         module = model().cuda()
-        apply_levers(module, Plan.parse({"offload_activations": where}, "test"))
+        apply_options(module, Plan.parse({"offload_activations": where}, "test"))
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.manual_seed(1)
         x = torch.randn(1 << 16, 64, device="cuda")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from outpace.nn import random_values
 from outpace.nn.random_values import fill_normal, stream_key
 from outpace.nn.transformer import Transformer, drawn_transformer, initial_value
-from outpace.planner.shapes import parameter_shapes
+from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 
 CPU = torch.device("cpu")

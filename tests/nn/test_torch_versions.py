@@ -1,5 +1,6 @@
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ DIFFERENT = {
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter_single", "reduce_scatter_tensor",
     "linear_cross_entropy", "LinearCrossEntropyOptions", "LaunchConfig", "loss_kwargs",
     "_fsdp_param_group", "_fsdp_param_groups", "_warmup_backward_result", "shutdown_timeout",
+    "_get_grad_send_meta",
 }  # fmt: skip
 
 
@@ -108,6 +110,23 @@ def test_a_release_is_read_from_any_version():
     assert torch_versions.torch_release("2.11.0+cu130") == (2, 11)
     assert torch_versions.torch_release("2.15.0.dev20261101+cpu") == (2, 15)
     assert torch_versions.torch_release() >= (2, 11)
+
+
+def test_a_stage_sends_zeros_for_an_input_without_gradient_on_every_version():
+    """Before 2.13 torch raised, and the stage before it waited for ever."""
+    sent, given = torch.ones(2), torch.zeros(3, dtype=torch.bfloat16)
+    received = (SimpleNamespace(buffer=sent), SimpleNamespace(buffer=given), SimpleNamespace())
+    old = {"is_first": False, "args_recv_info": {0: received}}
+    stage = SimpleNamespace(**old, bwd_cache={1: (sent, None, None, None)})
+    torch_versions.fill_missing_gradients(stage, 1)
+    one, zeros, root = stage.bwd_cache[1]  # what was given by name is not sent
+    assert one is sent and root is None
+    assert torch.equal(zeros, given) and zeros is not given and zeros.dtype == given.dtype
+    torch_versions.fill_missing_gradients(stage, 2)  # a micro-batch whose backward is not done
+    for changes in ({"is_first": True}, {"_get_grad_send_meta": None}):
+        stage = SimpleNamespace(**old | changes, bwd_cache={0: (None,)})
+        torch_versions.fill_missing_gradients(stage, 0)
+        assert stage.bwd_cache == {0: (None,)}
 
 
 def test_zero_bubble_schedules_are_refused_on_a_cpu_before_2_13(monkeypatch):

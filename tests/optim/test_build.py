@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from outpace.optim import build
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.build import begin_step, fill_state, make_optimizer, steps_together
 from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
-from outpace.planner.optimizer_bytes import optimizer_bytes
+from outpace.planner.memory.optimizer_bytes import optimizer_bytes
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import MASTERS, OptimizerName
 from outpace.records.settings import TrainSettings
 
+RANKS = Path(__file__).with_name("adafactor_ranks.py")
 NAMES = OptimizerName.__args__
 SPEC = ModelSpec.parse(
     {"family": "gpt2", "layers": 2, "hidden": 64, "heads": 2, "ffn": 192, "vocab": 100,
@@ -106,6 +108,49 @@ def test_adafactor_is_torchs(shape):
     torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-8)
     for name, tensor in theirs.state[known].items():
         torch.testing.assert_close(ours.state[found][name], tensor, rtol=1e-5, atol=1e-8)
+
+
+def test_adafactor_stacks_parameters_of_one_shape(monkeypatch):
+    """On a GPU, in few operators, of which none is a product, since TF32 would round that."""
+    shapes = [(6, 10)] * 5 + [(12,)] * 6 + [(2, 3, 4)] * 3 + [()] * 2 + [(10, 6), (40, 12)]
+
+    def trained(together):
+        monkeypatch.setattr(build, "steps_together", lambda groups: together)
+        torch.manual_seed(0)
+        module = nn.ParameterList(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        optimizer = make_optimizer(module.named_parameters(), "adafactor", SETTINGS)
+        counts = Counter()
+
+        class Operators(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                counts[function.overloadpacket] += 1
+                return function(*args, **(kwargs or {}))
+
+        for step in (1, 2, 3):
+            for number, one in enumerate(module):
+                drawn = torch.randn_like(one)
+                one.grad = None if (step, number) == (2, 1) else drawn
+            begin_step(optimizer, step, 1e-2)
+            with Operators():
+                optimizer.step()
+        states = [value for one in module for value in optimizer.state[one].values()]
+        return [*module, *states], counts
+
+    (known, counted), (found, fewer) = trained(False), trained(True)
+    for one, other in zip(found, known, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert fewer.total() < 0.6 * counted.total()
+    assert not {torch.ops.aten.mm, torch.ops.aten.bmm} & {*fewer, *counted}
+
+
+@pytest.mark.gloo
+def test_adafactor_stacks_tensors_that_are_spread(on_ranks):
+    """As whole ones are stepped; a stack asks as often as one tensor for the others' sums."""
+    found = on_ranks(2, RANKS)
+    assert found["apart"] < 1e-12
+    # Two root mean squares of each, and of matrices sums over rows and of these: of six that are
+    # split there are two in one stack, three matrices by themselves or stacked, and two others.
+    assert found["all_reduces"] == 3 * 4 + 2 * 2
 
 
 def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest():

@@ -1,6 +1,7 @@
 """AdamW with moments of few bits: the formats are torchao's, the steps are AdamW's."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.optim.build import begin_step
-from outpace.optim.low import LowAdamW, Table
-from outpace.optim.rounding import Noise, rounded
-from outpace.planner.optimizer_bytes import LONGEST_BLOCK, block
+from outpace.optim.low import CodeTable, LowAdamW
+from outpace.optim.rounding import Noise, field_of, make_streams, random_words, round_to_bf16
+from outpace.planner.memory.optimizer_bytes import LONGEST_BLOCK, block
 
 CPU = torch.device("cpu")
 HOW = {"lr": 1e-2, "betas": (0.9, 0.95)}
@@ -22,7 +23,7 @@ def test_codes_and_values_are_torchaos(signed):
 
     x = torch.rand(8, 256) * (2 if signed else 1) - int(signed)
     x[0, 0] = 1.0
-    eight, four = Table(8, signed, CPU), Table(4, signed, CPU)
+    eight, four = CodeTable(8, signed, CPU), CodeTable(4, signed, CPU)
     assert torch.equal(eight.codes(x), quantize_8bit_with_qmap(x, eight.values))
     numbers = quantize_4bit_with_qmap(x, four.values)
     assert four.codes(x).shape == (8, 128)  # two in a byte
@@ -84,11 +85,11 @@ def test_rounding_is_right_on_average_and_keeps_what_bf16_has():
     drawn = torch.Generator().manual_seed(0)
     last = 2.0**-7  # of 1 in bf16
     x = torch.full((200_000,), 1 + 0.25 * last)
-    up = rounded(x, drawn)
+    up = round_to_bf16(x, drawn)
     assert set(up.unique().tolist()) == {1.0, 1 + last}
     assert float((up > 1).float().mean()) == pytest.approx(0.25, abs=0.005)
     special = torch.tensor([0.0, -1.5, math.inf, -math.inf, math.nan])
-    torch.testing.assert_close(rounded(special, drawn).float(), special, equal_nan=True)
+    torch.testing.assert_close(round_to_bf16(special, drawn).float(), special, equal_nan=True)
 
 
 def test_small_updates_of_bf16_weights_are_not_lost():
@@ -107,7 +108,7 @@ def test_what_is_drawn_depends_on_seed_name_step_and_kind_only():
     noise = Noise(1, {one: "a.weight", other: "a.weight"})
 
     def drawn(noise, parameter, *key):
-        return torch.rand(4, generator=noise.of(parameter, *key)).tolist()
+        return torch.rand(4, generator=noise.generator(parameter, *key)).tolist()
 
     known = drawn(noise, one, 3, "weight")
     assert drawn(noise, other, 3, "weight") == known
@@ -118,6 +119,62 @@ def test_what_is_drawn_depends_on_seed_name_step_and_kind_only():
         drawn(Noise(1, {one: "b.weight"}), one, 3, "weight"),
     ):
         assert wrong != known
+
+
+def counted(keys, sizes):
+    return random_words(make_streams(keys, sizes, CPU), sum(sizes))
+
+
+def test_counted_numbers_are_uniform_and_each_parameters_own():
+    one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    noise = Noise(1, {one: "a.weight", other: "b.weight"})
+    keys = [noise.key(one), noise.key(other)]
+    assert noise.key(one) == Noise(1, {other: "a.weight"}).key(other)  # a replica's
+    assert len({*keys, Noise(2, noise.names).key(one)}) == 3
+    assert len({noise.step_key(step) for step in range(99)}) == 99
+    words = counted(keys, [50_000, 50_001])
+    assert torch.equal(words, torch.cat([counted(keys[:1], [50_000]), counted(keys[1:], [50_001])]))
+    fields = torch.stack([field_of(words, number) for number in range(3)]).double() / 65536
+    assert fields.min() >= 0 and fields.max() < 1
+    # Of uniform numbers, and of those beside each other, within five standard errors of 300,000.
+    assert float(fields.mean()) == pytest.approx(0.5, abs=5 * 0.289 / 300_000**0.5)
+    centered = fields - 0.5
+    for product in (centered[0] * centered[1], centered[1] * centered[2],
+                    centered[:, 1:] * centered[:, :-1], centered[:, :50_000] * centered[:, 50_001:]
+                    ):  # fmt: skip
+        assert float(product.mean()) == pytest.approx(0, abs=5 / 12 / product.numel() ** 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_step_counts_the_same_numbers():
+    """One function for many parameters and for one, whose weights it rounds to the same bits."""
+
+    def stepped(compiled):
+        torch.manual_seed(0)
+        held = [nn.Parameter(torch.randn(n).bfloat16()) for n in (300, 77, 40_000)]
+        noise = Noise(3, {one: str(number) for number, one in enumerate(held)})
+        low = LowAdamW([{"params": held}], "bf16", noise, compiled=compiled, **HOW)
+        for step in (1, 2):
+            for one in held:
+                one.grad = torch.randn(one.shape).bfloat16()
+            begin_step(low, step, HOW["lr"])
+            low.step()
+        return torch.cat([one.detach() for one in held[:2]])
+
+    compiled, single = stepped(True), stepped(False)
+    # An ulp of an update may carry a bit, or not.
+    assert float((compiled != single).float().mean()) < 0.01
+
+
+@pytest.mark.gpu
+def test_numbers_that_a_gpu_counts_are_a_cpus():
+    """By operators and by the compiled kernel."""
+    keys, sizes = [5, -(1 << 62), 77], [1000, 70_001, 9]
+    known = counted(keys, sizes)
+    streams = make_streams(keys, sizes, torch.device("cuda"))
+    for function in (random_words, torch.compile(random_words, fullgraph=True, dynamic=True)):
+        assert torch.equal(function(streams, sum(sizes)).cpu(), known)
 
 
 class Operators(TorchDispatchMode):
@@ -151,7 +208,64 @@ def test_small_parameters_are_stepped_together_as_each_alone(kept, dtype, monkey
         return [one.detach() for one in held] + states, operators.count
 
     together, fewer = trained()
-    monkeypatch.setattr("outpace.optim.low.TOGETHER", {})
+    monkeypatch.setattr("outpace.optim.together.JOINED_VALUES", {})
     alone, count = trained()
     assert all(map(torch.equal, together, alone)) and len(together) == len(alone)
-    assert fewer < (0.65 if kept == "bf16" else 0.45) * count  # each draws bits of its own
+    assert fewer < 0.45 * count
+
+
+def small_step(kept, count):
+    """A small model's parameters, and a step of theirs."""
+    torch.manual_seed(0)
+    held = [nn.Parameter(torch.randn(8, 128)) for _ in range(count)]
+    noise = Noise(3, {one: str(number) for number, one in enumerate(held)})
+    low = LowAdamW([{"params": held}], kept, noise, **HOW)
+
+    def step(number):
+        drawn = torch.Generator().manual_seed(number)
+        for one in held:
+            one.grad = torch.randn(one.shape, generator=drawn)
+        begin_step(low, number, HOW["lr"])
+        low.step()
+
+    return held, low, step
+
+
+@pytest.mark.parametrize("kept", ["bf16", "8bit"])
+@pytest.mark.parametrize("what", ["weight", "exp_avg", "step"])
+def test_what_is_put_in_the_place_of_weights_or_states_is_stepped(kept, what):
+    known, untouched, step_known = small_step(kept, 4)
+    found, low, step = small_step(kept, 4)
+    for number in (1, 2, 3):
+        step_known(number)
+        step(number)
+        replaced = found[number]
+        if what == "weight":
+            replaced.data = replaced.detach().clone()
+        else:
+            low.state[replaced][what] = low.state[replaced][what].clone()
+    assert all(map(torch.equal, known, found))
+    assert [float(low.state[one]["step"]) for one in found] == [3.0] * 4
+    for one, other in zip(known, found, strict=True):
+        assert all(map(torch.equal, untouched.state[one].values(), low.state[other].values()))
+
+
+def test_a_step_calls_little_python_for_each_parameter():
+    def calls(count):
+        seen = 0
+
+        def profile(frame, event, argument):
+            nonlocal seen
+            seen += event == "call"
+
+        _, low, step = small_step("bf16", count)
+        for number in (1, 2):
+            step(number)
+        sys.setprofile(profile)
+        try:
+            low.step()
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    assert (calls(20) - calls(4)) / 16 < 12

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outpace.optim.master
 from outpace.optim.build import begin_step, make_optimizer, step_alone
-from outpace.parallel.api import Layout
+from outpace.parallel.layout import Layout
 from outpace.records.settings import TrainSettings
 
 SHAPES = ((300, 20), (20,), (50, 8), (64, 64))

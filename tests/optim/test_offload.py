@@ -9,7 +9,7 @@ from torch import nn
 from outpace.nn.scratch import Scratch
 from outpace.optim import offload
 from outpace.optim.build import make_optimizer
-from outpace.optim.offload import offloaded
+from outpace.optim.offload import with_offloading
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
@@ -23,7 +23,7 @@ def model() -> nn.Sequential:
 
 def optimizer(module, name, scratch=None, **where):
     plan = Plan.parse(where, "test")
-    place = (lambda groups, build: offloaded(build, plan, scratch)(groups)) if where else None
+    place = (lambda groups, build: with_offloading(build, plan, scratch)(groups)) if where else None
     kind = {} if place is None else {"place": place}
     return make_optimizer(module.named_parameters(), name, SETTINGS, **kind)
 
@@ -76,4 +76,4 @@ def test_without_a_place_the_optimizer_is_itself():
     def build(groups):
         return torch.optim.SGD(groups)
 
-    assert offloaded(build, Plan(), Scratch()) is build
+    assert with_offloading(build, Plan(), Scratch()) is build

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel.context import Ring, RingAttention
 from outpace.parallel.ring_kernels import Dropout, Scores
 
@@ -51,7 +51,7 @@ def worst(kernel, ring, causal, dtype, groups):
 
 def main() -> None:
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, CPU, 60.0, 0):
+    with process_groups(ranks, CPU, 60.0):
         ring = Ring(dist.group.WORLD, ranks.rank, ranks.world_size)
         found = {}
         for kernel in (FlashOnCpu(), Scores(Dropout(0.0, 0))):

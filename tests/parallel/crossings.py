@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from outpace.experiment.parity import Trial
-from outpace.launch.group import Groups
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.parallel.tensors import local
 from outpace.records.optimizers import MASTERS
 from outpace.records.plan import Plan
-from outpace.train.checkpoint import Checkpointer, Progress
+from outpace.training.checkpoint import Checkpointer, Progress
 
 SAVED_AT, STEPS = 2, 3
 SIZES = (1, 2, 4)

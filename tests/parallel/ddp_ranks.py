@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import Pass, Request, apply
 from outpace.records.plan import Plan
-from outpace.train.wire import Wire
+from outpace.training.wire import Wire
 
 STEPS, START = 6, 2
 
@@ -127,7 +127,7 @@ def marks(ranks) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, torch.device("cpu"), 60.0, 0):
+    with process_groups(ranks, torch.device("cpu"), 60.0):
         said = {"exchanges": exchanges(ranks), "low_rank": low_rank(ranks)}
         said["marks"] = marks(ranks)
     if ranks.rank == 0:

@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel.direct import neighbours
-from outpace.train.wire import Wire
+from outpace.training.wire import Wire
 
 # The last is of several chunks.
 LENGTHS = (0, 1, 2, 3, 5, 1001, 2**20 + 1)
@@ -105,7 +105,7 @@ def counted(ranks) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 60.0) as groups:
         near = neighbours(dist.group.WORLD)
         said: list = [None] * ranks.world_size
         own = {"there": near is not None}

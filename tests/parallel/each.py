@@ -15,7 +15,7 @@ from typing import Any, get_args
 from forked import fork
 
 from outpace.cli import train
-from outpace.launch.use import generate
+from outpace.jobs.inference import generate
 from outpace.records.plan import Strategy
 from outpace.records.ranks import Ranks
 

@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer, initial_value
 from outpace.parallel import Request, apply
 from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.tensors import local
-from outpace.planner.shapes import parameter_shapes
+from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
@@ -38,7 +38,7 @@ def main() -> None:
     spec = ModelSpec.parse(json.loads(sys.argv[1]), "test")
     shapes = parameter_shapes(spec)
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, CPU, 60.0, 0):
+    with process_groups(ranks, CPU, 60.0):
         for values in json.loads(sys.argv[2]):
             plan = Plan.parse(values, "test")
             assert fills_later(plan), plan

@@ -28,7 +28,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
 from outpace.cli.main import main as outpace_main
-from outpace.launch.group import Groups, process_groups
+from outpace.jobs.ranks.process_groups import Groups, process_groups
 from outpace.records.ranks import Ranks
 
 _TIMEOUT_S = 60.0
@@ -38,7 +38,7 @@ def world(size: int, action: Callable[[Groups], Any]) -> list[Any]:
     """As `fork`, in the process groups of a job."""
 
     def join(ranks: Ranks) -> Any:
-        with process_groups(ranks, torch.device("cpu"), _TIMEOUT_S, 0) as groups:
+        with process_groups(ranks, torch.device("cpu"), _TIMEOUT_S) as groups:
             return action(groups)
 
     return fork(size, join)

@@ -20,12 +20,12 @@ from forked import world
 from runs import CPU, SPEC, Run, alone, apart, loss_of, plan_of
 
 from outpace.experiment.parity import Trial
-from outpace.launch.group import Groups
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.parallel import Layout, Pass
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Strategy
-from outpace.train.evaluate import evaluate
-from outpace.train.synthetic import shares
+from outpace.training.evaluate import evaluate
+from outpace.training.synthetic import shares
 
 DROPS = SPEC.model_copy(update={"dropout": 0.2})
 PLAIN = Trial(SPEC, steps=2)

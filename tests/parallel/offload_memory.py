@@ -18,7 +18,7 @@ from forked import world
 from runs import Run, plan_of
 
 from outpace.experiment.parity import Trial
-from outpace.launch.group import Groups
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.model import ModelSpec
 
 SPEC = ModelSpec.parse(

@@ -19,7 +19,7 @@ from forked import world
 from runs import SPEC, Run, alone, loss_of, plan_of
 
 from outpace.experiment.parity import Trial
-from outpace.launch.group import Groups
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.errors import BadInputError
 
 STEPS = 4

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import Pass, Request, apply
 from outpace.parallel.ring import ring_all_reduce
 from outpace.records.plan import Plan
-from outpace.train.wire import Wire
+from outpace.training.wire import Wire
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 12, 1001)
 
@@ -100,7 +100,7 @@ def replicas(ranks) -> dict:
 def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+    with process_groups(ranks, torch.device("cpu"), 60.0) as groups:
         said = {"right": sums(ranks.rank, ranks.world_size, groups.control), **replicas(ranks)}
     if ranks.rank == 0:
         print(json.dumps(said))

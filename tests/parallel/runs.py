@@ -9,12 +9,12 @@ import torch
 from forked import world
 
 from outpace.experiment.parity import Trial
-from outpace.launch.group import Groups
-from outpace.nn.levers import apply_levers
+from outpace.jobs.ranks.process_groups import Groups
 from outpace.nn.mixed import lower_weights, make_mixed
+from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
-from outpace.optim.master import rounded_from
+from outpace.optim.master import master_weights
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.fill import parts_of
 from outpace.parallel.offload import place_optimizer
@@ -23,9 +23,9 @@ from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, fill_axes
 from outpace.records.settings import TrainSettings
-from outpace.train.guards import seed_step
-from outpace.train.step import RawStep, Stepper
-from outpace.train.synthetic import shares
+from outpace.training.guards import seed_step
+from outpace.training.step import RawStep, Stepper
+from outpace.training.synthetic import shares
 
 CPU = torch.device("cpu")
 # What is so much smaller than the largest of its kind may be rounding.
@@ -69,7 +69,7 @@ class Run:
         self.mixed = make_mixed(plan.precision, CPU, True, fully_shards=plan.fully_shards)
         whole_values = lower_weights(objective, self.mixed)
         self.scratch = Scratch()
-        apply_levers(objective.model, plan, scratch=self.scratch)
+        apply_options(objective.model, plan, scratch=self.scratch)
         self.layout = apply(Request(objective, plan, groups.ranks, CPU, scratch=self.scratch))
         settings = TrainSettings(lr=trial.lr)
         place = partial(place_optimizer, self.layout, plan, self.scratch)
@@ -107,7 +107,7 @@ class Run:
         """Whole tensors of all that counts on this rank, by their names in a checkpoint."""
         model, optimizer = self.layout.saved(self.optimizer)
         found = {}
-        masters = rounded_from(optimizer)
+        masters = master_weights(optimizer)
         for name, parameter in () if model is None else self.layout.named_parameters():
             # Files hold fp32 copies of weights in the place of what is rounded from them.
             kept = masters.get(parameter, parameter.detach())

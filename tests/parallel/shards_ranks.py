@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec, verify
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import shards
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     ranks = ranks_from(os.environ)
     said = {}
     with (
-        process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups,
+        process_groups(ranks, torch.device("cpu"), 60.0) as groups,
         mock.patch.object(shards, "neighbours", lambda group: None),
     ):
         for strategy in strategies.split(","):

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.experiment.parity import Trial, _counting, _state, reference
+from outpace.experiment.parity import Trial, _checkpoint_parts, _state, reference
 from outpace.experiment.verify import plan_for, tiny_spec
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.nn.mixed import make_mixed
 from outpace.parallel import Layout, Pass, Request, apply
 from outpace.records.plan import Plan
-from outpace.train.checkpoint import Checkpointer, Progress
-from outpace.train.step import Stepper
-from outpace.train.synthetic import shares
+from outpace.training.checkpoint import Checkpointer, Progress
+from outpace.training.step import Stepper
+from outpace.training.synthetic import shares
 
 CPU = torch.device("cpu")
 TRIAL = Trial(tiny_spec([Plan()]), steps=2)
@@ -89,7 +89,7 @@ def worst(layout: Layout, optimizer, plan: Plan) -> dict[str, float]:
     """The largest difference of each kind from a single process's last step, relatively."""
     wanted = reference(TRIAL, plan).steps[-1]
     found = {}
-    for kind, held in _state(*_counting(layout, optimizer)).items():
+    for kind, held in _state(*_checkpoint_parts(layout, optimizer)).items():
         apart = [float((held[name] - wanted[kind][name]).abs().max()) for name in held]
         largest = max(float(tensor.abs().max()) for tensor in wanted[kind].values())
         found[kind] = max(apart, default=0.0) / largest
@@ -119,7 +119,7 @@ def few(strategy: str, directory: Path, groups) -> dict:
 def main(what: str, strategy: str, directory: Path) -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
-    with process_groups(ranks, CPU, 60.0, 0) as groups:
+    with process_groups(ranks, CPU, 60.0) as groups:
         if what == "few":
             said = few(strategy, directory, groups)
         else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.data.loader import pinned
-from outpace.parallel.batches import cut, samples_in
+from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in
 from outpace.records.errors import BadInputError
 
 
@@ -33,6 +33,15 @@ def test_dataclasses_are_structures_of_their_fields(monkeypatch):
     assert moved.inner.y.tolist() == [1, 3, 5, 7] and batch["pair"].inner.y[0] == 0
 
 
+def test_parts_are_joined_again_where_they_can_be():
+    batch = {"pair": Outer(torch.arange(4), Inner(torch.arange(8).view(4, 2))), "table": [5]}
+    both = concatenate(*cut(batch, 2))
+    assert torch.equal(both["pair"].x, batch["pair"].x) and both["table"] == [5]
+    assert torch.equal(both["pair"].inner.y, batch["pair"].inner.y)
+    assert concatenate(torch.zeros(2, 3), torch.zeros(2, 4)) is None
+    assert concatenate([torch.zeros(2)], (torch.zeros(2),)) is None
+
+
 def test_lists_of_samples_of_different_lengths_are_refused():
     ragged = {"inputs": [torch.zeros(n, 3) for n in (2, 3, 4)], "targets": torch.zeros(3)}
     with pytest.raises(BadInputError, match=r"different lengths .2, 3, 4, ….*pad the samples"):
@@ -44,3 +53,21 @@ def test_lists_of_samples_of_different_lengths_are_refused():
 def test_what_has_no_samples_is_said():
     with pytest.raises(BadInputError, match=r"a batch of type int has no tensor with samples"):
         samples_in(3)
+
+
+def test_nested_tensors_are_cut_by_samples_and_joined():
+    samples = [torch.full((2 + number, 3), float(number)) for number in range(4)]
+    batch = torch.nested.nested_tensor(samples, layout=torch.jagged), torch.arange(4)
+    assert samples_in(batch) == 4
+    first, second = cut(batch, 2)
+    assert [one.shape[0] for one in second[0].unbind()] == [4, 5] and second[1].tolist() == [2, 3]
+    joined = concatenate(first, second)[0].unbind()
+    assert all(map(torch.equal, joined, samples))
+
+
+def test_tensors_of_other_lengths_than_samples_are_explained():
+    graphs = {"nodes": torch.zeros(10, 3), "edges": torch.zeros(2, 12), "y": torch.zeros(4)}
+    assert "that have 10 entries" in explain_lengths(graphs)
+    assert "those of 2, 4 are whole" in explain_lengths(graphs)
+    alike = {"x": torch.zeros(4, 3), "y": torch.zeros(4), "rate": torch.tensor(0.1), "name": "a"}
+    assert explain_lengths(alike) == ""

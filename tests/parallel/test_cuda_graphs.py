@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
-from outpace.parallel.api import Layout, Pass
 from outpace.parallel.cuda_graphs import (
     MOST_SHAPES,
     WARMUP_PASSES,
     CudaRecorder,
     GraphedLayout,
 )
+from outpace.parallel.layout import Layout, Pass
 from outpace.records.compiled import graph_obstacle
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -139,6 +139,21 @@ def test_micro_batches_of_other_shapes_add_to_the_gradients_that_are_there():
     ]
     assert_same(train(layout, steps), train(Layout(objective()), steps))
     assert layout.replays
+
+
+def test_parameters_that_are_given_other_memory_end_the_graphs():
+    """A graph reads where they were: what is trained would be weights of before."""
+    layout, recorder, said = graphed()
+    plain = Layout(objective())
+    first, later = ([[batch(step)] for step in steps] for steps in (range(5), range(5, 8)))
+    assert_same(train(layout, first), train(plain, first))
+    assert recorder.replayed
+    for held in (layout, plain):
+        for parameter in held.model.parameters():
+            parameter.data = parameter.detach() * 2
+    replayed = recorder.replayed
+    assert_same(train(layout, later), train(plain, later))
+    assert recorder.replayed == replayed and "p.data" in said[0] and len(said) == 1
 
 
 def test_only_so_many_shapes_are_captured():

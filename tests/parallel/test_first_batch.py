@@ -2,9 +2,7 @@
 
 import json
 import random
-import subprocess
-import sys
-import time
+import threading
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,8 +18,8 @@ import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
 from outpace.nn.spread import local
-from outpace.parallel.api import Layout, Pass
 from outpace.parallel.first_batch import FirstBatch
+from outpace.parallel.layout import Layout, Pass
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
@@ -62,17 +60,26 @@ def squares(module, batch):
     return (module(batch[0]) - batch[1]).square().mean()
 
 
-def global_batch():
+def global_batch(samples=SAMPLES):
     drawn = torch.Generator().manual_seed(1)
-    shape = (SAMPLES, 4)
+    shape = (samples, 4)
     return torch.randn(*shape, 5, generator=drawn), torch.randn(*shape, 3, generator=drawn)
 
 
-def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, change=None, **options):
+def looked_at(
+    tmp_path,
+    strategy,
+    make=Stack,
+    loss=squares,
+    spoil=None,
+    change=None,
+    samples=SAMPLES,
+    **options,
+):
     """What each of two ranks said in a first step: warnings, the loss or the refusal, and more."""
 
     def act(rank):
-        plan = plan_for_module(strategy, 2, SAMPLES)
+        plan = plan_for_module(strategy, 2, samples)
         plan = Plan.model_validate({**plan.model_dump(), **(change or {})})
         said = {}
         with warnings.catch_warnings(record=True) as heard:
@@ -99,7 +106,7 @@ def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, change=N
 
             model.layout.gradients = gradients
             try:
-                said["loss"] = float(model.forward_backward(model.share(global_batch())))
+                said["loss"] = float(model.forward_backward(model.share(global_batch(samples))))
                 held = model.named_parameters()
                 said["gradients"] = {
                     n: local(p.grad).double().sum().item() for n, p in held if p.grad is not None
@@ -110,16 +117,19 @@ def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, change=N
         said["warnings"] = [str(one.message) for one in heard if one.category is UserWarning]
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
-    ends = run_forked(2, act, 120.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert all(end.fine for end in ends), [end.said for end in ends]
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "hsdp", "1f1b"])
-def test_what_is_right_is_passed_and_nothing_is_moved(tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "passes"), [("ddp", 1), ("zero3", 1), ("hsdp", 1), ("1f1b", 2)]
+)
+def test_what_is_right_is_passed_and_nothing_is_moved(tmp_path, strategy, passes):
+    """Ranks with samples of their own drop the same in both; stages draw by blocks of their own."""
     for said in looked_at(tmp_path, strategy):
         assert said["warnings"] == [] and "refused" not in said
-        assert said["passes"] == 2 and said["restored"]
+        assert said["passes"] == passes and said["restored"]
 
 
 def test_it_is_left_out_on_demand(tmp_path):
@@ -179,10 +189,12 @@ class Functional(Remembering):
 @pytest.mark.parametrize(
     ("make", "strategy", "passes"),
     [
-        (Remembering, "zero3", 2),
-        (Functional, "ddp", 2),
+        (Remembering, "zero3", 1),
+        (Remembering, "1f1b", 2),
+        (Functional, "ddp", 1),
+        (Functional, "1f1b", 2),
         (Drawing, "gpipe", 1),  # which cannot be looked at
-        (Drawing, "zero2", 2),
+        (Drawing, "zero2", 1),
         (Still, "ddp", 1),
         (Still, "zero3", 1),
         (Still, "1f1b", 1),
@@ -197,6 +209,50 @@ def test_the_first_step_is_the_one_without_a_look(tmp_path, make, strategy, pass
         assert [one["passes"] for one in said] == [passes if check == "on" else 1] * 2
         found.append([(one["loss"], one["gradients"]) for one in said])
     assert found[0] == found[1]
+
+
+class Loose(nn.Module):
+    """Blocks that are in no list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("make", [Stack, Loose])
+def test_a_look_costs_one_backward_and_few_forwards_beside_the_step(tmp_path, strategy, make):
+    """With dropout, too: what the layout computes is the first step's.
+
+    Forwards beside the plain one are of the halves of a micro-batch of 2: one, the other, and the
+    first again. A Stack drops, and moves buffers: both whole, and in halves; then twice, with the
+    buffers of before and of after.
+    """
+
+    def note(kind, batch):
+        with (tmp_path / f"{kind}-{dist.get_rank()}").open("a") as file:
+            file.write(f"{len(batch[0])}\n")
+
+    def loss(module, batch):
+        value = squares(module, batch)
+        note("forward", batch)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: note("backward", batch))
+        return value
+
+    for number, said in enumerate(looked_at(tmp_path, strategy, make, loss)):
+        assert "refused" not in said and said["warnings"] == []
+        forward, backward = (
+            sum(map(int, (tmp_path / f"{kind}-{number}").read_text().split()))
+            for kind in ("forward", "backward")
+        )
+        both_passes = 2 * SAMPLES // 2
+        few = 3 + (2 + 2 + 2 * 2 if make is Stack else 0)
+        assert (forward, backward) == (both_passes + few, both_passes)
 
 
 class Narrow(Stack):
@@ -215,22 +271,11 @@ def first_entry(module, batch):
 
 
 def test_halves_that_the_module_refuses_are_no_reason_to_end(tmp_path):
-    """A micro-batch of 2 samples is cut in two by the look alone."""
-    for said in looked_at(tmp_path, "ddp", Narrow, first_entry):
-        assert "loss" in said and said["passes"] == 2 and said["restored"]
-        assert said["warnings"] == []
-
-
-class Loose(nn.Module):
-    """Blocks that are in no list."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
+    """A micro-batch of 2 samples is cut in two by the look alone, which then joins two of them."""
+    both = looked_at(tmp_path, "ddp", Narrow, first_entry)
+    for said in both:
+        assert "loss" in said and said["passes"] == 1 and said["restored"]
+    assert "when the batch is cut in two" in both[0]["warnings"][0]
 
 
 def test_what_recomputes_is_what_the_user_names(tmp_path):
@@ -319,6 +364,25 @@ def double_at_the_end(layout):
     layout.gradients = gradients
 
 
+def halve_a_weight(layout):
+    """Before its forward, which the plain module's does not."""
+    given = layout.gradients
+
+    def gradients(passes, how):
+        with torch.no_grad():
+            dict(layout.named_parameters())["blocks.1.linear.weight"].mul_(0.5)
+        return given(passes, how)
+
+    layout.gradients = gradients
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_weights_that_the_layout_alone_changes_are_refused(tmp_path, strategy):
+    for said in looked_at(tmp_path, strategy, spoil=halve_a_weight):
+        assert "changes the values of blocks.1.linear.weight" in said["refused"]
+        assert "or by something else, than in one process" in said["refused"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "change"),
     [
@@ -352,6 +416,11 @@ class Normalised(Stack):
         return self.head(self.norm(self.stem(x).transpose(1, 2)).transpose(1, 2))
 
 
+def test_passes_of_one_sample_are_compared_in_pairs(tmp_path):
+    first, _ = looked_at(tmp_path, "ddp", Stack, contrast, change={"micro_batch": 1})
+    assert "when the batch is cut in two" in first["warnings"][0]
+
+
 @pytest.mark.parametrize(
     ("make", "loss", "options"),
     [(Stack, contrast, {}), (Normalised, squares, {}), (Normalised, squares, {"sync": True})],
@@ -363,6 +432,93 @@ def test_what_the_cut_changes_is_said_once_with_the_cure(tmp_path, make, loss, o
     [said] = first["warnings"]
     assert "when the batch is cut in two" in said and "(sum, count)" in said
     assert ("larger micro-batches" if options else "sync_batchnorm=True") in said
+
+
+class Codebook(Stack):
+    """Codes that follow the samples that took them, each another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(64, 3))
+
+    def forward(self, x):
+        y = super().forward(x)
+        taken = (1e4 * x.flatten(1).sum(1).abs()).long() % 64
+        codes = self.codes[taken][:, None]
+        with torch.no_grad():
+            self.codes[taken] = 0.5 * self.codes[taken] + 0.5 * y.detach().mean(1)
+        return y * codes
+
+
+def test_buffers_that_samples_move_and_the_loss_reads_are_told(tmp_path):
+    """A Stack's `average`, which no loss depends on, is not."""
+    first, second = looked_at(tmp_path, "ddp", Codebook, change={"micro_batch": 4})
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert "the forward moves" in said and "codes" in said and "each step begins with" in said
+
+
+class Ragged(nn.Module):
+    """Nodes of graphs, with edges by their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, nodes, edges):
+        sent = torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
+        return self.b(torch.tanh(self.a(nodes + sent)))
+
+
+def test_a_batch_whose_tensors_are_not_cut_alike_is_refused_where_that_fails(tmp_path):
+    """Nodes are cut, and edges name nodes that are on another rank."""
+    ring = torch.stack((torch.arange(8), (torch.arange(8) + 1) % 8)).repeat(1, 2)
+
+    def loss(module, batch):
+        return module(batch["nodes"], batch["edges"]).square().mean()
+
+    def act(rank):
+        plan = plan_for_module("ddp", 2, 8).model_copy(update={"micro_batch": 4})
+        model = outpace.parallelize(Ragged(), plan, loss=loss)
+        share = model.share({"nodes": torch.randn(8, 5), "edges": ring})
+        with pytest.raises(BadInputError, match="those of 2 are whole in each part"):
+            model.forward_backward(share)
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+
+
+class Known(nn.Module):
+    """Knows itself, which no copy does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.own = nn.Linear(5, 3), id(self)
+
+    def forward(self, x):
+        if id(self) != self.own:
+            raise KeyError("not me")
+        return self.layer(x)
+
+
+def test_a_copy_that_fails_on_any_batch_is_said_and_lengths_are_not_blamed(tmp_path):
+    def loss(module, batch):
+        inputs, classes, weights = batch
+        return nn.functional.cross_entropy(module(inputs), classes, weight=weights)
+
+    def act(rank):
+        plan = plan_for_module("ddp", 2, SAMPLES)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always", UserWarning)
+            model = outpace.parallelize(Known(), plan, loss=loss)
+            batch = torch.randn(SAMPLES, 5), torch.arange(SAMPLES) % 3, torch.ones(3)
+            model.forward_backward(model.share(batch))
+        said = [str(one.message) for one in heard if "not compared" in str(one.message)]
+        assert len(said) == (rank.ranks.rank == 0)
+        assert all("fails (KeyError: 'not me')" in s and "is cut" not in s for s in said)
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
 
 
 class Clamped(Stack):
@@ -421,6 +577,26 @@ def test_embeddings_with_max_norm_are_refused(tmp_path, strategy, longest):
     for said in looked_at(tmp_path, strategy, lambda: Renormalised(longest)):
         assert "changes the values of embedding.weight" in said["refused"]
         assert "Change parameters between steps" in said["refused"]
+
+
+class RunningMean:
+    """A loss with state of its own, which no checkpoint has."""
+
+    def __init__(self):
+        self.mean = 0.0
+
+    def __call__(self, module, batch):
+        out = module(batch[0])
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+        return (out - self.mean - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "gpipe"])
+def test_a_loss_with_a_running_mean_is_refused_or_told(tmp_path, strategy):
+    found = looked_at(tmp_path, strategy, Stack, RunningMean())
+    said = found[0].get("refused") or found[0]["warnings"][-1]
+    assert ("refused" in found[0]) == ("refused" in found[1]) == (strategy != "gpipe")
+    assert "keeps loss.mean in an attribute" in said and "register_buffer" in said
 
 
 class Stopped(Stack):
@@ -498,7 +674,7 @@ def test_what_no_rank_has_is_named(tmp_path):
         first.look(Layout(objective), [], Pass(nullcontext))
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
-    ends = run_forked(2, act, 60.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert all(end.fine for end in ends), [end.said for end in ends]
     [said] = json.loads((tmp_path / "0.json").read_text())
     assert "no rank has head.weight, head.bias" in said and "outpace verify --model" in said
@@ -517,13 +693,12 @@ def test_when_one_rank_refuses_all_end_with_its_sentence(tmp_path):
                                     check="off")  # fmt: skip
         model.forward_backward(model.share(global_batch()))
 
-    began_s = time.monotonic()
-    ends = run_forked(2, act, 60.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert [end.said for end in ends] == ["not these samples"] * 2
-    assert time.monotonic() - began_s < 30
 
 
 FILE = """
+import itertools
 import torch
 from torch import nn
 
@@ -547,18 +722,16 @@ def build():
     torch.manual_seed(0)
     return {"module": Named(), "loss": squares, "dataset": Data(), "blocks": ["first", "second"]}
 
-calls = []
+numbers = itertools.count(1)  # which the look cannot put back
 
 def growing(module, batch):
-    calls.append(1)
-    return squares(module, batch) * len(calls)
+    return squares(module, batch) * next(numbers)
 
 def wrong():
     return {**build(), "loss": growing}
 
 def large_at_first(module, batch):
-    calls.append(1)
-    if len(calls) == 1:
+    if next(numbers) == 1:
         torch.ones(100 << 20)
     return squares(module, batch)
 
@@ -567,17 +740,15 @@ def large():
 """
 
 
-def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(tmp_path):
+@pytest.mark.timeout(900)
+def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(command, tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
 
     def train(function, strategy, size=2):
         words = ["train", f"--model={tmp_path}/mine.py:{function}", f"--strategy={strategy}",
                  "--steps=2", "--global-batch=8", "--micro-batch=2", "--precision=fp32",
                  f"--out={tmp_path}/{function}-{strategy}"]  # fmt: skip
-        return subprocess.run(
-            [sys.executable, Path(__file__).with_name("forked.py"), str(size), "outpace", *words],
-            capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+        return command(Path(__file__).with_name("forked.py"), size, "outpace", *words)
 
     done = train("build", "1f1b")  # which finds no repeated blocks by itself
     assert done.returncode == 0, done.stderr
@@ -598,3 +769,107 @@ def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(tmp_pat
     assert done.returncode == 2 and "strategy ddp does not compute what your module" in done.stderr
     assert "--check off" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "wrong-ddp").exists()
+
+
+class Averaged(Stack):
+    """Subtracts a running mean of its outputs, which lies in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = 0.0
+
+    def forward(self, x):
+        made = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * made.detach().mean((0, 1))
+        return made - self.mean
+
+
+class Recurrent(Still):
+    """Goes on with the state that each sample had."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = None
+
+    def forward(self, x):
+        made = Stack.forward(self, x)
+        made = made if self.state is None else made + 0.5 * self.state
+        self.state = made.detach()
+        return made
+
+
+class Cached(Still):
+    """Keeps what it computes, and what it has looked up, neither of which is read again."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = {}
+
+    def forward(self, x):
+        made = Stack.forward(self, x)
+        self.masks[x.shape[1]] = torch.ones(x.shape[1])
+        self.aux = made.square().mean()
+        return made
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "samples", "refused", "words"),
+    [
+        (Averaged, "ddp", 8, True, "keeps mean in an attribute from step to step"),
+        (Averaged, "ddp", 2, True, "keeps mean in an attribute from step to step"),
+        (Averaged, "gpipe", 8, False, "keeps mean in an attribute from step to step"),
+        (Recurrent, "zero2", 8, False, "keeps state in an attribute from step to step"),
+        (Recurrent, "ddp", 2, False, "keeps state in an attribute from step to step"),
+        (Cached, "ddp", 8, False, None),
+    ],
+)
+def test_state_in_attributes_is_said_or_refused(tmp_path, make, strategy, samples, refused, words):
+    """Of two samples each rank has one, and compares with the other's."""
+    found = looked_at(tmp_path, strategy, make, samples=samples)
+    assert all(("refused" in said) == refused for said in found), found
+    told = [said["refused"] for said in found] if refused else found[0]["warnings"]
+    about_state = [one for one in told if "from step to step" in one]
+    assert bool(about_state) == (words is not None), told
+    for one in about_state:
+        assert words in one and "register_buffer" in one
+
+
+class Followed(Stack):
+    """Has a frozen teacher, which follows the head's weight in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = torch.nn.Parameter(self.head.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher.mul_(0.9).add_(self.head.weight, alpha=0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("micro_batch", "times"), [(4, None), (2, "2 times a step")])
+def test_parameters_that_move_with_each_micro_batch_are_told(tmp_path, micro_batch, times):
+    found = looked_at(tmp_path, "ddp", Followed, change={"micro_batch": micro_batch})
+    told = [one for one in found[0]["warnings"] if "the forward writes to" in one]
+    assert len(told) == (times is not None), found
+    for one in told:
+        assert "teacher" in one and times in one
+
+
+class Threaded(Stack):
+    """Writes to a weight in another thread, as a backward on CUDA is one."""
+
+    @torch.no_grad()
+    def halve(self):
+        self.head.weight.mul_(0.5)
+
+    def forward(self, x):
+        writer = threading.Thread(target=self.halve)
+        writer.start()
+        writer.join()
+        return super().forward(x)
+
+
+def test_writes_that_no_operator_shows_are_refused(tmp_path):
+    for said in looked_at(tmp_path, "ddp", Threaded):
+        assert "head.weight" in said["refused"] and "in another thread" in said["refused"]

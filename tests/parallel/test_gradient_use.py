@@ -51,7 +51,7 @@ def test_what_a_rank_does_not_use_is_named_from_its_step_on(tmp_path, strategy):
         said = [str(one.message) for one in heard if "trained parameters" in str(one.message)]
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
-    ends = run_forked(2, act, 120.0, tmp_path / "job")
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert all(end.fine for end in ends), [end.said for end in ends]
     for rank, unused in enumerate(("experts.1", "experts.0")):
         [said] = json.loads((tmp_path / f"{rank}.json").read_text())

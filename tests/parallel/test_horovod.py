@@ -33,8 +33,8 @@ def test_without_horovod_it_is_said_what_to_do():
 
 @pytest.mark.gloo
 @pytest.mark.skipif(find_spec("horovod") is not None, reason="Horovod is installed")
-def test_asked_for_by_name_it_is_refused():
-    done = verify("--strategy", "single,horovod")
+def test_asked_for_by_name_it_is_refused(command):
+    done = command("outpace", "verify", "--strategy", "single,horovod")
     assert done.returncode == 2
     assert "--strategy horovod: Horovod is not installed" in done.stderr
 

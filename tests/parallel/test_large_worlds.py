@@ -1,15 +1,13 @@
 """Up to 512 ranks and models of real size: local shapes and bytes are what the formulas say."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from outpace.catalog.models import preset
-from outpace.planner.flops import parameter_count
-from outpace.planner.stages import layers_per_stage
+from outpace.planner.model.flops import parameter_count
+from outpace.planner.pipeline.stages import layers_per_stage
 
 RANK_OF = Path(__file__).with_name("rank_of.py")
 # Llama 3 8B (arXiv 2407.21783, table 3): layers, widths, vocabulary.
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.fakeworld
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, runnable):
+def ranks(tmp_path_factory, runnable, command):
     """What ranks hold, by (plan, rank), all asked of one process."""
     asked = {
         "zero3 first": (LLAMA, {"strategy": "zero3", "dp_shard": 64}, 0),
@@ -45,10 +43,7 @@ def ranks(tmp_path_factory, runnable):
     asked = {name: case for name, case in asked.items() if case[1]["strategy"] in possible}
     plans = tmp_path_factory.mktemp("plans") / "plans.json"
     plans.write_text(json.dumps(list(asked.values())))
-    done = subprocess.run(
-        [sys.executable, str(RANK_OF), str(plans)],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = command(RANK_OF, plans)
     assert done.returncode == 0, done.stderr
     return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
 

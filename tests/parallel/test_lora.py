@@ -8,7 +8,7 @@ from outpace.catalog.models import preset
 from outpace.cli.main import main
 from outpace.interop.huggingface import write_model
 from outpace.nn.transformer import Transformer
-from outpace.planner.flops import parameter_count
+from outpace.planner.model.flops import parameter_count
 from outpace.records.model import ModelSpec
 
 pytestmark = pytest.mark.gloo

@@ -4,9 +4,9 @@ import pytest
 from torch import nn
 
 from outpace.interop.own import OwnModel
-from outpace.launch import auto
+from outpace.jobs.planning import auto_plan
 from outpace.parallel.module_shape import find_refused_strategies
-from outpace.probe.machine import identify
+from outpace.probing.hardware.machine import identify
 from outpace.records.settings import TrainSettings
 
 
@@ -20,10 +20,12 @@ class Net(nn.Module):
 def test_a_module_without_layouts_or_blocks_enough_says_what_it_lacks():
     refused = find_refused_strategies(OwnModel(Net()), 2)
     assert "it has no tp_plan" in refused["tp"] and "has 4 stages" in refused["zbv"]
+    assert "Use gpipe or 1f1b, which have one stage on each rank" in refused["zbv"]
     assert "gpipe" not in refused and "zero3" not in refused
     layouts = {"first": "colwise", "second": "rowwise"}
     whole = find_refused_strategies(OwnModel(Net(), layouts=layouts, blocks=["first"]), 2)
     assert "tp" not in whole and "has 2 stages" in whole["gpipe"]
+    assert "Use zero3, or fewer ranks" in whole["gpipe"]
 
 
 BUILD = """
@@ -49,6 +51,6 @@ def test_the_planner_leaves_out_what_the_module_cannot(tmp_path, world, allowed)
     (tmp_path / "mine.py").write_text(BUILD)
     settings = TrainSettings(model=f"{tmp_path}/mine.py:build", global_batch=8)
     machine = identify(lambda *_: None).model_copy(update={"devices": ()})
-    without = auto.question(settings, {}, machine, world).wanted.without
+    without = auto_plan.question(settings, {}, machine, world).wanted.without
     assert "tp" in without and "interleaved" in without
     assert ("gpipe" in without) is (allowed is None)

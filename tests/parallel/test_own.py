@@ -126,6 +126,15 @@ def test_what_does_not_work_is_refused(changes, why):
         outpace.parallelize(nn.Linear(3, 1), outpace.Plan(**changes))
 
 
+@pytest.mark.parametrize(("strategy", "cure"), [("zero2", "or strategy ddp"), ("ddp", None)])
+def test_sparse_gradients_are_refused_where_none_are_added_up(strategy, cure):
+    module = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    axis = {"zero2": "dp_shard", "ddp": "dp_replicate"}[strategy]
+    why = f"0.weight has sparse gradients.*sparse=False, {cure}" if cure else "Start it with"
+    with pytest.raises(BadInputError, match=why):
+        outpace.parallelize(module, outpace.Plan(strategy=strategy, **{axis: 2}))
+
+
 def test_checkpointing_with_batch_normalisation_is_refused():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     with pytest.raises(BadInputError, match="runs a BatchNorm twice"):

@@ -1,6 +1,7 @@
 """What one rank refuses ends the others, and hides nothing that comes later."""
 
 import atexit
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import outpace
 from outpace.launch.forked_job import run_forked
-from outpace.parallel import refusals
+from outpace.parallel import refusal_watch, refusals
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
@@ -68,7 +69,7 @@ def train(rank):
 
 
 def test_a_refusal_is_heard_once_and_hides_no_later_fault(tmp_path):
-    ends = run_forked(2, train, 60.0, tmp_path)
+    ends = run_forked(2, train, 240.0, tmp_path)
     assert [end.said for end in ends] == ["rank 0 is gone", "rank 1 has heard"]
 
 
@@ -87,5 +88,47 @@ def refuse_alone(rank):
 
 
 def test_a_refusal_that_was_caught_is_withdrawn(tmp_path):
-    ends = run_forked(2, refuse_alone, 60.0, tmp_path)
+    ends = run_forked(2, refuse_alone, 240.0, tmp_path)
     assert all(end.fine for end in ends), ends
+
+
+def wait_for_ever(rank):
+    """Rank 0 refuses; rank 1 waits in what stands for a collective of NCCL."""
+    refusals.waits_for_ever = lambda: True
+    refusal_watch._LOOK_EVERY_S, refusal_watch._PATIENCE_S, refusal_watch._GRACE_S = 0.1, 0.2, 0.5
+    with refusals.refusing_together(2):
+        time.sleep(0.5 * rank.ranks.rank)  # a long call is ended by nothing
+    if rank.ranks.rank == 0:
+        with pytest.raises(BadInputError), refusals.refusing_together(2):
+            raise BadInputError("three samples cannot be shared")
+        atexit._run_exitfuncs()  # as the process ends: it waits until it is heard
+        raise BadInputError("rank 0 is gone")
+    with refusals.refusing_together(2):
+        time.sleep(200)
+
+
+def test_a_rank_whose_collective_never_fails_ends_with_what_was_refused(tmp_path, capfd):
+    first, second = run_forked(2, wait_for_ever, 240.0, tmp_path)
+    assert first.said == "rank 0 is gone"
+    assert second.exit_code == 2
+    assert "outpace: three samples cannot be shared" in capfd.readouterr().err
+
+
+def refuse_and_go_on(rank):
+    """Rank 0 catches its refusal, and makes the next call: rank 1, which is late, is not ended."""
+    refusals.waits_for_ever = lambda: True
+    refusal_watch._LOOK_EVERY_S, refusal_watch._PATIENCE_S = 0.1, 0.2
+    if rank.ranks.rank == 0:
+        with pytest.raises(BadInputError), refusals.refusing_together(2):
+            raise BadInputError("of before")
+        with refusals.refusing_together(2):
+            dist.barrier()
+    else:
+        with refusals.refusing_together(2):
+            time.sleep(1.5)
+        with refusals.refusing_together(2):
+            dist.barrier()
+
+
+def test_a_rank_that_is_late_is_not_ended_for_what_is_dealt_with(tmp_path):
+    assert all(end.fine for end in run_forked(2, refuse_and_go_on, 240.0, tmp_path))

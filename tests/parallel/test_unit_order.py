@@ -78,7 +78,7 @@ def train(order, rank):
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2, 0, 1, 2), (1, 1, 0, 2)])
 def test_blocks_in_any_order_may_be_dropped_by_one_rank(order, tmp_path):
-    ends = run_forked(2, lambda rank: train(order, rank), 60.0, tmp_path)
+    ends = run_forked(2, lambda rank: train(order, rank), 240.0, tmp_path)
     assert [end.said for end in ends] == [None, None]
 
 
@@ -97,7 +97,7 @@ def evaluate_first(rank):
 
 
 def test_an_evaluation_settles_no_order(tmp_path):
-    ends = run_forked(2, evaluate_first, 60.0, tmp_path)
+    ends = run_forked(2, evaluate_first, 240.0, tmp_path)
     assert [end.said for end in ends] == [None, None]
 
 
@@ -131,7 +131,7 @@ def iterate(rank):
 
 
 def test_one_rank_alone_may_not_call_more_than_the_order_that_is_kept(tmp_path):
-    ends = run_forked(2, iterate, 60.0, tmp_path)
+    ends = run_forked(2, iterate, 240.0, tmp_path)
     assert all(end.refused for end in ends), [end.said for end in ends]
     assert all("block 0 (a Linear) is called more often" in str(end.said) for end in ends)
 
@@ -162,5 +162,5 @@ def penalise(rank):
 
 
 def test_each_gradient_of_a_whole_parameter_waits(tmp_path):
-    ends = run_forked(2, penalise, 60.0, tmp_path)
+    ends = run_forked(2, penalise, 240.0, tmp_path)
     assert [end.said for end in ends] == [None, None]

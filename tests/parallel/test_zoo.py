@@ -1,7 +1,8 @@
 """Modules that nobody of the project wrote, under every strategy: as recorded, and never wrong.
 
 benchmarks/zoo.py records; docs/proof.md has the table. Each cell is equal to one process, or
-refused with the recorded sentence, or trains otherwise where one process cuts the batch alike.
+refused with the recorded sentence, or trains otherwise where one process cuts the batch alike, or
+by state that is in no buffer, of which the look before the first step tells.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ SOON = {
     "running_averages_in_the_forward": "1f1b",
     "resnet": "ddp",
 }
-ADVICE = ("use ", "give ", "name ")
+ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ")
 
 
 def load():
@@ -46,13 +47,14 @@ ENTRIES = {name: entry for _, name, entry in ZOO.entries()}
 
 
 def test_every_module_is_recorded_and_nothing_is_wrong():
-    assert set(RECORDED) <= set(ENTRIES) and len(RECORDED) >= 40
+    installed = {name for name, one in RECORDED.items() if one["file"] != "libraries"}
+    assert installed <= set(ENTRIES) and len(RECORDED) >= 130
     cells = {
         (name, strategy): cell
         for name, one in RECORDED.items()
         for strategy, cell in one["cells"].items()
     }
-    assert {key for key, cell in cells.items() if cell.startswith("wrong")} == set()
+    assert [key for key, cell in cells.items() if cell.startswith("wrong")] == []
     refusals = {cell for cell in cells.values() if cell.startswith("refused")}
     # Each says what else to do.
     assert [cell for cell in refusals if not any(word in cell.lower() for word in ADVICE)] == []
@@ -66,6 +68,6 @@ def test_a_few_are_as_recorded(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [name for name in RECORDED if name in ENTRIES])
 def test_all_are_as_recorded(name):
     assert ZOO.judge(ENTRIES[name]) == RECORDED[name]["cells"]

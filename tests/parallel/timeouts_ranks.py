@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import _world
 
 from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import Request, apply
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def main() -> None:
     ranks = ranks_from(os.environ)
     plan = plan_for(sys.argv[1], ranks.world_size)
-    with process_groups(ranks, CPU, 60.0, 0):
+    with process_groups(ranks, CPU, 60.0):
         before = set(_world.pg_map)
         apply(Request(Trial(tiny_spec([plan])).objective(plan), plan, ranks, CPU))
         made = set(_world.pg_map) - before

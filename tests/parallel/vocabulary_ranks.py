@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.launch.environment import ranks_from
-from outpace.launch.group import process_groups
+from outpace.jobs.ranks.process_groups import process_groups
+from outpace.launch.launcher_env import ranks_from
 from outpace.nn.head_loss import EAGER
 from outpace.nn.loss import linear_loss_sum
 from outpace.parallel.vocabulary import split_linear_loss_sum
@@ -49,7 +49,7 @@ def main() -> None:
     exact_parts = [whole.clone().requires_grad_(), bias.clone().requires_grad_()]
     found: dict[str, list[float]] = {}
     single: dict[str, list[float]] = {}
-    with process_groups(ranks, torch.device("cpu"), 60.0, 0):
+    with process_groups(ranks, torch.device("cpu"), 60.0):
         group = torch.distributed.group.WORLD
         for dtype in (None, torch.bfloat16):
             part = [whole[own].clone().requires_grad_(), bias[own].clone().requires_grad_()]

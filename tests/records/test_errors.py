@@ -10,7 +10,18 @@ KNOWN = (*PRESETS, *OUTLINES)
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba-130m", "gptj-6b", "mixtral-7b", "llama-4-8b", "mistral-7b-v0.1", "olmo-2-7b"]
+    "name",
+    [
+        "mamba-130m",
+        "gptj-6b",
+        "mixtral-7b",
+        "llama-4-8b",
+        "mistral-7b-v0.1",
+        "olmo-2-7b",
+        "llama-3.1-3b",
+        "llama-3.3-8b",
+        "gpt2-1b",
+    ],
 )
 def test_no_other_model_is_suggested(name: str) -> None:
     assert nearest_model(name, KNOWN) == ""
@@ -19,7 +30,8 @@ def test_no_other_model_is_suggested(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("lama-3-8b", "llama-3-8b"), ("Llama-3-8B", "llama-3-8b"), ("qwen2.5-7", "qwen2.5-7b"),
-     ("gpt-2", "gpt2"), ("mixtral-8x7", "mixtral-8x7b")],
+     ("gpt-2", "gpt2"), ("llama-3.1-9b", "llama-3.1-8b"), ("qwen3-10B", "qwen3-8b"),
+     ("qwen2-500m", "qwen2-0.5b"), ("mixtral-8x7", "mixtral-8x7b")],
 )  # fmt: skip
 def test_a_slip_is(name: str, meant: str) -> None:
     assert f"Did you mean '{meant}'" in nearest_model(name, KNOWN)

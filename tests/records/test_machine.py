@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from outpace.probe.topology import parse
+from outpace.probing.hardware.nvidia_smi import parse
 from outpace.records.errors import nearest_of
 from outpace.records.machine import Device, Machine
 from outpace.records.units import show_size
 
-TOPOLOGIES = Path(__file__).parents[1] / "probe" / "topologies"
+TOPOLOGIES = Path(__file__).parents[1] / "probing" / "topologies"
 
 
 def groups(name):

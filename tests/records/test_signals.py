@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from outpace.records.signals import ENDING, may_handle
-from outpace.train.guards import StopSignal
+from outpace.training.guards import StopSignal
 
 
 @pytest.fixture

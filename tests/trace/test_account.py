@@ -10,12 +10,12 @@ import torch
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.experiment.verify import plan_for
 from outpace.parallel.ring_kernels import Flash
-from outpace.planner.flops import parameter_count
+from outpace.planner.model.flops import parameter_count
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import account, recorded, shallow_depths, summed_up
+from outpace.trace.account import account, record_strips, shallow_depths, summarise_strips
 from outpace.trace.device import Rules, attention_backward_bytes
 from outpace.trace.measure import measure
 from outpace.trace.steps import Workload
@@ -53,11 +53,22 @@ def test_equal_layers_are_extended_exactly(strategy, levers):
     rules = Rules(ACCELERATORS["H100 SXM"])
     extended = account(DEEP, plan, seq_len=64, accumulation=2, accelerator=rules.accelerator)
     work = Workload(DEEP, plan, 64, 2, SETTINGS)
-    whole = summed_up(recorded(work, 0, rules, 8), plan, 0, rules)
+    whole = summarise_strips(record_strips(work, 0, rules, 8), plan, 0, rules)
     assert extended.peak == whole.peak
     assert extended.activations_by_module == whole.activations_by_module
     assert (extended.flops, extended.bytes_moved) == (whole.flops, whole.bytes_moved)
     assert extended.reserved_bytes == whole.reserved_bytes
+
+
+def test_a_broadcast_that_is_cut_by_bytes_is_recorded_of_all_layers():
+    wide = {"layers": 10, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000,
+            "gated": True}  # fmt: skip
+    spec = ModelSpec.parse({**DEEP.model_dump(), **wide, "head_dim": 128, "tied": False}, "test")
+    plan = Plan(strategy="ddp", dp_replicate=2, precision="bf16-master", optimizer="adamw-fused")
+    assert shallow_depths(spec, plan) is not None
+    found = account(spec, plan, seq_len=16, accelerator=ACCELERATORS["H100 SXM"])
+    # Weights and gradients in 16 bits, master weights and two moments in fp32.
+    assert found.reserved_bytes > found.peak_memory_bytes > 16 * parameter_count(spec)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import account, recorded, summed_up
+from outpace.trace.account import account, record_strips, summarise_strips
 from outpace.trace.device import Rules
 from outpace.trace.steps import Workload
 
@@ -27,14 +27,14 @@ def forward(spec, **levers):
     """Bytes by kind at the end of the last forward, traced without extending layers."""
     plan = Plan(micro_batch=SAMPLES, precision="bf16", **levers)
     work = Workload(spec, plan, LENGTH, 1, TrainSettings(lr=1e-3))
-    strips = recorded(work, 0, Rules(H100), 1)
-    return summed_up(strips, plan, 0, Rules(H100))
+    strips = record_strips(work, 0, Rules(H100), 1)
+    return summarise_strips(strips, plan, 0, Rules(H100))
 
 
 def test_a_compiled_block_saves_the_sum_before_its_mlp_in_16_bits(monkeypatch):
     """The product that was added is saved rather than the sum of fp32: 25 MB for each block of
     GPT-2 at 16 × 1,024, as one H200 showed (7.46 GiB eager, 7.18 by compiled blocks)."""
-    monkeypatch.setattr("outpace.nn.levers.compiled_region", lambda plan: "blocks")
+    monkeypatch.setattr("outpace.nn.model_options.compiled_region", lambda plan: "blocks")
     eager, compiled = forward(SPEC), forward(SPEC, compile=True)
     less = eager.peak.by_kind["activations"] - compiled.peak.by_kind["activations"]
     hidden_bytes = 2 * SAMPLES * LENGTH * SPEC.hidden

@@ -7,9 +7,9 @@ import torch
 
 from outpace.nn.loss import linear_loss_sum
 from outpace.nn.torch_versions import add_wide_product
+from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.allocations import Allocations
-from outpace.trace.fake import hollow
-from outpace.trace.watch import Watch
+from outpace.trace.fake import fake_tensors
 
 pytestmark = pytest.mark.fakeworld
 ROWS, HIDDEN, VOCAB = 768, 64, 2048
@@ -25,8 +25,8 @@ def loss():
 def test_the_chunked_loss_is_run_for_what_it_takes():
     with Allocations() as allocated:
         kept = loss()
-    watch = Watch()
-    with hollow(), watch:
+    watch = AllocationTracer()
+    with fake_tensors(), watch:
         same = loss()
         watch.mark("forward")
         changes = [change for segment in watch.segments for change in segment.changes]
@@ -43,7 +43,7 @@ def test_the_chunked_loss_is_run_for_what_it_takes():
 def test_memory_that_another_thread_frees_is_not_counted_on():
     """Its address is given out again, or a watch of storages tells of it."""
     told = Allocations()
-    watch = Watch(freed_elsewhere=told.freed_elsewhere)
+    watch = AllocationTracer(freed_elsewhere=told.note_free)
     with told, watch:
         box = [torch.ones(1 << 20)]
         other = threading.Thread(target=box.clear)
@@ -56,8 +56,8 @@ def test_memory_that_another_thread_frees_is_not_counted_on():
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_attention_of_accelerators_is_counted_with_grouped_queries(kv_heads):
     """torch's own formula refuses them before 2.13, which ended `--memory` on a GPU."""
-    watch = Watch()
-    with hollow(), watch:
+    watch = AllocationTracer()
+    with fake_tensors(), watch:
         query = torch.empty(2, 8, 128, 64, device="meta", requires_grad=True)
         key, value = (torch.empty(2, kv_heads, 128, 64, device="meta") for _ in range(2))
         out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
@@ -70,8 +70,8 @@ def test_the_attention_of_accelerators_is_counted_with_grouped_queries(kv_heads)
 
 def test_a_chunks_product_that_adds_is_counted_once_and_takes_no_memory():
     """torch 2.11 has no such operator for traced tensors."""
-    watch = Watch()
-    with hollow(), watch:
+    watch = AllocationTracer()
+    with fake_tensors(), watch:
         left = torch.empty(128, 512, dtype=torch.bfloat16)
         right = torch.empty(512, 64, dtype=torch.bfloat16)
         total = torch.empty(128, 64)

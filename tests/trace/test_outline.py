@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.interop.outline import outline_from_config
-from outpace.planner.outline_flops import forward_flops
-from outpace.planner.outlines import parameters
+from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline_flops import forward_flops
 from outpace.records.errors import BadInputError
 from outpace.trace.outline import outline_from_module
 

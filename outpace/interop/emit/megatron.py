@@ -4,10 +4,11 @@ import shlex
 from collections.abc import Sequence
 from itertools import groupby
 
+from outpace.catalog.stacks import STACKS
 from outpace.interop.emit import levers
 from outpace.interop.emit.request import Emitted, Note, Request
 from outpace.interop.emit.texts import heading, quote, torchrun
-from outpace.planner.stages import layers_per_stage
+from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import Precision
 from outpace.records.pipelines import SCHEDULES
@@ -120,6 +121,10 @@ def _axes(request: Request, unsaid: list[str]) -> list[Argument]:
         ("--context-parallel-size", str(plan.cp)),
         ("--expert-model-parallel-size", str(plan.ep)),
     ]
+    if plan.ep > 1:  # allgather is its default, which sends every token to all
+        found.append(("--moe-token-dispatcher-type", STACKS["megatron"].dispatcher))
+    if plan.expert_tp != plan.tp:  # else as tp is
+        found.append(("--expert-tensor-parallel-size", str(plan.expert_tp)))
     if plan.tp > 1 and plan.sequence_parallel:
         found.append(("--sequence-parallel",))
     if plan.cp > 1:

@@ -12,12 +12,11 @@ from typing import Any, Literal, Self
 
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.outline import Outline
+from outpace.records.outline import OUTLINE_FORMATS, Outline
 from outpace.records.plan import Checkpointing, Plan
+from outpace.records.strategies import TRAITS
 
 Stage = Literal[0, 1, 2, 3]
-# Strategies that are one axis of shards: what of the training state they split.
-_SHARDS: dict[str, Stage] = {"zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 # Devices of a host, where a command has to name both: a plan knows ranks only.
 HOST = 8
 
@@ -126,8 +125,8 @@ class Request:
         if isinstance(self.model, Outline):
             raise BadInputError(
                 f"of {self.model.name} the dimensions are known to plan with, but not all that "
-                "this format has to say of a model. Use one that holds none: deepspeed, "
-                "accelerate, fsdp, outpace."
+                "this format has to say of a model. Use one that holds none: "
+                f"{', '.join(OUTLINE_FORMATS)}, outpace."
             )
         return self.model
 
@@ -155,7 +154,7 @@ class Request:
     def stage(self) -> Stage:
         """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
         if self.plan.strategy != "3d":
-            return _SHARDS.get(self.plan.strategy, 0)
+            return TRAITS[self.plan.strategy].zero
         return self.plan.zero if self.plan.dp_shard * self.plan.cp > 1 else 0
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from outpace.interop.emit import levers
 from outpace.interop.emit.request import Emitted, Note, Request
 from outpace.interop.emit.texts import Placeholder, as_toml, comments, heading, torchrun
-from outpace.planner.stages import layers_per_stage
+from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
@@ -270,6 +270,8 @@ def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "pipeline_parallel_degree": plan.pp,
         "expert_parallel_degree": plan.ep,
     }
+    if plan.ep > 1 and plan.expert_tp > 1:  # else 1, its default
+        values["expert_tensor_parallel_degree"] = plan.expert_tp
     if plan.pp > 1:
         values |= _pipeline(request)
     return values

@@ -320,10 +320,10 @@ def mambapy_blocks(seed: int) -> Entry:
 
 def min_gru(seed: int) -> Entry:
     """A recurrence that is computed at once; the module's own loss."""
-    from minGRU_pytorch.minGRULM import minGRULM
+    from minGRU_pytorch.minLM import minLM
 
     torch.manual_seed(seed)
-    module = minGRULM(num_tokens=VOCAB, dim=WIDTH, depth=2)
+    module = minLM(num_tokens=VOCAB, dim=WIDTH, depth=2)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(batch["tokens"], return_loss=True)

@@ -1,0 +1,215 @@
+"""What the programs that published rows do, whatever they are asked, each with where that is said.
+
+`find_framework` names the one of a row. A row's own statements (attention, compile, precision,
+recomputation) go before what stands here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outpace.catalog.stacks import STACKS, SoftwareStack
+from outpace.planner.memory.framework_traits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
+from outpace.planner.step_time.layer import Kernel
+
+_ONE_BUCKET_MIB = 10**6
+Memory = Literal["outpace", "megatron", "whole loss"]
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a program does, whatever it is asked.
+
+    `stack` is the name of the software in tables. `kernel` is of attention where a row does not
+    say. `bucket_mib` of gradients. `padding`: the vocabulary is filled up to a multiple of this
+    times tp. `pipelines`: it has axes of its own, and stages of equal numbers of blocks.
+    `masters`: 16-bit weights have fp32 masters. `memory`: whose habits it has. `engine`: products
+    in eight bits are Transformer Engine's, which casts in kernels of its own. `whole_experts`: its
+    recipes have expert tensor parallelism of 1. `recipes`: rows are of Megatron-Bridge's recipes
+    (`published_recipes`). `compiles_eight`: where rows have products in eight bits and do not say
+    whether they are compiled, they are.
+    """
+
+    source: str
+    stack: str
+    kernel: Kernel
+    dropout: bool
+    bucket_mib: int = 25
+    padding: int = 1
+    pipelines: bool = True
+    masters: bool = True
+    memory: Memory = "outpace"
+    engine: bool = False
+    whole_experts: bool = False
+    recipes: bool = False
+    compiles_eight: bool = False
+
+    @property
+    def software(self) -> SoftwareStack:
+        """How it trains, by its stack."""
+        return STACKS[_SOFTWARE.get(self.stack, "megatron-lm")]
+
+    def habits(self, precision: str) -> Habits:
+        """Of memory; Megatron's depend on what gradients are added up in."""
+        if self.memory == "megatron":
+            return MEGATRON_FP16 if precision.startswith("fp16") else MEGATRON_BF16
+        return OUTPACE if self.memory == "outpace" else _WHOLE_LOSS
+
+
+# What the catalog calls the stacks of tables (outpace/catalog/stacks.py); others are plain.
+_SOFTWARE: Mapping[str, str] = {
+    "Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
+    "DeepSpeed": "deepspeed-2021", "InternEvo": "internevo", "nanotron": "nanotron",
+    "torchtitan": "torchtitan", "Composer": "composer", "Trainer": "trainer", "TRL": "trainer",
+    "transformers": "trainer", "torchtune": "trainer",
+}  # fmt: skip
+
+# Whose loss is over all logits at once.
+_WHOLE_LOSS = replace(OUTPACE, chunks_loss=False)
+_PADDED = "vocabulary padded to a multiple of 128 × tp: --make-vocab-size-divisible-by"
+_TE = (
+    "megatron/core/distributed/distributed_data_parallel_config.py: buckets of 40 million "
+    "parameters in fp32; overlap of gradients and parameters; no dropout"
+)
+
+
+def _core(source: str, stack: str, **more: object) -> Framework:
+    """Megatron-Core with Transformer Engine, as trained by others."""
+    return Framework(
+        f"{source}; {_TE}", stack, kernel="fused", dropout=False, bucket_mib=153, padding=128,
+        memory="megatron", engine=True, **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+_TRAINER = Framework(
+    "transformers, Trainer: the model's own forward, whose loss is over fp32 logits of all tokens "
+    "(loss/loss_utils.py, ForCausalLMLoss: logits.float()); accelerate's FSDP1 a block a unit",
+    "Trainer", kernel="fused", dropout=False, pipelines=False, masters=False, memory="whole loss",
+)  # fmt: skip
+FRAMEWORKS: Mapping[str, Framework] = {
+    "vtrain": Framework(
+        "VIA-Research/vTrain f8dda8473a: src/model/gpt_modeling.py (scores written, fused softmax, "
+        "dropout), src/config.py (vocab_size 50257, cut by tp as it is), config/validation "
+        "(use_gradient_bucket false: one exchange after the backward)",
+        "Megatron-DeepSpeed", kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB,
+        memory="megatron",
+    ),
+    "Megatron-DeepSpeed": Framework(
+        "bigscience-workshop/Megatron-DeepSpeed: its DDP's one exchange after the backward, ZeRO-1 "
+        f"of DeepSpeed, written scores; dropout 0.1 as Megatron's arguments; {_PADDED}",
+        "Megatron-DeepSpeed", kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB,
+        padding=128, memory="megatron",
+    ),
+    "Megatron-LM 2021": Framework(
+        "arXiv 2104.04473 and Megatron-LM's local DDP: one exchange after the backward; written "
+        f"scores, dropout; {_PADDED}",
+        "Megatron-LM", kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128,
+        memory="megatron",
+    ),
+    "Megatron-LM 2022": Framework(
+        "arXiv 2205.05198, §4 and §6: as Megatron-LM 2021; with selective recomputation sequence "
+        "parallelism",
+        "Megatron-LM", kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128,
+        memory="megatron",
+    ),
+    "Megatron-LM PTD-P": Framework(
+        f"arXiv 2104.04473, table 2: as Megatron-LM 2021; {_PADDED}",
+        "Megatron-LM", kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128,
+        memory="megatron",
+    ),
+    "DeepSpeed ZeRO-3": Framework(
+        "arXiv 2104.04473, §5.2 and table 2: DeepSpeed's ZeRO-3 of 2021 with Megatron's model, "
+        "without model parallelism",
+        "DeepSpeed", kernel="unfused", dropout=True, padding=128,
+    ),
+    "Megatron-Core r0.8.0": Framework(
+        "Megatron-LM core_r0.8.0, README: flash attention, overlap of gradients, parameters and "
+        "tensor parallelism; megatron/core/distributed/distributed_data_parallel_config.py: "
+        "buckets of 40 million parameters in fp32",
+        "Megatron-Core", kernel="fused", dropout=True, bucket_mib=153, padding=128,
+        memory="megatron", engine=True,
+    ),
+    "Megatron-Core+TE": Framework(
+        "Megatron-LM d98e8a64dd, examples/llama: as Megatron-Core, without dropout",
+        "Megatron-Core", kernel="fused", dropout=False, bucket_mib=153, padding=1,
+        memory="megatron", engine=True,
+    ),
+    "Megatron-LM CI": Framework(
+        "Megatron-LM d98e8a64dd, tests/functional_tests/test_cases: arguments' defaults (dropout "
+        "0.1, fused softmax); BERT with BertWordPieceLowerCase",
+        "Megatron-Core", kernel="fused", dropout=True, bucket_mib=153, padding=128,
+        memory="megatron", engine=True,
+    ),
+    "Megatron-Core": _core(
+        "NVIDIA/Megatron-MoE-ModelZoo, model_configs", "Megatron-Core", whole_experts=True
+    ),
+    "Megatron-Bridge": _core(
+        "NVIDIA-NeMo/Megatron-Bridge 067f987df0, docs/performance-summary.md and the recipes of "
+        "scripts/performance", "Megatron-Bridge", whole_experts=True, recipes=True,
+    ),
+    "Primus Megatron": _core("AMD-AGI/Primus fd1eeabb, docs", "Megatron-Core"),
+    "mlperf": _core(
+        "mlcommons/training_results: NVIDIA's reference submission, NeMo on Megatron-Core; that of "
+        "AMD is Megatron's model on ROCm's Transformer Engine", "NeMo",
+    ),
+    "InternEvo": Framework(
+        "InternLM/InternEvo c628a8c874, doc/en/train_performance.md; internlm/solver/optimizer/"
+        "hybrid_zero_optim.py: 16-bit weights, fp32 masters over zero1's ranks, buckets of 512 MiB "
+        "reduced in the last micro-batch's backward",
+        "InternEvo", kernel="fused", dropout=False, bucket_mib=512, memory="megatron",
+    ),
+    "nanotron": Framework(
+        "huggingface/nanotron v0.5: DDP with buckets of 25 MiB, ZeRO-1, gradients added up in fp32",
+        "nanotron", kernel="fused", dropout=False, memory="megatron",
+    ),
+    "torchtitan": Framework(
+        "pytorch/torchtitan, models/llama3/infra/parallelize.py: FSDP2 with fp32 shards, bf16 "
+        "gathers and fp32 reductions, a block a unit; cross entropy over fp32 logits of all tokens"
+        "; components/quantization/float8.md: compiling is required for float8 to compete",
+        "torchtitan", kernel="fused", dropout=False, masters=False, memory="whole loss",
+        compiles_eight=True,
+    ),
+    "composer FSDP1": Framework(
+        "mosaicml/llm-foundry 12a631913c, scripts/train/benchmarking/submit_benchmarks.py: "
+        "attn_impl triton and low_precision_layernorm by default; scripts/train/yamls/pretrain: no "
+        "dropout; amp_fp8 by Transformer Engine",
+        "Composer", kernel="triton", dropout=False, pipelines=False, masters=False, engine=True,
+    ),
+    "litgpt": Framework(
+        "Lightning-AI/litgpt 26857050fe, tutorials/resource-tables.md, finetune/lora.py: adapters "
+        "of rank 8 on queries and values, behind dropout of 0.05; FSDP with activation "
+        "checkpointing, a block to a flat parameter, micro-batches before the last under no_sync",
+        "LitGPT", kernel="fused", dropout=False, pipelines=False, masters=False,
+    ),
+    "transformers": replace(
+        _TRAINER, source="huggingface/transformers 4.3, GPT2Model: written scores, dropout 0.1",
+        kernel="unfused", dropout=True, memory="outpace",
+    ),
+    "transformers Trainer": _TRAINER,
+    "transformers 5": replace(_TRAINER, stack="transformers"),
+    "swift": replace(_TRAINER, source=f"modelscope/ms-swift: {_TRAINER.source}"),
+    "trl": replace(
+        _TRAINER, stack="TRL", memory="outpace", pipelines=True,
+        source="huggingface/trl#6845, #6869: accelerate's FSDP2 and context parallelism, loss in "
+        "chunks",
+    ),
+    "torchtune": replace(
+        _TRAINER, stack="torchtune", memory="outpace",
+        source="pytorch/torchtune, modules/loss: cross entropy in chunks",
+    ),
+    "PyTorch": replace(
+        _TRAINER, stack="PyTorch", source="pytorch/ao, README files of torchao.prototype: own loops"
+    ),
+}  # fmt: skip
+_MLPERF = "mlperf-"
+
+
+def find_framework(named: str, source_key: str) -> Framework | None:
+    """Return the framework of a row, by its source where many names mean one; None: unknown."""
+    if source_key.startswith(_MLPERF):
+        return FRAMEWORKS["mlperf"]
+    if source_key.startswith("vtrain"):
+        return FRAMEWORKS["vtrain"]
+    fits = [key for key in FRAMEWORKS if named == key or named.startswith((f"{key} ", f"{key}."))]
+    fits += [key for key in FRAMEWORKS if named.startswith((f"{key},", f"{key} ("))]
+    return FRAMEWORKS[max(fits, key=len)] if fits else None

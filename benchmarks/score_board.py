@@ -1,0 +1,270 @@
+"""Published rows by kind: how far predictions are off, whether intervals hold, what is picked.
+
+A kind is a chip's generation, the software, dense or experts, what is trained and the number of
+devices. Of memory the same; of rows that ran out of memory, whether the planner says so. Every
+error stands beside that of one constant fitted to the very rows of its kind.
+"""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import published
+from published import Row, UnstatedError
+
+from outpace.planner.calibration.prediction_interval import LEVEL, interval, kind_name
+from outpace.planner.memory import peak as memory
+from outpace.planner.model.outline import parameters
+
+_WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
+# Of these tiny models times repeat to 29 % only (data/README.md).
+_LEAST_HIDDEN = 4096
+_TINY = "megatron-lm-golden"
+
+
+def score(table: Sequence[Row], predict: Callable[[Row], Any]) -> dict[str, Any]:
+    """Return everything of some rows. `predict`: a row's step, or UnstatedError."""
+    left_out = Counter[tuple[str, str]]()
+    times = [one for row in table if (one := _time(row, predict, left_out)) is not None]
+    sizes = [one for row in table if (one := _memory(row)) is not None]
+    groups = regrets(times, {row.id: row.layouts for row in table})
+    return {
+        "rows_of_file": len(table),
+        "left_out": [{"source": source, "why": why, "rows": count}
+                     for (source, why), count in sorted(left_out.items())],
+        **tables(times),
+        "memory_kinds": memory_kinds(sizes, ("chip", "stack", "mlp", "trained")),
+        "labels": labels(sizes),
+        "regret": groups,
+        "rows": times,
+        # Those that tell of nothing but that what ran is said to fit are left out.
+        "memory": [one for one in sizes
+                   if one["measured_bytes"] or one["oom"] or one["called_oom"]],
+    }  # fmt: skip
+
+
+def tables(
+    times: list[dict[str, Any]], intervals: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the tables of step times. With `intervals` of kinds, what is covered is by those."""
+    for one in times if intervals else ():
+        experts = one["mlp"] == "experts"
+        spread = (intervals or {}).get(kind_name(one["chip"], experts))
+        spread = spread or (intervals or {})[kind_name(None, experts)]
+        ratio = one["measured_s"] / one["predicted_s"]
+        one["covered"] = bool(spread["low"] <= ratio <= spread["high"])
+    return {
+        "kinds": kinds(times, ("chip", "stack", "mlp", "trained", "devices")),
+        "sources": kinds(times, ("source",)),
+        "wholes": kinds(times, ("mlp",)),
+    }
+
+
+def kind_of(row: Row) -> dict[str, str]:
+    """What a row is of."""
+    model = published.outline(row)
+    count = row.optional("n_gpus", 1)
+    adapters = "lora" in row["task"].casefold()
+    return {
+        "chip": str(published.chip(row).architecture),
+        "stack": row.framework.stack,
+        "mlp": "experts" if model.experts else "dense",
+        "trained": "LoRA" if adapters else "full",
+        "devices": next(name for most, name in _WORLDS if count <= most),
+        "source": row.source,
+    }
+
+
+def _time(
+    row: Row, predict: Callable[[Row], Any], left_out: Counter[tuple[str, str]]
+) -> dict[str, Any] | None:
+    try:
+        if row["outcome"] == "OOM":
+            raise UnstatedError("it ran out of memory")
+        if row.source == _TINY and row.optional("hidden", 0) < _LEAST_HIDDEN:
+            raise UnstatedError("times of tiny models do not repeat")
+        found = predict(row)
+        kind = kind_of(row)
+    except UnstatedError as error:
+        left_out[row.source, str(error)] += 1
+        return None
+    low, high, *_ = interval(False, False, kind["chip"], kind["mlp"] == "experts")
+    ratio = found.measured_s / found.predicted_s
+    return {
+        "row": row.id, "source": row.source, **kind, "plan": found.plan,
+        "predicted_s": found.predicted_s, "measured_s": found.measured_s,
+        "ideal_s": found.ideal_s, "fits": found.fits, "covered": bool(low <= ratio <= high),
+        "parts_s": found.parts_s,
+    }  # fmt: skip
+
+
+def _memory(row: Row) -> dict[str, Any] | None:
+    """Return what a row's first layout takes; None where nothing is known of it."""
+    out = row["outcome"] == "OOM"
+    try:
+        if row.measured_bytes is None and not out and row.measured_s is None:
+            return None
+        question = published.question(row)
+        if question.adapters is not None:  # memory of adapters is not of these columns
+            return None
+        found = published.plans(row)
+        # What is left open was chosen by somebody so that it fits; recipes have ways of their own
+        # to save memory (activations on the host, moments of 16 bits) that tables leave out.
+        if len(found) > 1 or (row.framework.recipes and not row["recompute"]):
+            return None
+        held = published.columns(row, found, question.outline.layers, times=False)
+        kind = kind_of(row)
+    except UnstatedError:
+        return None
+    habits, fused = published.habits(row), not published.keeps_scores(row)
+    needs = memory.reserved_bytes(question.outline, question.seq_len, held,
+                                  fused_attention=fused, habits=habits)  # fmt: skip
+    measured = row.measured_bytes
+    tensors = needs
+    if measured is not None:
+        tensors = memory.peak_bytes(question.outline, question.seq_len, held, habits=habits,
+                                    fused_attention=fused, rank=_rank(row))  # fmt: skip
+    reserved = any(word in row["peak_mem_kind"] for word in ("reserved", "nvidia-smi"))
+    cut = row.optional("tp", 1) * row.optional("pp", 1)
+    room = question.device.memory_bytes
+    return {
+        "row": row.id, "source": row.source, **kind,
+        "predicted_bytes": round(float((needs if reserved else tensors)[0])),
+        "measured_bytes": None if measured is None or out else round(measured),
+        "parameters": parameters(question.outline) / cut,
+        "called_oom": bool(room is not None and needs[0] > room), "oom": out,
+    }  # fmt: skip
+
+
+def _rank(row: Row) -> Any:
+    """Whose memory is written down: Megatron's tests have the last rank's."""
+    return "last" if row.source == _TINY else "fullest"
+
+
+def kinds(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one line for each kind, the most rows first."""
+    together: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        together[tuple(row[name] for name in names)].append(row)
+    lines = []
+    for key, own in sorted(together.items(), key=lambda item: (-len(item[1]), item[0])):
+        errors = np.array([one["predicted_s"] / one["measured_s"] - 1 for one in own])
+        lines.append({
+            **dict(zip(names, key, strict=True)), "rows": len(own),
+            "mean": _short(np.abs(errors).mean()), "median": _short(np.median(np.abs(errors))),
+            "bias": _short(errors.mean()), "p95": _short(np.quantile(np.abs(errors), 0.95)),
+            "coverage": _short(np.mean([one["covered"] for one in own])),
+            "constant": _short(one_constant([one["ideal_s"] for one in own],
+                                            [one["measured_s"] for one in own])),
+        })  # fmt: skip
+    return lines
+
+
+def memory_kinds(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one line for each kind of which memory was published."""
+    together: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["measured_bytes"]:
+            together[tuple(row[name] for name in names)].append(row)
+    lines = []
+    for key, own in sorted(together.items(), key=lambda item: (-len(item[1]), item[0])):
+        errors = np.array([one["predicted_bytes"] / one["measured_bytes"] - 1 for one in own])
+        each = [one["measured_bytes"] / one["parameters"] for one in own]
+        middle = statistics.median(each)
+        lines.append({
+            **dict(zip(names, key, strict=True)), "rows": len(own),
+            "mean": _short(np.abs(errors).mean()), "median": _short(np.median(np.abs(errors))),
+            "bias": _short(errors.mean()), "p95": _short(np.quantile(np.abs(errors), 0.95)),
+            "constant": _short(statistics.median(abs(middle / one - 1) for one in each)),
+        })  # fmt: skip
+    return lines
+
+
+def labels(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return how often the planner is wrong about what fits, of layouts that are stated whole."""
+    ran, ended = [[one for one in rows if one["oom"] == oom] for oom in (False, True)]
+    false_no = [one["row"] for one in ran if one["called_oom"]]
+    false_yes = [one["row"] for one in ended if not one["called_oom"]]
+    return {
+        "ran": len(ran), "ran_but_said_not_to_fit": false_no,
+        "ran_out": len(ended), "ran_out_but_said_to_fit": false_yes,
+    }  # fmt: skip
+
+
+def regrets(
+    times: Sequence[dict[str, Any]], alike: dict[str, tuple[str, ...]]
+) -> list[dict[str, Any]]:
+    """Return for each group of layouts of one problem what the pick costs against the best."""
+    groups: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for one in times:
+        groups[alike[one["row"]]].append(one)
+    found = []
+    for key, own in groups.items():
+        if len({one["plan"] for one in own}) < 2:
+            continue
+        best = min(own, key=lambda one: one["measured_s"])
+        picked = min(own, key=lambda one: one["predicted_s"])
+        blind = statistics.fmean(one["measured_s"] / best["measured_s"] - 1 for one in own)
+        found.append({
+            "source": key[0], "group": " ".join(filter(None, key[1:])), "rows": len(own),
+            "regret": _short(picked["measured_s"] / best["measured_s"] - 1),
+            "of_any": _short(blind), "picked": picked["row"], "best": best["row"],
+        })  # fmt: skip
+    return found
+
+
+def regret_by_source(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the regret of each source's groups."""
+    together: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in groups:
+        together[one["source"]].append(one)
+    return [
+        {"source": source, "groups": len(own),
+         "mean": statistics.fmean(one["regret"] for one in own),
+         "p95": float(np.quantile([one["regret"] for one in own], 0.95)),
+         "right": statistics.fmean(one["picked"] == one["best"] for one in own),
+         "of_any": statistics.fmean(one["of_any"] for one in own)}
+        for source, own in sorted(together.items(), key=lambda item: -len(item[1]))
+    ]  # fmt: skip
+
+
+def one_constant(values: Sequence[float], truths: Sequence[float]) -> float:
+    """Mean error of values × c for the best c: the weighted median of truth over value."""
+    ratios = np.array(truths) / np.array(values)
+    weights = 1 / ratios
+    order = np.argsort(ratios)
+    half = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
+    best = ratios[order][half]
+    return float(np.abs(best / ratios - 1).mean())
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def show(board: dict[str, Any]) -> None:
+    """Print every table."""
+    for title, names in (
+        ("kinds", ("chip", "stack", "mlp", "trained", "devices")), ("sources", ("source",)),
+        ("wholes", ("mlp",)), ("memory_kinds", ("chip", "stack", "mlp", "trained")),
+    ):  # fmt: skip
+        print(f"\n{title}")
+        for line in board[title]:
+            words = " ".join(f"{line[name]:<18}" for name in names)
+            covered = f" covered {line['coverage']:.0%}" if "coverage" in line else ""
+            print(f"{words} {line['rows']:5} mean {line['mean']:.1%} median {line['median']:.1%} "
+                  f"bias {line['bias']:+.1%} p95 {line['p95']:.1%}{covered} "
+                  f"constant {line['constant']:.1%}")  # fmt: skip
+    told = board["labels"]
+    print(f"\nfits: {len(told['ran_but_said_not_to_fit'])} of {told['ran']} that ran are said not "
+          f"to fit; {len(told['ran_out_but_said_to_fit'])} of {told['ran_out']} that ran out of "
+          "memory are said to fit")  # fmt: skip
+    for one in regret_by_source(board["regret"]):
+        print(f"regret {one['source']:<28} {one['groups']:4} groups mean {one['mean']:.1%} "
+              f"p95 {one['p95']:.1%} right {one['right']:.0%} any {one['of_any']:.1%}")  # fmt: skip
+    print(f"\n{len(board['rows'])} of {board['rows_of_file']} rows are predicted; not:")
+    for one in board["left_out"]:
+        print(f"{one['rows']:5} {one['source']:<28} {one['why']}")
+    print(f"level of the interval: {LEVEL:.0%}")

@@ -1,0 +1,501 @@
+"""outpace from Python: functions of the commands' names, which return what these print.
+
+A keyword is a command's option, with _ for -. All of them raise BadInputError for what cannot be
+done as asked. Examples are run, in this order, in a folder that has a corpus.txt.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outpace.cli import options
+from outpace.launch.launcher_env import ranks_from
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.optimizers import Precision
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from outpace.records.comparison import Comparison
+    from outpace.records.estimate import Planned, Plans
+    from outpace.records.finding import Examination
+    from outpace.records.inventory import HostTopology
+    from outpace.records.machine import Machine
+    from outpace.records.measurement import Evaluation, Measurement
+    from outpace.records.memory import MemoryAccount
+    from outpace.records.network import NetworkReport
+    from outpace.records.past import PastRun
+    from outpace.records.tuning import Tuning
+    from outpace.training.callbacks import Callback
+
+ORIGIN = "python"
+
+
+def train(
+    model: "str | Path | nn.Module | Callable[[], Any] | None" = None,
+    data: str | Path | Iterable[str | Path] | None = None,
+    *,
+    callbacks: "Sequence[Callback]" = (),
+    progress: bool = True,
+    **settings: Any,
+) -> "Measurement":
+    """Train a model and return what was measured; `.run` is the directory of the run.
+
+    Without arguments: a small GPT on Python's own source. `model` is what `--model` takes, a live
+    module, or a function that builds one. `data` is what `--data` takes, one or several. Every
+    flag of `outpace train` is a keyword: `steps=200`, `global_batch=32`, `nproc=2`,
+    `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0; `progress=False` silences
+    the lines on standard error. Under torchrun each process calls this and is one rank.
+
+    Raises BadInputError for what cannot be done as asked, DivergedError when the loss becomes
+    NaN or infinite, InterruptedRunError when a signal ended the run after a save.
+
+    >>> first = outpace.train("outpace-tiny", "corpus.txt", steps=3, seq_len=32, out="first")
+    >>> first.steps, first.run
+    (3, 'first')
+    """
+    from outpace.jobs.train import job
+    from outpace.jobs.train.auto_micro_batch import trier
+    from outpace.launch import local
+
+    _check_callbacks(callbacks)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A loader's worker that is spawned runs the script again, and would train itself. Its end
+        # is what the process that trains hears of.
+        sys.exit(1)
+    live = None if model is None or isinstance(model, (str, Path)) else model
+    reference = model if live is None else _name_of(live)
+    given = {"model": reference, "data": data, **settings}
+    merged, origins = _merge(given)
+    _require_inputs(merged, origins)
+    ranks = ranks_from(os.environ)
+    if ranks is None and (merged.nproc or 1) > 1:
+        _check_startable(live, callbacks, merged.nproc or 1)
+        return local.start_settings(merged, origins, merged.nproc or 1, progress)
+    heard = [*_progress(progress), *callbacks]
+    return job.train(
+        merged,
+        ranks=ranks or Ranks(),
+        origins=origins,
+        command=sys.argv,
+        callbacks=heard if ranks is None or ranks.rank == 0 else [],
+        model=live,
+        attempt=trier(os.environ),
+    )
+
+
+def generate(
+    run: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    chat: bool = False,
+) -> str:
+    """Continue `prompt` with the model of a run, and return the text. Raises BadInputError.
+
+    With `chat` the prompt is what a user says, and the answer is returned.
+
+    >>> outpace.generate("first", "the quick", max_new_tokens=2).startswith("the quick")
+    True
+    """
+    from outpace.jobs import inference
+
+    return inference.generate(
+        Path(run),
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        device=device,
+        chat=chat,
+    )
+
+
+def evaluate(
+    run: str | Path,
+    data: str | Path | Iterable[str | Path] | None = None,
+    *,
+    batches: int | None = None,
+    batch_size: int | None = None,
+    text_field: str | None = None,
+    device: str = "auto",
+) -> "Evaluation":
+    """Measure the loss of a run's model on `data`, or on what the run held out.
+
+    `batches` of `batch_size` samples are read; by default all there are, in the run's batches.
+    Raises BadInputError.
+
+    >>> outpace.evaluate("first").loss > 0
+    True
+    """
+    from outpace.jobs import inference
+
+    return inference.evaluate(
+        Path(run),
+        None if data is None else _words(data),
+        batches=batches,
+        batch_size=batch_size,
+        device=device,
+        text_field=text_field,
+    )
+
+
+def plan(
+    model: str | Path,
+    machine: str | Path | None = None,
+    *,
+    nodes: int = 1,
+    devices_per_node: int | None = None,
+    network: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    keep: str | Mapping[str, Any] | None = None,
+    vary: str | Sequence[str] | None = None,
+    max_tp: int | None = None,
+    trainer: str | None = None,
+    trained: bool = False,
+    may_idle: bool = False,
+    tokens: int | None = None,
+    price: float | None = None,
+    count: int = 5,
+) -> "Plans":
+    """Predict the fastest ways to train a model on given machines.
+
+    `machine`: a name of the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None: this
+    machine. `keep`: settings to insist on, `vary`: settings to search as well. `price` is of a
+    device and hour, and needs `tokens`. Times are in seconds, memory in bytes.
+
+    >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
+    >>> found.plans[0].estimate.fits
+    True
+    >>> found.plans[0].plan.world_size
+    1
+    """
+    from outpace.cli import plan as command
+
+    asked = {
+        "model": model, "machine": machine, "nodes": nodes, "devices_per_node": devices_per_node,
+        "network": network, "seq_len": seq_len, "global_batch": global_batch,
+        "precision": precision, "keep": _pairs(keep), "vary": _join(vary), "max_tp": max_tp,
+        "trainer": trainer, "trained": trained, "may_idle": may_idle, "tokens": tokens,
+        "price": price, "count": count,
+    }  # fmt: skip
+    return command.answer(_options(asked))
+
+
+def estimate(
+    model: str | Path,
+    plan: Plan | str | Path,
+    machine: str | Path | None = None,
+    *,
+    nodes: int = 1,
+    devices_per_node: int | None = None,
+    network: str | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    depth: Literal["estimate", "trace"] = "estimate",
+) -> "Planned":
+    """Estimate one plan, or one that a file has: its time, its memory, and whether it fits.
+
+    A plan has no length and no batch, as files of plans do: give those it was made for. With depth
+    "trace" the model runs under fake tensors for its true peak of memory.
+
+    >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
+    >>> found = outpace.estimate("gpt2", ddp, "hgx-h100", seq_len=1024, global_batch=64)
+    >>> found.estimate.fits
+    True
+    """
+    from outpace.cli import estimate as command
+    from outpace.records.plan import PlanFile
+
+    if not isinstance(plan, (Plan, str, Path)):
+        raise BadInputError(f"plan is {plan!r}. Give an outpace.Plan, or a file that has one.")
+    if isinstance(plan, Plan):
+        name, file = "the plan", PlanFile.from_plan(plan, seq_len, global_batch)
+    else:
+        name, file = str(plan), PlanFile.load(Path(plan))
+    asked = {
+        "model": model, "machine": machine, "nodes": nodes, "devices_per_node": devices_per_node,
+        "network": network, "seq_len": seq_len, "global_batch": global_batch, "depth": depth,
+        "plan": name,
+    }  # fmt: skip
+    return command.answer(_options(asked), file)
+
+
+def memory(
+    model: str | Path,
+    machine: str | None = None,
+    *,
+    nodes: int | None = None,
+    rank: int | None = None,
+    **settings: Any,
+) -> "MemoryAccount":
+    """Trace where memory goes in a training step of the fullest rank, or of `rank`, in bytes.
+
+    `model` may be "file.py:build". `machine` is a name of the catalog; None: processes on CPUs, as
+    many as `nproc` says. Other keywords are settings of `train`.
+
+    >>> outpace.memory("outpace-tiny", "rtx-4090", seq_len=64).peak_memory_bytes > 0
+    True
+    """
+    from outpace.cli import memory as command
+
+    asked = {"model": model, "machine": machine, "nodes": nodes, "rank": rank}
+    return command.answer([*_options(asked), *_flags(settings)])
+
+
+def network(
+    model: str | Path,
+    machine: str | None = None,
+    *,
+    network: str | Sequence[str] = (),
+    **asked: Any,
+) -> "NetworkReport":
+    """Say how much network a training needs, and what a slower or faster one would cost.
+
+    `network`: of a node, one or several, the last the machine's. Other keywords are the options of
+    `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
+
+    >>> outpace.network("gpt2", "hgx-h100", nodes=2).needs[0].title
+    'DDP'
+    """
+    from outpace.cli import network as command
+
+    links = [network] if isinstance(network, str) else network
+    words = [f"--network={one}" for one in links]
+    return command.answer([*_options({"model": model, "machine": machine, **asked}), *words])
+
+
+def topology(
+    file: str | Path | None = None, *, nvlink: str | None = None, timeout_s: float = 20.0
+) -> "HostTopology":
+    """Read how this host's devices are joined, and which GPUs belong together.
+
+    `file`: what `nvidia-smi topo -m` printed elsewhere. `nvlink`: its generation, 2 to 5.
+
+    >>> outpace.topology().cpu.cpu_count > 0
+    True
+    """
+    from outpace.probing.hardware.host_topology import read_topology
+
+    return read_topology(None if file is None else Path(file), nvlink, timeout_s)
+
+
+def doctor(run: str | Path | None = None, *, timeout_s: float = 20.0) -> "Examination":
+    """Find what costs speed on this host, or what limited a run, the most costly first.
+
+    >>> isinstance(outpace.doctor().findings, tuple)
+    True
+    """
+    if run is not None:
+        from outpace.reporting.data.run_folder import read_run
+        from outpace.reporting.run_findings import run_examination
+
+        return run_examination(read_run(Path(run)))
+    from outpace.probing.doctor.examine import examine
+    from outpace.probing.hardware.inventory import gather
+
+    return examine(gather(os.environ, timeout_s=timeout_s))
+
+
+def probe(
+    *sections: str,
+    quick: bool = False,
+    budget_s: float | None = None,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> "Machine":
+    """Measure this machine: its products, memory, links, disks and data loading.
+
+    `sections` of "matmul", "memory", "storage", "loader", "collectives" and "steps"; none: all.
+    `quick` takes less than a minute, `budget_s` about so long. `out` keeps the record, which
+    `plan` takes as `machine`. Settings are options of `outpace probe`: `device`, `nproc`, ….
+
+    >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
+    True
+    """
+    from outpace.cli import probe as command
+
+    return command.probe_machine(sections, quick, budget_s, _path(out), settings)
+
+
+def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Comparison":
+    """Compare arms in turn until a verdict is clear, or finished runs as they are.
+
+    An arm is a strategy, settings ("precision=bf16"), a run's directory, or an experiment.toml.
+    Keywords are the options of `outpace compare` and of `outpace train`.
+
+    >>> two = [outpace.train("outpace-tiny", "corpus.txt", steps=12, seed=seed, seq_len=32).run
+    ...        for seed in (0, 1)]
+    >>> len(outpace.compare(*two).arms)
+    2
+    """
+    from outpace.cli.compare import run_comparison
+
+    words = [str(arm) for arm in arms]
+    return run_comparison([*words, *_flags(settings)], quiet=not progress)
+
+
+def tune(**settings: Any) -> "Tuning":
+    """Find the fastest plan for a training on this machine: short trials decide.
+
+    Keywords are the options of `outpace tune` (`trials`, `budget`, `within`) and of
+    `outpace train`; `out` is the directory that keeps plan.json.
+
+    >>> found = outpace.tune(model="outpace-tiny", data="corpus.txt", trials=1, seq_len=32,
+    ...                      device="cpu", nproc=1)
+    >>> found.fastest.step_time_s > 0
+    True
+    """
+    from outpace.cli.tune import run_tuning
+
+    return run_tuning(_flags(settings))
+
+
+def runs(
+    *folders: str | Path, where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
+) -> "list[PastRun]":
+    """List past runs, newest first, or by a field; of `where` all conditions hold.
+
+    >>> [run.steps for run in outpace.runs(where=["steps=12"])]
+    [12, 12]
+    """
+    from outpace.cli.runs import search_folders, select
+    from outpace.experiment.past_runs import find
+
+    found = find(search_folders([Path(folder) for folder in folders]))
+    return [one.row for one in select(found, where, sort, reverse)]
+
+
+def report(
+    *paths: str | Path,
+    out: str | Path | None = None,
+    format: Literal["html", "md", "csv", "png"] | None = None,
+    browser: str | None = None,
+) -> Path:
+    """Write runs, comparisons, tunings, plans or probes as a page, and return its file.
+
+    >>> outpace.report(outpace.runs()[0].path, out="run.html").stat().st_size > 10_000
+    True
+    """
+    from outpace.cli.report import write_report
+
+    if not paths:
+        raise BadInputError("outpace.report: name a run, or what else is to be reported on.")
+    return write_report([Path(path) for path in paths], _path(out), format, browser)
+
+
+def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
+    """Refuse what is not a sequence of Callback objects."""
+    from outpace.training.callbacks import Callback
+
+    wanted = "callbacks is a list of objects of outpace.Callback, as in callbacks=[Mine()]"
+    if isinstance(callbacks, Callback):
+        raise BadInputError(f"{wanted}; one alone was given")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise BadInputError(f"{wanted}; {callback!r} is not one")
+
+
+def _merge(given: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:
+    from outpace.cli.train import merge
+
+    fields = TrainSettings.model_fields
+    for name in given:
+        if name not in fields:
+            raise BadInputError(
+                f"outpace.train has no keyword {name!r}.{nearest(name, fields)} "
+                "The keywords are the flags of outpace train, with _ for -."
+            )
+    values = {
+        name: options.convert(name, _plain(value), f"outpace.train: {name}")
+        for name, value in given.items()
+        if value is not None
+    }
+    return merge({ORIGIN: values})
+
+
+def _require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
+    from outpace.cli.resume import require_inputs
+
+    require_inputs(settings, origins)
+
+
+def _path(place: str | Path | None) -> Path | None:
+    return None if place is None else Path(place)
+
+
+def _pairs(given: str | Mapping[str, Any] | None) -> str | None:
+    """Return settings as an option has them: precision=bf16,tp=2."""
+    if given is None or isinstance(given, str):
+        return given
+    return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+def _join(given: str | Sequence[str] | None) -> str | None:
+    return given if given is None or isinstance(given, str) else ",".join(given)
+
+
+def _options(asked: Mapping[str, Any]) -> list[str]:
+    """Return keywords as options of which those that are on have no value."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    return [
+        options.flag(name) if value is True else f"{options.flag(name)}={value}"
+        for name, value in given.items()
+        if value is not False
+    ]
+
+
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    """Return keywords as options of a command line."""
+    return options.as_flags({name: _plain(value) for name, value in settings.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
+    return (str(value),) if isinstance(value, (str, Path)) else tuple(str(part) for part in value)
+
+
+def _name_of(live: object) -> str:
+    """Return the name that run.json gives to a model of the caller's program."""
+    from torch import nn
+
+    kind = live if callable(live) and not isinstance(live, nn.Module) else type(live)
+    return f"python:{getattr(kind, '__qualname__', type(live).__qualname__)}"
+
+
+def _check_startable(live: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
+    """Refuse what cannot be carried to other processes. Raises BadInputError."""
+    if live is not None:
+        raise BadInputError(
+            f"nproc={nproc} starts new processes, and a live model cannot be carried there. Name "
+            "it instead (model='file.py:build'), or start your program with torchrun."
+        )
+    if callbacks:
+        raise BadInputError(
+            f"nproc={nproc} starts new processes, and callbacks stay in this one. Start your "
+            "program with torchrun --nproc-per-node instead, or read metrics.jsonl."
+        )
+
+
+def _progress(wanted: bool) -> "list[Callback]":
+    from outpace.reporting.terminal.progress import TrainingProgress
+
+    return [TrainingProgress()] if wanted else []

@@ -1,0 +1,119 @@
+"""Software that trains: what each does whatever plan it is given, with where that is said.
+
+A step depends on who runs it. What a stack fuses, how its collectives are cut and whether they
+proceed beside computing, and what its modes of recomputation mean stands here, once for all that
+is asked of the planner. What it holds in memory is in `planner/memory/framework_traits.py`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import NonNegativeFloat
+
+from outpace.records.base import Record
+
+# Of norms and rotations without a compiler: one kernel each; one operator of torch after another;
+# also activations and casts, as Transformer Engine's.
+Elementwise = Literal["kernels", "operators", "fused"]
+Attention = Literal["fused", "flash2", "flash3", "cudnn"]
+# Of tokens on their way to experts: every rank has all of its group's; a copy of a token goes to
+# each of its experts; or one to each rank, and across the network to each node.
+Dispatcher = Literal["allgather", "alltoall", "deepep"]
+
+
+class SoftwareStack(Record):
+    """Traits of one program that trains.
+
+    `attention` is its kernel where a model's is fused. `recomputed_products`: of a block's forward
+    products, what its selective recomputation computes again. `collectives`: a block's parameters
+    are gathered and their gradients summed at once, or one by one. `overlaps`: gradients are
+    summed, and parameters gathered, beside computing. `broadcasts`: under ZeRO-1 new parameters
+    are sent by one rank after the other. `fuses_dropout`: bias, dropout and the sum into the
+    residual stream are one kernel. `dispatcher` is how tokens reach experts, beside computing of
+    another micro-batch where it `overlaps_dispatch`. `graphs`: passes are replayed as CUDA graphs.
+    """
+
+    name: str
+    attention: Attention = "fused"
+    elementwise: Elementwise = "kernels"
+    recomputed_products: NonNegativeFloat = 0.0
+    collectives: Literal["blocks", "parameters"] = "blocks"
+    overlaps: bool = True
+    broadcasts: bool = False
+    fuses_dropout: bool = False
+    dispatcher: Dispatcher = "alltoall"
+    overlaps_dispatch: bool = False
+    graphs: bool = False
+    source: str
+
+
+def _stacks(*found: SoftwareStack) -> Mapping[str, SoftwareStack]:
+    return MappingProxyType({stack.name: stack for stack in found})
+
+
+STACKS: Mapping[str, SoftwareStack] = _stacks(
+    SoftwareStack(name="outpace", broadcasts=True, source="outpace/nn, outpace/parallel"),
+    SoftwareStack(
+        name="torchtitan", elementwise="operators", recomputed_products=0.5,
+        source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
+        "rotations by complex numbers in fp32, F.scaled_dot_product_attention), parallelisms/"
+        "parallelize_llama.py: of a block's products every second one is saved by selective "
+        "recomputation (op), attention is; FSDP2 gathers and sums by blocks, with prefetching; "
+        "experts' tokens by all_to_all_single (its standard dispatcher; DeepEP's is to be chosen)",
+    ),
+    SoftwareStack(
+        name="megatron", elementwise="fused", fuses_dropout=True,
+        source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts (weights' "
+        "in a step's first micro-batch, is_first_microbatch) and attention (cuDNN's), "
+        "bias_swiglu_fusion, bias_dropout_fusion; gradients are reduced and parameters gathered by "
+        "buckets beside computing (--overlap-grad-reduce, --overlap-param-gather); transformer/moe/"
+        "token_dispatcher.py: --moe-token-dispatcher-type alltoall, as its guide of MoE advises",
+    ),
+    SoftwareStack(
+        name="megatron-lm", fuses_dropout=True,
+        source="Megatron-LM of 2021 and 2022, arXiv 2104.04473, §4.2 (bias and GELU, and bias, "
+        "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; local DDP",
+    ),
+    SoftwareStack(
+        name="deepspeed", attention="flash2", elementwise="operators",
+        source="deepspeedai/DeepSpeed, runtime/zero/partitioned_param_coordinator.py: parameters "
+        "of the modules ahead are gathered together, beside computing",
+    ),
+    SoftwareStack(
+        name="deepspeed-2021", attention="flash2", collectives="parameters", overlaps=False,
+        broadcasts=True,
+        source="DeepSpeed 0.3 and 0.4, runtime/zero/partition_parameters.py: _allgather_param of "
+        "each parameter, waited for before its module; stage3.py: gradients are reduced by "
+        "parameters as they are partitioned",
+    ),
+    SoftwareStack(
+        name="accelerate", attention="fused", elementwise="operators",
+        source="huggingface/accelerate, FSDP2 (fully_shard) over transformers' modules: RMS norms "
+        "and rotations of several operators, SDPA",
+    ),
+    SoftwareStack(
+        name="nanotron", attention="flash2", elementwise="fused", collectives="parameters",
+        overlaps=False,
+        source="huggingface/nanotron 2411b022a7: flash-attn's attention, norms and rotations; "
+        "optim/zero.py and optim/gradient_accumulator.py: gradients and parameters are reduced and "
+        "gathered parameter by parameter, after the backward and after the step",
+    ),
+    SoftwareStack(
+        name="internevo", attention="flash2", elementwise="fused", overlaps=False, broadcasts=True,
+        source="InternLM/InternEvo c628a8c874, internlm/solver/optimizer/hybrid_zero_optim.py: "
+        "buckets of 512 Mi elements, so that a model of 7 billion has a few, the last of which are "
+        "reduced in step(); parameters are broadcast by each rank that owns some "
+        "(overlap_sync_param is off in configs/7B_sft.py); flash-attn's attention, apex's norms",
+    ),
+    SoftwareStack(
+        name="composer", attention="flash2",
+        source="mosaicml/llm-foundry 12a631913c: low-precision layer norms, FSDP by blocks",
+    ),
+    SoftwareStack(
+        name="trainer", attention="fused", elementwise="operators",
+        source="huggingface/transformers: models/llama/modeling_llama.py (norms and rotations of "
+        "several operators), SDPA",
+    ),
+)  # fmt: skip
+OUTPACE = STACKS["outpace"]

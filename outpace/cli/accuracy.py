@@ -1,0 +1,90 @@
+"""`outpace accuracy`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.cli.parser import Parser, number_type
+
+if TYPE_CHECKING:
+    import argparse
+
+    from outpace.planner.calibration.measured_cases import Likeness
+
+_ABOUT = "Published steps that are nearest to a plan, measured and predicted."
+_EPILOG = (
+    "plan.json is what outpace plan --out or outpace tune wrote; with --model and --machine the "
+    "model's size and the chip count, too. How far predictions are off by kind: docs/accuracy.md."
+)
+_MOST_CASES = 50
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """List the cases; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    from outpace.planner.calibration.measured_cases import extrapolations, nearest_cases
+
+    like = _likeness(arguments)
+    cases, beyond = nearest_cases(like, arguments.count), extrapolations(like)
+    if arguments.json:
+        document = {"cases": [one.model_dump(mode="json") for one in cases],
+                    "extrapolated": list(beyond)}  # fmt: skip
+        print(json.dumps(document, indent=2), flush=True)
+        return 0
+    from rich.text import Text
+
+    from outpace.reporting.terminal.console import Console
+    from outpace.reporting.terminal.plan import cases_text
+
+    for part in cases_text(cases):
+        Console().print(part)
+    for one in beyond:
+        Console().print(Text(f"Extrapolated: {one}."))
+    return 0
+
+
+def _likeness(arguments: "argparse.Namespace") -> "Likeness":
+    """Describe the plan, with the model and the machine where they were given."""
+    from outpace.catalog.accelerators import ACCELERATORS
+    from outpace.catalog.nodes import find_node
+    from outpace.planner.calibration.measured_cases import Likeness
+    from outpace.planner.model.outline import parameters
+    from outpace.records.plan import PlanFile
+
+    file = PlanFile.load(arguments.like, option="--like ")
+    size = experts = chip = None
+    if arguments.model is not None:
+        from outpace.jobs.planning.find_outline import find_outline
+
+        _, outline, _ = find_outline(arguments.model)
+        size, experts = parameters(outline) / 1e9, bool(outline.experts)
+    if arguments.machine is not None:
+        node = find_node(arguments.machine, ACCELERATORS)
+        chip = None if node.accelerator is None else ACCELERATORS[node.accelerator]
+    return Likeness(
+        devices=file.plan.world_size,
+        plan=file.plan,
+        parameters=size,
+        experts=experts,
+        chip=None if chip is None else chip.name,
+        architecture=None if chip is None else chip.architecture,
+        seq_len=file.seq_len,
+        stack=arguments.trainer or "outpace",
+    )
+
+
+def _parser() -> Parser:
+    from outpace.cli.emitted import TRAINERS
+
+    parser = Parser("accuracy", _ABOUT, _EPILOG, usage="--like plan.json [options]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("--like", type=Path, required=True, metavar="FILE", help="a plan")
+    add("--model", default=None, metavar="MODEL", help="that is trained: its size is compared")
+    add("--machine", default=None, metavar="NAME", help="of the catalog: its chip is compared")
+    add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
+        help="the software that trains (default: outpace)")  # fmt: skip
+    add("--count", type=number_type(int, 1, _MOST_CASES), default=5, metavar="N",
+        help="steps to list (default: 5)")  # fmt: skip
+    return parser

@@ -1,0 +1,135 @@
+"""`outpace calibrate`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.cli.output import output_file, save_output
+from outpace.cli.parser import Parser
+from outpace.cli.plan import add_question
+
+if TYPE_CHECKING:
+    from outpace.jobs.planning.calibrate import CalibratedRun
+    from outpace.records.training_log import CorrectedMachine
+
+_ABOUT = "Corrects a machine's rates by what a trainer logged, so that the next plan starts there."
+_EPILOG = (
+    "Logs of outpace (a run's folder), torchtitan, Megatron-LM and Megatron-Bridge, DeepSpeed, "
+    "transformers' Trainer (trainer_state.json or the console) and nanotron are read. Flags say "
+    "what a log does not. Then: outpace plan --machine FILE."
+)
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Compare logs with plans, print by how much they were off, write the machine; returns 0."""
+    arguments = _parser().read(argv)
+    from outpace.jobs.planning.calibrate import CalibrationRequest, calibrate_machine
+    from outpace.jobs.planning.request import PlanQuestion
+
+    asked = PlanQuestion(
+        model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
+        devices_per_node=arguments.devices_per_node, network=arguments.network,
+        seq_len=arguments.seq_len, global_batch=arguments.global_batch,
+        precision=arguments.precision,
+    )  # fmt: skip
+    request = CalibrationRequest(
+        tuple(arguments.logs), asked, plan=arguments.plan, layout=arguments.layout
+    )
+    runs, machine = calibrate_machine(request)
+    if arguments.out_file is not None:
+        save_output(arguments.out_file, machine)
+    if arguments.json:
+        print(json.dumps([_row(one) for one in runs], indent=2), flush=True)
+        return 0
+    _show(runs, machine, arguments.out_file)
+    return 0
+
+
+def _row(one: "CalibratedRun") -> dict[str, object]:
+    observed = one.observed
+    return {
+        "log": observed.log,
+        "trainer": observed.trainer,
+        "step_time_s": observed.step_time_s,
+        "before_s": one.before_s,
+        "after_s": one.after_s,
+        "before": one.error_before,
+        "after": one.error_after,
+        "peak_memory_bytes": observed.peak_memory_bytes,
+        "memory_kind": observed.memory_kind,
+        "planned_memory_bytes": one.planned_memory_bytes,
+        "notes": one.notes,
+        "assumed": dict(one.assumed),
+    }
+
+
+def _show(runs: Sequence["CalibratedRun"], machine: "CorrectedMachine", out: Path | None) -> None:
+    from rich.text import Text
+
+    from outpace.planner.explain.titles import title
+    from outpace.records.units import show_bytes, show_seconds
+    from outpace.reporting.terminal.console import Console
+
+    console = Console()
+    for one in runs:
+        observed = one.observed
+        console.print(
+            Text(
+                f"{observed.log} ({observed.trainer}, {title(observed.plan)}): measured "
+                f"{show_seconds(observed.step_time_s)} a step, predicted "
+                f"{show_seconds(one.before_s)} ({_format_error(one.error_before)}), with the "
+                f"corrected rates {show_seconds(one.after_s)} ({_format_error(one.error_after)})."
+            )
+        )
+        if observed.peak_memory_bytes is not None:
+            off = one.planned_memory_bytes / max(1, observed.peak_memory_bytes) - 1
+            console.print(
+                Text(
+                    f"  memory, {observed.memory_kind}: measured "
+                    f"{show_bytes(observed.peak_memory_bytes)}, predicted "
+                    f"{show_bytes(one.planned_memory_bytes)} ({_format_error(off)}); it is "
+                    "not corrected."
+                )
+            )
+        if one.assumed:
+            settings = ", ".join(f"{name}={value}" for name, value in one.assumed.items())
+            console.print(Text(f"  assumed, as the log does not say: {settings} (--layout)."))
+        for note in one.notes:
+            console.print(Text(f"  {note}"))
+    console.print(Text(_next(machine, out)))
+
+
+def _format_error(share: float) -> str:
+    return f"{share:+.1%}".replace("%", " %")
+
+
+def _next(machine: "CorrectedMachine", out: Path | None) -> str:
+    count = len(machine.runs)
+    if out is None:
+        return "Nothing is written. Keep the corrected machine with --out machine.json."
+    return (
+        f"{out} holds the machine with {count} run{'' if count == 1 else 's'}: "
+        f"outpace plan --machine {out}."
+    )
+
+
+def _parser() -> Parser:
+    usage = "LOG... --model MODEL --machine NAME [options]"
+    parser = Parser("calibrate", _ABOUT, _EPILOG, usage=usage)
+    parser.add_json()
+    add_question(parser, of="the log's, else ")
+    add = parser.arguments.add_argument
+    add("logs", nargs="+", type=Path, metavar="LOG", help="a log, or the folder of a run")
+    add(
+        "--plan",
+        type=Path,
+        default=None,
+        metavar="plan.json",
+        help="the run's layout, as outpace plan wrote it",
+    )
+    add("--layout", default=None, metavar="NAME=VALUE,...",
+        help="settings of the layout that the log does not say")  # fmt: skip
+    add("--out", dest="out_file", type=output_file, default=None, metavar="FILE",
+        help="where to write the corrected machine")  # fmt: skip
+    return parser

@@ -1,0 +1,267 @@
+"""Digests of a few samples of a user's data set, to compare the data sets of ranks by.
+
+Samples are read with torch's, NumPy's and Python's generators seeded alike, so that augmentations
+that draw from them are alike on all ranks. What hosts may have otherwise for equal data does not
+count: the last bits of decoded values, paths, the order of sets.
+"""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from outpace.data.seeding import seed_generators
+from outpace.data.workers import forks_workers, start_method, starting_workers
+
+_CHOSEN = 4  # samples besides the first and the last
+_DIGEST = 0x646967  # sets these seeds apart from those of training
+_BLOCKS = 64  # of a leaf's values, whose means are compared
+_MEASURED_BYTES = 2  # integers as narrow as this are pixels or sound, which decoders round
+_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # by how much means may differ: decoders, three digits
+_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of numbers: `exact` is a digest of integers, `means` are those of its blocks."""
+
+    shape: tuple[int, ...]
+    exact: str | None
+    means: tuple[float, ...]
+
+    def resembles(self, other: "Leaf") -> bool:
+        """Whether both have the same values, but for what decoders round off."""
+        if (self.shape, self.exact) != (other.shape, other.exact):
+            return False
+        mine, theirs = np.array(self.means), np.array(other.means)
+        if not mine.size:
+            return True
+        allowed = _OF_SPREAD * mine.std() + _OF_SIZE * np.sqrt(np.square(mine).mean())
+        return bool(np.sqrt(np.square(mine - theirs).mean()) <= allowed)
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The numbers of a sample in order; where it has none, a digest of its texts."""
+
+    leaves: tuple[Leaf, ...]
+    texts: str | None
+
+    def resembles(self, other: "Digest") -> bool:
+        """Whether both are of the same sample, but for what decoders round off."""
+        return (
+            self.texts == other.texts
+            and len(self.leaves) == len(other.leaves)
+            and all(map(Leaf.resembles, self.leaves, other.leaves))
+        )
+
+
+@dataclass(frozen=True)
+class SampleDigests:
+    """Digests by the index of a sample, None where it has none.
+
+    `unsteady` are the indices of samples that another read with the same seeds did not give again.
+    `unread` says why none could be read.
+    """
+
+    digests: Mapping[int, Digest | None]
+    unsteady: tuple[int, ...]
+    unread: str | None = None
+
+
+@dataclass(frozen=True)
+class SampleDifference:
+    """A rank and the first index at which its sample is not rank 0's; `most`: most are not."""
+
+    rank: int
+    index: int
+    most: bool
+
+
+def digest_samples(
+    dataset: Any, seed: int, workers: int = 0, timeout_s: float = 0.0
+) -> SampleDigests:
+    """Read the first, the last and a few samples chosen by `seed`, each twice.
+
+    Another process reads, so that what a data set keeps (generators, counters, caches, positions
+    in files) is for training as if nobody had read. Where none can be forked, nothing is read
+    unless loading processes read in training, too (`workers` > 0).
+    """
+    indices = _choose(len(dataset), seed)
+    if not workers and not forks_workers():
+        unread = "no process can be forked to read them, or another way to start them was chosen"
+        return SampleDigests(dict.fromkeys(indices), (), unread)
+    try:
+        with starting_workers() as begin:
+            found: list[tuple[Digest | None, Digest | None]] = list(
+                DataLoader(
+                    _Twice(dataset, seed, indices), batch_size=None, num_workers=1,
+                    worker_init_fn=begin, multiprocessing_context=start_method(),
+                    timeout=timeout_s, generator=torch.Generator(),
+                )
+            )  # fmt: skip
+    except Exception as error:  # the user's code: training reads it again, and says where it failed
+        lines = str(error).strip().splitlines() or [""]
+        unread = f"{type(error).__name__}: {lines[-1]}"
+        return SampleDigests(dict.fromkeys(indices), (), unread)
+    pairs = list(zip(indices, found, strict=True))
+    unsteady = tuple(index for index, (first, second) in pairs if first != second)
+    return SampleDigests({index: first for index, (first, _) in pairs}, unsteady)
+
+
+def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
+    """The first rank most of whose samples are not rank 0's, else the first with such a sample.
+
+    Samples that are unsteady or have no digest are not compared. None where all agree.
+    """
+    differences = []
+    for rank, other in enumerate(found):
+        compared, differing = 0, []
+        for index, digest in found[0].digests.items():
+            theirs = other.digests.get(index)
+            unsteady = index in found[0].unsteady or index in other.unsteady
+            if unsteady or digest is None or theirs is None:
+                continue
+            compared += 1
+            if not digest.resembles(theirs):
+                differing.append(index)
+        if differing:
+            most = 2 * len(differing) > compared
+            differences.append(SampleDifference(rank, differing[0], most))
+    return min(differences, key=lambda one: not one.most, default=None)
+
+
+def _choose(count: int, seed: int) -> list[int]:
+    draw = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, _DIGEST))))
+    chosen = draw.integers(0, count, _CHOSEN).tolist() if count else []
+    return sorted({*chosen, *((0, count - 1) if count else ())})
+
+
+class _Twice(Dataset[tuple[Digest | None, Digest | None]]):
+    """The digests of two reads of each of some samples."""
+
+    def __init__(self, dataset: Any, seed: int, indices: Sequence[int]) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._indices = indices
+        self._began = False
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, place: int) -> tuple[Digest | None, Digest | None]:
+        if not self._began and get_worker_info() is not None:
+            self._began = True
+            _separate_file_positions()
+        return self._read(self._indices[place]), self._read(self._indices[place])
+
+    def _read(self, index: int) -> Digest | None:
+        seed_generators(self._seed, index, _DIGEST)
+        if hasattr(self._dataset, "__getitems__"):
+            return digest_of(self._dataset.__getitems__([index]))
+        return digest_of(self._dataset[index])
+
+
+def _separate_file_positions() -> None:
+    """Reopen each file that this process may only read: forks share positions in files."""
+    listed = Path("/proc/self/fd")
+    for path in list(listed.iterdir()) if listed.is_dir() else ():
+        with suppress(OSError):
+            number = int(path.name)
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            if flags & os.O_ACCMODE != os.O_RDONLY or not stat.S_ISREG(os.fstat(number).st_mode):
+                continue
+            own = os.open(path, flags)
+            try:
+                os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, number, inheritable=os.get_inheritable(number))
+            finally:
+                os.close(own)
+
+
+def digest_of(sample: Any) -> Digest | None:
+    """A digest of the numbers of a sample, or of its texts; None where it holds neither."""
+    try:
+        values = list(_values(sample, 0))
+        leaves = tuple(_leaf(value) for value in values if isinstance(value, np.ndarray))
+    except Exception:  # an object of the user's that cannot be looked at
+        return None
+    if leaves:
+        return Digest(leaves, None)
+    digest = xxhash.xxh3_128()
+    for text in values:
+        digest.update(f"{len(text)} ".encode() + text)
+    return Digest((), digest.hexdigest()) if values else None
+
+
+def _leaf(array: np.ndarray[Any, Any]) -> Leaf:
+    flat = array.reshape(-1)
+    integers = flat.dtype.kind in "biu"
+    if integers and (flat.size == 1 or flat.itemsize > _MEASURED_BYTES or flat.dtype.kind == "b"):
+        wide = np.ascontiguousarray(flat, np.uint64 if flat.dtype.kind == "u" else np.int64)
+        return Leaf(array.shape, xxhash.xxh3_128_hexdigest(wide.tobytes()), ())
+    if flat.dtype.kind == "c":
+        flat = np.stack((flat.real, flat.imag), -1).reshape(-1)
+    finite = np.nan_to_num(flat.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    blocks = np.array_split(finite, min(_BLOCKS, finite.size)) if finite.size else []
+    return Leaf(array.shape, None, tuple(float(block.mean()) for block in blocks))
+
+
+def _values(value: Any, depth: int) -> Iterator[Any]:
+    """The numbers of a sample as arrays, and its texts as bytes, in order."""
+    if depth > _DEPTH or value is None:
+        return
+    if isinstance(value, str | PurePath | bytes | bytearray):
+        yield _text(value)
+    elif (array := _array(value)) is not None:
+        yield array
+    else:
+        for one in _members(value):
+            yield from _values(one, depth + 1)
+
+
+def _text(value: str | PurePath | bytes | bytearray) -> bytes:
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    # A path is another on each host: the file's name tells.
+    named = isinstance(value, PurePath) or (value.startswith("/") and len(value.split()) == 1)
+    return (PurePath(value).name if named else str(value)).encode(errors="surrogatepass")
+
+
+def _array(value: Any) -> np.ndarray[Any, Any] | None:
+    """The numbers of a tensor, an array, an image or a number; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu()
+        plain = plain.to_dense() if plain.layout != torch.strided else plain
+        floats = plain.is_floating_point() and plain.element_size() < 4
+        return (plain.float() if floats else plain).resolve_conj().resolve_neg().numpy()
+    number = isinstance(value, bool | int | float | complex)
+    known = hasattr(value, "__array__") or hasattr(value, "__array_interface__")
+    if isinstance(value, type) or not (number or known):
+        return None
+    array = np.asarray(value)
+    return array if array.dtype.kind in "biufc" else None
+
+
+def _members(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, set | frozenset):  # in an order of each process's own
+        yield from sorted(value, key=repr)
+    elif isinstance(value, np.ndarray):
+        yield from value.reshape(-1).tolist()
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, field.name) for field in fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        yield from vars(value).values()

@@ -1,0 +1,75 @@
+"""Runs that are over, as arms of a comparison: blocks of their steps in the place of rounds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outpace.experiment.results import steps_of
+from outpace.records.comparison import Arm, Experiment, Outcome
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import WARMUP_STEPS
+from outpace.records.run import RunRecord
+from outpace.records.settings import OF_A_RUN
+from outpace.training.run_dir import RUN_FILE
+
+_MOST_BLOCKS = 30
+NOT_IN_TURN = (
+    "These runs were not made in turn: what else the machine did, and what differs from one start "
+    "to the next, is part of every difference."
+)
+
+
+def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
+    """An arm for each run, with the settings in which they differ. Raises BadInputError."""
+    for run in runs:
+        if not (run / RUN_FILE).is_file():
+            raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")
+    given = [_repeat_settings(RunRecord.load(run / RUN_FILE)) for run in runs]
+    alike = {name for name in given[0] if all(one[name] == given[0][name] for one in given)}
+    names = _names(runs)
+    return Experiment.parse(
+        {
+            "common": {name: given[0][name] for name in sorted(alike)},
+            "arms": [
+                Arm(name=name, settings={k: v for k, v in one.items() if k not in alike})
+                for name, one in zip(names, given, strict=True)
+            ],
+            "price": price,
+            "in_turn": False,
+        },
+        "--runs",
+    )
+
+
+def _repeat_settings(record: RunRecord) -> dict[str, Any]:
+    """Return settings that train the same again, even if a launcher had started the processes."""
+    given = record.settings.model_dump(mode="json", exclude=set(OF_A_RUN))
+    world = record.plan.world_size
+    return given | ({"nproc": world} if world > 1 else {})
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Return the last parts of the paths if they differ, else the paths."""
+    last = [run.resolve().name for run in runs]
+    return last if len(set(last)) == len(last) else [str(run) for run in runs]
+
+
+def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
+    """Cut each run into as many blocks as the shortest has; a block's value is its median step."""
+    times = [[float(step["step_time_s"]) for step in steps_of(run)][WARMUP_STEPS:] for run in runs]
+    least = min(map(len, times))
+    if least == 0:
+        short = runs[times.index(min(times, key=len))]
+        raise BadInputError(
+            f"{short} has no more than {WARMUP_STEPS} steps, all of them warm-up: nothing can be "
+            "compared. Train it for more."
+        )
+    size = -(-least // _MOST_BLOCKS)
+    found = []
+    for number in range(least // size):
+        for run, arm, own in zip(runs, experiment.arms, times, strict=True):
+            value = median(own[number * size : (number + 1) * size])
+            where = str(run.resolve())  # found from wherever the result is read
+            found.append(Outcome(arm=arm.name, round=number, value=value, run=where))
+    return found

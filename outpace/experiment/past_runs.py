@@ -1,0 +1,253 @@
+"""The runs that lie in folders, whole or not: what can be read of each, without torch."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outpace.probing.utilisation.sampler import open_files
+from outpace.records.base import OnChange, Record
+from outpace.records.errors import BadInputError
+from outpace.records.lines import ChangedLineError, strip_checksum
+from outpace.records.measurement import Measurement, StepRecord
+from outpace.records.past import PastRun
+from outpace.records.plan import Plan
+from outpace.records.run import Failure, RunRecord
+from outpace.records.settings import TrainSettings
+from outpace.training.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE, RUN_FILE
+
+_DEFAULT = "default"  # where a setting came from that nobody gave
+# The end of a file of metrics: about a hundred steps.
+_TAIL_BYTES = 1 << 16
+# Of a run's record, what is worth asking for; what was used, where settings have what was asked.
+_OF_RECORD = (
+    "outpace", "commit", "identity", "parameters", "seq_len", "device", "threads", "train_data",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Past:
+    """A run's folder; `record` and `result` are None where it has none that can be read.
+
+    `failure`: why it ended before its last step, where that could still be written down.
+    """
+
+    folder: Path
+    row: PastRun
+    record: RunRecord | None = None
+    result: Measurement | None = None
+    failure: Failure | None = None
+
+    def value(self, name: str) -> Any:
+        """A figure, or a field of its plan or settings; None where it is not known."""
+        kind = field_owner(name)
+        record = self.record
+        owners: dict[type[Record], Record | None] = {
+            PastRun: self.row,
+            Plan: None if record is None else record.plan,
+            Measurement: self.result,
+            RunRecord: record,
+            TrainSettings: None if record is None else record.settings,
+        }
+        return None if kind is None else getattr(owners[kind], name, None)
+
+
+def field_owner(name: str) -> type[Record] | None:
+    """The record that has what runs are asked for by this name: results before what was asked."""
+    for kind in (PastRun, Plan, Measurement, RunRecord, TrainSettings):
+        if name in kind.model_fields and (kind is not RunRecord or name in _OF_RECORD):
+            return kind
+    return None
+
+
+def field_names() -> list[str]:
+    """All names that runs may be asked for."""
+    names = [*PastRun.model_fields, *Plan.model_fields, *Measurement.model_fields, *_OF_RECORD]
+    return list(dict.fromkeys([*names, *TrainSettings.model_fields]))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, or what is left of one."""
+    return (folder / RUN_FILE).exists() or (folder / METRICS_FILE).exists()
+
+
+def find(folders: Iterable[Path]) -> list[Past]:
+    """Every run in these folders and below them, newest first; of unknown time last."""
+    # Path.resolve raises where a link leads in a circle.
+    found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
+    runs = mark_running(found.values())
+    return sorted(runs, key=lambda one: one.row.started or "", reverse=True)
+
+
+def count(folders: Iterable[Path]) -> int:
+    """Count the runs in these folders and below them, without reading any."""
+    return sum(trouble is None for _, trouble in _places(folders))
+
+
+def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
+    """Folders of runs, and folders that cannot be looked into. A run holds no other runs."""
+    troubles: list[OSError] = []
+    for folder in folders:
+        for place, below, files in os.walk(folder, onerror=troubles.append):
+            if {RUN_FILE, METRICS_FILE} & {*below, *files}:
+                below.clear()
+                yield Path(place), None
+    for trouble in troubles:
+        yield Path(trouble.filename), trouble
+
+
+def read(folder: Path, trouble: OSError | None = None) -> Past:
+    """A run as its files have it; what cannot be read is said in its row, and raises nothing."""
+    if trouble is not None:
+        return Past(folder, _damaged_run(folder, f"cannot be looked into: {trouble.strerror}"))
+    changed: list[str] = []
+    try:
+        record = RunRecord.load(folder / RUN_FILE, changed.append)
+    except BadInputError as error:
+        return Past(folder, _damaged_run(folder, str(error)))
+    row = PastRun(
+        path=str(folder),
+        state="unfinished",
+        started=record.started,
+        model=record.settings.model,
+        strategy=record.plan.strategy,
+        mesh=record.plan.mesh,
+        precision=record.plan.precision,
+        asked=asked_settings(record),
+        processes=record.plan.world_size,
+        total_steps=record.total_steps,
+    )
+    try:
+        result = result_of(folder, record, changed.append)
+        figures = _of_result(result) if result is not None else _of_steps(folder, changed.append)
+        failure = _failure(folder) if result is None else None
+    except BadInputError as error:
+        damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
+        return Past(folder, damaged, record)
+    row = row.model_copy(update={**figures, "changed": tuple(changed)})
+    return Past(folder, row, record, result, failure)
+
+
+def _damaged_run(folder: Path, why: str) -> PastRun:
+    return PastRun(path=str(folder), state="damaged", damage=why)
+
+
+def result_of(
+    folder: Path, record: RunRecord, on_change: OnChange | None = None
+) -> Measurement | None:
+    """None where the run was not finished, or goes further now than it did then."""
+    path = folder / RESULT_FILE
+    if not path.exists():
+        return None
+    result = Measurement.load(path, on_change)
+    return result if result.steps == record.total_steps else None
+
+
+def _failure(folder: Path) -> Failure | None:
+    path = folder / FAILURE_FILE
+    return Failure.load(path) if path.exists() else None
+
+
+def _of_result(result: Measurement) -> dict[str, Any]:
+    names = ("steps", "step_time_s", "tokens_per_s", "mfu", "final_loss", "peak_memory_bytes")
+    return {"state": "done", **{name: getattr(result, name) for name in names}}
+
+
+def _of_steps(folder: Path, on_change: OnChange) -> dict[str, Any]:
+    """Medians over the latest steps."""
+    steps = latest_steps(folder / METRICS_FILE, on_change)
+    if not steps:
+        return {}
+    rates = {
+        name: [value for step in steps if (value := getattr(step, name)) is not None]
+        for name in ("step_time_s", "tokens_per_s", "mfu")
+    }
+    return {
+        **{name: median(values) if values else None for name, values in rates.items()},
+        "steps": steps[-1].step,
+        "final_loss": steps[-1].loss,
+        "peak_memory_bytes": steps[-1].peak_memory_bytes,
+    }
+
+
+def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepRecord]:
+    """The newest steps that are written down; of a last line that is cut short nothing.
+
+    Raises BadInputError for lines that are no steps, and for those that were changed since they
+    were written, which are left out where `on_change` takes that sentence.
+    """
+    steps: list[StepRecord] = []
+    try:
+        with path.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(begin)
+            lines = file.read(_TAIL_BYTES).split(b"\n")[bool(begin) : -1]
+        for line in lines:
+            try:
+                steps.append(StepRecord.parse(json.loads(strip_checksum(line)), str(path)))
+            except ChangedLineError as error:
+                if on_change is None:
+                    raise
+                on_change(f"{path}: of a line, {error}")
+        return steps
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{path} is damaged: {error}") from None
+
+
+def mark_running(runs: Iterable[Past]) -> list[Past]:
+    """Mark the runs that a process of this host is training."""
+    known = list(runs)
+    if all(one.row.state != "unfinished" for one in known):
+        return known
+    open_now = open_files()
+    return [_mark_if_running(one, open_now) for one in known]
+
+
+def _mark_if_running(one: Past, open_now: set[Path]) -> Past:
+    metrics = Path(os.path.realpath(one.folder / METRICS_FILE))
+    if one.row.state != "unfinished" or metrics not in open_now:
+        return one
+    return replace(one, row=one.row.model_copy(update={"state": "going on"}))
+
+
+def asked_settings(record: RunRecord) -> dict[str, Any]:
+    """Return the settings that a user, a file or a plan gave, and that are not the default."""
+    fields = TrainSettings.model_fields
+    return {
+        name: value
+        for name, value in record.settings
+        if value != fields[name].default and record.origins.get(name, _DEFAULT) != _DEFAULT
+    }
+
+
+def checkpoints(folder: Path) -> Sequence[Path]:
+    """Whole ones, newest first."""
+    whole = (folder / "checkpoints").glob("step-*/complete.json")
+    steps = [path.parent for path in whole if path.parent.name[5:].isdecimal()]
+    return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file and folder in a run's, by name."""
+    try:
+        return {path.name: _bytes(path) for path in sorted(folder.iterdir())}
+    except OSError:
+        return {}
+
+
+def _bytes(path: Path) -> int:
+    """Return the bytes of a file or folder; a running job may remove checkpoints meanwhile."""
+    total = 0
+    with suppress(OSError):
+        for one in path.rglob("*") if path.is_dir() else (path,):
+            with suppress(OSError):
+                total += one.stat().st_size if one.is_file() else 0
+    return total

@@ -1,0 +1,114 @@
+"""One strategy of several in the same job: what a step of it costs each rank."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outpace.jobs.defaults import resolve_plan
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.parallel import why_not
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan, Strategy
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.allocations import Allocations
+from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
+from outpace.training.timing import thread_busy_s
+from outpace.training.wire import Wire
+
+_WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made for
+
+
+@dataclass(frozen=True)
+class StepDuration:
+    """A step on this rank: its time, and for how long its main thread computed."""
+
+    seconds: float
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of a step of a strategy on this rank.
+
+    `sent_bytes` and `collectives` as `Wire` counts them. `peak_bytes` of tensors at any time,
+    `left_bytes` between two steps: weights, optimizer state, buffers.
+    """
+
+    sent_bytes: int
+    collectives: dict[str, int]
+    peak_bytes: int
+    left_bytes: int
+
+
+def plans(
+    strategy: Strategy, course: SyntheticTraining, ranks: Ranks, machine: Machine
+) -> Iterator[Plan | str]:
+    """Yield the plans that `outpace train` makes of a strategy's name, or the reason for a refusal.
+
+    Half of the ranks are parameter servers, since one server and three workers could not share a
+    global batch of a power of two; the other of their two ways comes second.
+    """
+    values = {
+        "strategy": strategy,
+        "global_batch": course.global_batch,
+        "precision": "fp32",
+        "servers": ranks.world_size // 2 if strategy == "ps" else None,
+    }
+    world = Ranks() if strategy == "single" else ranks
+    lacking = why_not(strategy, ranks, torch.device("cpu"))
+    if lacking is not None:
+        yield lacking
+        return
+    try:
+        settings = TrainSettings.parse(values, strategy)
+        plan = resolve_plan(settings, world, torch.device("cpu"), machine)
+    except BadInputError as error:
+        yield str(error)
+        return
+    yield plan
+    if strategy == "ps":
+        yield plan.model_copy(update={"server_updates": True})
+
+
+class StrategyRun:
+    """Plan that is laid out and ready to take steps. Ranks that it leaves out do nothing.
+
+    Every rank of the job must make one and call it in the same order.
+    """
+
+    def __init__(self, plan: Plan, course: SyntheticTraining, groups: Groups) -> None:
+        self.plan = plan
+        self._groups = groups
+        with Allocations() as allocated:
+            self._steps = SyntheticSteps(
+                plan, course, groups.ranks, torch.device("cpu"), groups.control
+            )
+            if groups.ranks.rank < plan.world_size:
+                for _ in range(_WARMUP_STEPS):
+                    self._steps.step()
+        wire = Wire()
+        with wire:
+            self._steps.step()
+        self.cost = StepCost(
+            wire.tally.bytes, dict(wire.tally.exchanges), allocated.peak_bytes, allocated.left_bytes
+        )
+
+    def step(self) -> StepDuration:
+        """Take one step, which all ranks begin together."""
+        dist.barrier(self._groups.control)
+        began_s, busy_s = time.perf_counter(), thread_busy_s()
+        self._steps.step()
+        return StepDuration(time.perf_counter() - began_s, thread_busy_s() - busy_s)
+
+
+def gather_from_ranks(groups: Groups, mine: Any) -> list[Any]:
+    """Return each rank's value, on every rank. Collective."""
+    said: list[Any] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, mine, group=groups.control)
+    return said

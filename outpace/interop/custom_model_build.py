@@ -1,0 +1,124 @@
+"""A custom model out of what the user's function returns, checked."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from outpace.interop.lazy_parameters import give_shapes
+from outpace.interop.own_file import failure
+from outpace.interop.own_model import OwnModel
+from outpace.records.errors import BadInputError, nearest
+
+_PARTS = tuple(field.name for field in fields(OwnModel))
+_IN_ORDER = _PARTS[:4]
+_RETURNS = (
+    "an nn.Module, (module, loss), (module, loss, dataset), (module, loss, dataset, eval_dataset) "
+    f"or a mapping with some of the keys {', '.join(_PARTS)}"
+)
+
+
+def build_own(build: Callable[[], Any]) -> OwnModel:
+    """Call a user's function and sort what it returns.
+
+    That may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the beginning of
+    one, a mapping with these keys, or an OwnModel. Raises BadInputError, with the file and line
+    where the function failed.
+    """
+    name = getattr(build, "__name__", "build")
+    try:
+        returned = build()
+    except BadInputError:
+        raise
+    except (Exception, SystemExit) as error:
+        code = getattr(build, "__code__", None)
+        raise BadInputError(
+            f"{name}() failed at {failure(error, getattr(code, 'co_filename', None))}"
+        ) from None
+    model = _to_record(returned, name)
+    if not isinstance(model.module, nn.Module):
+        raise BadInputError(
+            f"{name}() gave a {type(model.module).__name__} as the module; "
+            "it has to be an nn.Module"
+        )
+    _check_trainable(model, name)
+    _check_loss(model.loss, name)
+    _check_cuts(model, name)
+    for part in ("dataset", "eval_dataset"):
+        value = getattr(model, part)
+        if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+            raise BadInputError(
+                f"{name}() gave a {type(value).__name__} as the {part}; it has to be a "
+                "torch Dataset with a length (__len__ and __getitem__)"
+            )
+    give_shapes(model, name)
+    return model
+
+
+def _check_trainable(model: OwnModel, name: str) -> None:
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        raise BadInputError(
+            f"{name}() gave a {type(model.module).__name__} without a parameter that requires "
+            "gradients, so there is nothing to train"
+        )
+    if isinstance(model.loss, nn.Module):
+        inside = {id(parameter) for parameter in model.module.parameters()}
+        if any(id(parameter) not in inside for parameter in model.loss.parameters()):
+            raise BadInputError(
+                f"{name}() gave a {type(model.loss).__name__} as the loss, with parameters that "
+                "the module does not have, and only the module's are trained; put them into the "
+                "module"
+            )
+
+
+def _check_loss(loss: Any, name: str) -> None:
+    if loss is not None and not callable(loss):
+        raise BadInputError(
+            f"{name}() gave a {type(loss).__name__} as the loss; it has to be a function "
+            "loss(module, batch) that returns the mean loss, or (sum of losses, count)"
+        )
+    if isinstance(loss, nn.modules.loss._Loss):
+        raise BadInputError(
+            f"{name}() gave {type(loss).__name__} as the loss, which takes outputs and "
+            "targets; give a function loss(module, batch) that calls it"
+        )
+
+
+def _check_cuts(model: OwnModel, name: str) -> None:
+    """Refuse `blocks`, `layouts` or `sync_batchnorm` of another kind than parallelize takes."""
+    blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
+    parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
+    flat = [one for part in parts for one in ([part] if isinstance(part, str) else part)]
+    if isinstance(blocks, str) or not all(isinstance(one, str) for one in flat):
+        raise BadInputError(
+            f"{name}() gave {blocks!r} as blocks; they are a list of names of the module's parts, "
+            "or a list of such lists, one for each stage of a pipeline"
+        )
+    if layouts is not None and not isinstance(layouts, Mapping):
+        raise BadInputError(
+            f"{name}() gave a {type(layouts).__name__} as layouts; they are a mapping of patterns "
+            'of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}'
+        )
+    if not isinstance(sync, bool):
+        raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it is True or False")
+
+
+def _to_record(returned: Any, name: str) -> OwnModel:
+    if isinstance(returned, OwnModel):
+        return returned
+    if isinstance(returned, nn.Module):
+        return OwnModel(returned)
+    if isinstance(returned, Mapping):
+        unknown = [str(key) for key in returned if key not in _PARTS]
+        if unknown:
+            raise BadInputError(
+                f"{name}() returned the unknown key {unknown[0]!r}."
+                f"{nearest(unknown[0], _PARTS)} Keys: {', '.join(_PARTS)}"
+            )
+        if "module" not in returned:
+            raise BadInputError(f"{name}() returned a mapping without 'module'")
+        return OwnModel(**returned)
+    if isinstance(returned, tuple) and 1 <= len(returned) <= len(_IN_ORDER):
+        return OwnModel(*returned)
+    raise BadInputError(f"{name}() returned a {type(returned).__name__}; it has to be {_RETURNS}")

@@ -1,0 +1,113 @@
+"""The weights of a custom model on disk, beside the name of the function that builds it."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from outpace.interop.custom_model_build import build_own
+from outpace.interop.folder import whole_folder
+from outpace.interop.own_file import load_function, require_named
+from outpace.interop.own_model import OwnModel
+from outpace.interop.weights import SINGLE, require_numbers
+from outpace.nn.extra_state import is_extra_state, pack, unpack
+from outpace.records.checksums import require_readable
+from outpace.records.errors import BadInputError
+
+OWN_FILE = "model.json"
+EXTRA_STATE_FILE = "extra_state.pt"  # what parts return from get_extra_state, by name
+
+
+def write_own(directory: Path, module: nn.Module, reference: str) -> None:
+    """Write the weights (model.safetensors) and what builds the module (model.json).
+
+    What parts of it return from `get_extra_state` lies in extra_state.pt. Shared tensors are
+    written once. `reference` is 'file.py:function' or another name; a file's path is made absolute.
+    Raises BadInputError when the file system refuses.
+    """
+    file, _, function = reference.rpartition(":")
+    if file.endswith(".py"):
+        reference = f"{Path(file).expanduser().resolve()}:{function}"
+    described = {
+        "reference": reference,
+        "class": f"{type(module).__module__}.{type(module).__qualname__}",
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+    }
+    with whole_folder(directory, OWN_FILE) as temporary:
+        _save_weights(module, temporary / SINGLE)
+        extra = {n: value for n, value in module.state_dict().items() if is_extra_state(n)}
+        if extra:
+            torch.save(pack(extra), temporary / EXTRA_STATE_FILE)
+        text = json.dumps(described, indent=2) + "\n"
+        (temporary / OWN_FILE).write_text(text, encoding="utf-8")
+
+
+def _save_weights(module: nn.Module, path: Path) -> None:
+    try:
+        safetensors.torch.save_model(module, str(path))
+    except (RuntimeError, AttributeError):
+        # Views that overlap in part, or state that is no tensor: each tensor for itself, then.
+        tensors = {
+            name: value.detach().clone(memory_format=torch.contiguous_format)
+            for name, value in module.state_dict().items()
+            if isinstance(value, Tensor)
+        }
+        safetensors.torch.save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def _load_weights(module: nn.Module, path: Path) -> None:
+    require_readable(path)
+    stored = safetensors.torch.load_file(str(path))
+    for name, tensor in stored.items():
+        require_numbers(tensor, f"{path}: {name}")
+    extra = path.with_name(EXTRA_STATE_FILE)
+    if extra.exists():
+        require_readable(extra)
+        stored |= unpack(torch.load(extra, weights_only=True), torch.device("cpu"))
+    missing, unexpected = module.load_state_dict(stored, strict=False)
+    tensors = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
+    # Tensors that share memory were written once, under one of their names.
+    loaded = {t.untyped_storage().data_ptr() for name, t in tensors.items() if name in stored}
+    lacking = [
+        name
+        for name in missing
+        if name in tensors and tensors[name].untyped_storage().data_ptr() not in loaded
+    ]
+    if lacking or unexpected:
+        raise RuntimeError(f"missing {lacking}, unexpected {unexpected}")
+
+
+def read_own(directory: Path) -> Callable[[], OwnModel]:
+    """Return a function that builds the module that `write_own` wrote, with its weights.
+
+    Raises BadInputError, also for code that the user has not named.
+    """
+    path = directory / OWN_FILE
+    try:
+        reference = json.loads(path.read_text(encoding="utf-8"))["reference"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{path} cannot be read: {error!r}") from None
+    if not reference.rpartition(":")[0].endswith(".py"):
+        raise BadInputError(
+            f"{directory} holds a model that was built in Python ({reference!r}), not by a file; "
+            f"load {directory / SINGLE} into it with safetensors.torch.load_model"
+        )
+    require_named(reference, path)
+    build = load_function(reference)
+
+    def build_restored() -> OwnModel:
+        own = build_own(build)
+        try:
+            _load_weights(own.module, directory / SINGLE)
+        except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+            raise BadInputError(
+                f"the weights in {directory} do not fit what {reference} builds: {error}"
+            ) from None
+        return own
+
+    return build_restored

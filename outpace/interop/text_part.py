@@ -1,0 +1,35 @@
+"""The text part of a transformers model that also sees or hears: its decoder and its head."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class TextPart(nn.Module):
+    """The language model inside of `whole`, with the head over its vocabulary.
+
+    Raises AttributeError where `whole` says of neither which it is.
+    """
+
+    def __init__(self, whole: Any, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        inner = getattr(whole, "model", whole)
+        found = getattr(whole, "language_model", None) or getattr(inner, "language_model", None)
+        decoder = found if found is not None else whole.get_decoder()
+        if getattr(decoder, "lm_head", None) is not None:  # a language model with its head
+            decoder = decoder.get_decoder()
+        self.model = decoder
+        self.lm_head = whole.get_output_embeddings()
+
+    def get_input_embeddings(self) -> Any:
+        """Return the embedding of tokens."""
+        return self.model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (B, S, V) of tokens (B, S); the last hidden states where there is no head."""
+        hidden_BSD: Tensor = self.model(input_ids=input_ids)[0]
+        if self.lm_head is None:
+            return hidden_BSD
+        logits_BSV: Tensor = self.lm_head(hidden_BSD)
+        return logits_BSV

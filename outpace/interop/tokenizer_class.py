@@ -1,0 +1,195 @@
+"""Differences between transformers' class of a tokenizer and its tokenizer.json."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from outpace.data.isolation import call_isolated
+from outpace.data.tokenizer import Tokenizer
+from outpace.interop.config import CONFIG_FILE, quiet_transformers
+from outpace.records.base import keep_memo
+from outpace.records.errors import BadInputError, shorten
+
+# Classes that read tokenizer.json as it is.
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Trained families whose tokenizers transformers 5 builds by their own class, whatever the files
+# name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+_BY_FAMILY = frozenset({"qwen2"})
+_CONFIG = "tokenizer_config.json"
+# Of a tokenizer's largest files (vocab.json, tokenizer.model); what is larger holds weights.
+_FILE_BYTES = 64 << 20
+# Where patterns, normalizers and blanks before words differ between families.
+_PROBES = (
+    "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
+    "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
+)  # fmt: skip
+# By far more than reading twelve short texts takes, loading transformers included.
+_PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
+
+
+def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
+    """Say where transformers reads the tokenizer in `path` otherwise than it was read here."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
+        return None
+    specials = list(tokenizer.special_tokens)
+    probes = (*_PROBES, *(f"a{name} b" for name in specials[:4]))
+    found = _find_once(
+        cache_dir, tokenizer, _contents(folder), partial(_differ, folder, tokenizer, probes)
+    )
+    if found is None:
+        return None
+    return (
+        f"transformers {version('transformers')} reads the tokenizer in {folder} by its class "
+        f"{found['class']}, otherwise than its tokenizer.json, which outpace follows and exports: "
+        f"{_quote_ids(found)}. If the model learnt the ids of tokenizer.json, as with transformers "
+        "4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learnt the class's, "
+        "first replace the files: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    )
+
+
+def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) -> str | None:
+    """Say where transformers will read the exported tokenizer of such a model otherwise."""
+    if model_type not in _BY_FAMILY:
+        return None
+    probes = (*_PROBES, *(f"a{name} b" for name in list(tokenizer.special_tokens)[:4]))
+    work = partial(_export_differ, tokenizer, model_type, probes)
+    found = _find_once(cache_dir, tokenizer, [model_type.encode()], work)
+    if found is None:
+        return None
+    return (
+        f"AutoTokenizer of transformers {version('transformers')} will read the exported tokenizer "
+        f"by the class {found['class']}, as of every {model_type} model, otherwise than this run: "
+        f"{_quote_ids(found)}. Load it with PreTrainedTokenizerFast.from_pretrained(DIR) instead"
+    )
+
+
+def has_class_by_family(family: str | None) -> bool:
+    """Whether transformers builds every tokenizer of the family by one class."""
+    return family in _BY_FAMILY
+
+
+def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
+    """Normalize and cut texts as transformers' class of Qwen 2 does, whatever the files say."""
+    from transformers import Qwen2Tokenizer
+
+    with quiet_transformers():
+        frame = Qwen2Tokenizer().backend_tokenizer
+    inner.normalizer, inner.pre_tokenizer = frame.normalizer, frame.pre_tokenizer
+
+
+def _names_class(folder: Path) -> bool:
+    """Whether transformers may build the tokenizer by a class of its own."""
+    told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
+    named = told.get("tokenizer_class") or config.get("tokenizer_class")
+    if named is None:  # then by the model's type; without one it is not read at all
+        return config.get("model_type") is not None
+    return named not in _GENERIC or config.get("model_type") in _BY_FAMILY
+
+
+def _values(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    with suppress(OSError, ValueError):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return told if isinstance(told, dict) else {}
+    return {}
+
+
+def _contents(folder: Path) -> list[bytes]:
+    """Names and contents of the files that a class may read, which differ between classes."""
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    small = (path for path in files if path.stat().st_size <= _FILE_BYTES)
+    return [part for path in small for part in (os.fsencode(path.name), _content(path))]
+
+
+def _content(path: Path) -> bytes:
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def _find_once(
+    cache_dir: Path, tokenizer: Tokenizer, key: list[bytes], work: "partial[dict[str, Any] | None]"
+) -> dict[str, Any] | None:
+    """The difference, by what is kept of an equal question: transformers takes seconds to load."""
+    digest = blake2b(digest_size=16)
+    versions = (version(name).encode() for name in ("transformers", "tokenizers"))
+    for part in (tokenizer.fingerprint.encode(), *versions, *key):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    memo = cache_dir / "tokenizer_classes" / f"{digest.hexdigest()}.json"
+    with suppress(OSError, ValueError):
+        kept = json.loads(memo.read_text(encoding="utf-8"))
+        if isinstance(kept, dict) and (kept.keys() >= {"class", "text"} or not kept):
+            return kept or None
+    try:
+        found = call_isolated(work, _PROBE_CPU_S, _PROBE_BYTES)
+    except BadInputError:  # it fails, or takes too long or too much memory: nothing is known
+        return None
+    keep_memo(memo, json.dumps(found or {}))
+    return found
+
+
+def _export_differ(
+    tokenizer: Tokenizer, model_type: str, probes: tuple[str, ...]
+) -> dict[str, Any] | None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        tokenizer.save(folder)
+        (folder / CONFIG_FILE).write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+        return _differ(folder, tokenizer, probes)
+
+
+def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
+    """The first text with other ids, or other ids around it.
+
+    Raises BadInputError where transformers reads no such tokenizer, or not all texts with it, and
+    the others have the same ids.
+    """
+    from transformers import AutoTokenizer
+
+    with quiet_transformers():
+        try:
+            theirs = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # of any library behind it
+            raise BadInputError(f"{folder}: transformers reads no tokenizer: {error}") from None
+        failed = None
+        for text in probes:
+            try:
+                found = _differ_in(text, tokenizer, theirs)
+            except Exception as error:  # as above
+                failed = BadInputError(f"{folder}: transformers cannot encode {text!r}: {error}")
+                continue
+            if found is not None:
+                return found
+    if failed is not None:
+        raise failed
+    return None
+
+
+def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] | None:
+    """Ids of a text, alone and with those around it, where transformers has others."""
+    pairs = (
+        (tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]),
+        (tokenizer.inner.encode(text).ids, theirs(text)["input_ids"]),
+    )
+    for here, there in pairs:
+        if here != there:
+            return {"class": type(theirs).__name__, "text": text, "here": here, "there": there}
+    return None
+
+
+def _quote_ids(found: Mapping[str, Any]) -> str:
+    """The text and its ids by both."""
+    here, there = (shorten(str(found[side]), 60) for side in ("here", "there"))
+    return f"{found['text']!r} is {here} here and {there} there"

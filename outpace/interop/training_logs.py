@@ -1,0 +1,451 @@
+"""Logs of trainers, read as they write them: step time, throughput, memory and layout.
+
+Formats, by the code that writes them: torchtitan, `torchtitan/components/metrics.py` (`log`),
+`distributed/parallel_dims.py` and `train.py`; Megatron-LM, `megatron/training/training.py`
+(`training_log`) and `arguments.py` (`_print_args`), which Megatron-Bridge keeps; DeepSpeed,
+`deepspeed/utils/timer.py` (`ThroughputTimer.stop`) and `runtime/config.py` (`print`); nanotron,
+`src/nanotron/trainer.py` (`train_step_logs`) and `logging/base.py` (`human_format`); transformers,
+`trainer_utils.speed_metrics` and trainer_state.json; outpace, run.json and metrics.jsonl.
+"""
+
+import json
+import re
+import statistics
+from ast import literal_eval
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+from outpace.records.base import read_object
+from outpace.records.errors import BadInputError, shorten
+from outpace.records.measurement import WARMUP_STEPS
+from outpace.records.run import RunRecord
+from outpace.records.training_log import LoggedRun
+
+_MOST_BYTES = 2**30
+_EVAL = re.compile(r"eval\w*_runtime$")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# A number, not the beginning of what is none ("1.2.3").
+_NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
+# No time, rate or memory is outside: such figures are damaged lines.
+_LEAST, _MOST = 1e-12, 1e18
+_GIB, _MIB = 2**30, 2**20
+_STATE = "trainer_state.json"
+_TRAINERS = "outpace, torchtitan, Megatron-LM, Megatron-Bridge, DeepSpeed, transformers, nanotron"
+
+
+def read_log(path: Path) -> LoggedRun:
+    """Read a log, or a run's folder. Raises BadInputError where no trainer's steps are in it."""
+    if path.is_dir():
+        return _read_folder(path)
+    if path.name in ("metrics.jsonl", "run.json"):
+        return _read_outpace(path.parent)
+    text = _read_text(path)
+    if path.name == _STATE or (text.lstrip()[:1] == "{" and '"log_history"' in text):
+        return _read_trainer_state(path)
+    for reader in (_torchtitan, _nanotron, _megatron, _deepspeed, _trainer):
+        found = reader(text.splitlines())
+        if found is not None:
+            return LoggedRun.parse({**found, "log": _log_name(path)}, str(path))
+    raise BadInputError(
+        f"{path}: no steps of a trainer that is known are in it. Known are logs of {_TRAINERS}; "
+        "give the console's output, trainer_state.json, or the folder of a run."
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise BadInputError(
+                f"{path} is larger than {_MOST_BYTES // 2**20} MiB. Give the part with some "
+                "hundred steps, and what was printed before the first."
+            )
+        return _COLOURS.sub("", path.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read_folder(path: Path) -> LoggedRun:
+    if (path / "run.json").is_file():
+        return _read_outpace(path)
+    states = sorted(path.glob(f"**/{_STATE}"), key=lambda one: one.stat().st_mtime)
+    if states:
+        return _read_trainer_state(states[-1])
+    raise BadInputError(
+        f"{path} holds neither run.json (outpace) nor trainer_state.json (transformers). Give the "
+        "file with the console's output."
+    )
+
+
+def _number(text: str) -> float | None:
+    """Return what a text says; None: nothing that a run can have."""
+    value = float(text.replace(",", ""))
+    return value if value == 0 or _LEAST < value < _MOST else None
+
+
+def _steady(values: Sequence[float]) -> float | None:
+    """The median of what was logged after the first entry, which has start-up in it."""
+    return statistics.median(values[1:] if len(values) > 1 else values) if values else None
+
+
+def _find_numbers(pattern: str, lines: Iterable[str]) -> list[float]:
+    compiled = re.compile(pattern)
+    found = (_number(match[1]) for line in lines if (match := compiled.search(line)))
+    return [value for value in found if value is not None]
+
+
+def _last(pattern: str, lines: Iterable[str]) -> int | None:
+    found = _find_numbers(pattern, lines)
+    return int(found[-1]) if found else None
+
+
+def _read_outpace(path: Path) -> LoggedRun:
+    record = RunRecord.load(path / "run.json")
+    rows = []
+    for line in _read_text(path / "metrics.jsonl").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed run
+        if isinstance(row, dict) and _is_possible(row.get("step_time_s")):
+            rows.append(row)
+    steady = rows[WARMUP_STEPS:] if len(rows) > 2 * WARMUP_STEPS else rows
+    if not steady:
+        raise BadInputError(f"{path}: the run has no steps yet.")
+    told = [row.get("peak_memory_bytes") for row in rows]
+    memory = [int(value) for value in told if _is_possible(value)]
+    settings = record.settings
+    return LoggedRun(
+        trainer="outpace", log=path.resolve().name, steps=len(steady),
+        step_time_s=statistics.median(row["step_time_s"] for row in steady),
+        peak_memory_bytes=max(memory, default=None), seq_len=record.seq_len,
+        global_batch=settings.global_batch, world_size=record.plan.world_size, plan=record.plan,
+        parameters=record.parameters,
+        memory_kind="allocated" if record.device.startswith("cuda") else "resident",
+    )  # fmt: skip
+
+
+def _is_possible(value: object) -> TypeGuard[float]:
+    """Whether it is a number that a run can have."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return _LEAST < value < _MOST
+
+
+def _torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
+    step = re.compile(
+        rf"step:\s*(\d+)\s+loss:\s*\S+.*memory:\s*{_NUMBER}GiB\([^)]*\)\s+tps:\s*{_NUMBER}"
+    )
+    matches = [match for line in lines if (match := step.search(line))]
+    told = [(_number(match[2]), _number(match[3])) for match in matches]
+    found = [(gib, rate) for gib, rate in told if gib is not None and rate is not None]
+    if not found:
+        return None
+    text = "\n".join(lines)
+    batch = re.search(
+        r"local batch size (\d+), global batch size (\d+), gradient accumulation steps \d+, "
+        r"sequence length (\d+)", text
+    )  # fmt: skip
+    values = batch.groups() if batch else (None, None, None)
+    return {
+        "trainer": "torchtitan",
+        "steps": max(1, len(found) - 1),
+        "tokens_per_s_per_device": _steady([rate for _, rate in found]),
+        "peak_memory_bytes": int(max(gib for gib, _ in found) * _GIB),
+        "memory_kind": "reserved",
+        **dict(zip(("micro_batch", "global_batch", "seq_len"), values, strict=True)),
+        **_torchtitan_mesh(text),
+    }
+
+
+def _torchtitan_mesh(text: str) -> dict[str, int]:
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    named = re.search(r"device mesh with parallelism: (.*)", text)
+    if named is not None:
+        pairs = re.findall(r"(\w+)=(\d{1,9})\b", named[1])
+    else:
+        older = re.search(r"Building \d+-D device mesh with (\[.*?\]), (\[.*?\])", text)
+        if older is None:
+            return {}
+        try:
+            pairs = list(zip(literal_eval(older[1]), literal_eval(older[2]), strict=True))
+        except (ValueError, SyntaxError):
+            return {}
+    sizes = {name: int(size) for name, size in pairs if name in axes}
+    world = 1
+    for name, size in sizes.items():
+        world *= size if name != "ep" else 1
+    return {**sizes, "world_size": world}
+
+
+# Megatron's names of arguments, as _print_args writes them: "  seq_length ........ 4096".
+_MEGATRON: Mapping[str, str] = MappingProxyType(
+    {
+        "seq_length": "seq_len",
+        "global_batch_size": "global_batch",
+        "micro_batch_size": "micro_batch",
+        "world_size": "world_size",
+        "tensor_model_parallel_size": "tp",
+        "pipeline_model_parallel_size": "pp",
+        "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep",
+        "expert_tensor_parallel_size": "expert_tp",
+    }
+)
+
+
+def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
+    times = _find_numbers(rf"elapsed time per iteration \(ms\):\s*{_NUMBER}", lines)
+    if not times:
+        return None
+    found = dict(_find_settings(lines, _MEGATRON))
+    batch = _last(r"global batch size:\s*(\d+)", lines)
+    memory = _find_numbers(rf"max allocated:\s*{_NUMBER}", lines)
+    return {
+        "trainer": "megatron",
+        "steps": max(1, len(times) - 1),
+        "step_time_s": (_steady(times) or 0.0) / 1e3,
+        "peak_memory_bytes": int(max(memory) * _MIB) if memory else None,
+        "pp_schedules_all": True,
+        **found,
+        **({"global_batch": batch} if batch else {}),
+        **_megatron_options(lines, found),
+    }
+
+
+def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[str, Any]:
+    """Read what Megatron's arguments say of sharding, experts and recomputation."""
+    words = re.compile(r"(\w+) \.{2,} (\w+)\s*$")
+    said = {match[1]: match[2] for line in lines if (match := words.search(line))}
+    options: dict[str, Any] = {}
+    notes = []
+    sharded = said.get("use_distributed_optimizer")
+    if sharded in ("True", "False"):
+        options["zero"] = int(sharded == "True")
+    if found.get("ep", 1) > 1 and not options.get("zero"):
+        options["zero"] = 1
+        notes.append(
+            "Megatron had whole optimizer states beside shared-out experts; planned are sharded "
+            "ones (ZeRO-1), which need less memory."
+        )
+    if found.get("expert_tp", found.get("tp", 1)) != found.get("tp", 1):
+        notes.append(
+            f"Megatron cut experts by tensor parallelism {found['expert_tp']} times, other layers "
+            f"{found.get('tp', 1)} times; the plan cuts both alike, or experts not where ep takes "
+            "in the ranks of tp."
+        )
+    granularity = said.get("recompute_granularity")
+    if granularity == "full":
+        options["checkpointing"] = "full"
+        if said.get("recompute_method") == "block":
+            notes.append(
+                f"the first {said.get('recompute_num_layers')} blocks of each stage were "
+                "recomputed; planned are all. Say --layout checkpoint_every=K for each K-th."
+            )
+    elif granularity == "selective":
+        notes.append(
+            "Megatron recomputed some modules (recompute_granularity selective), which no mode of "
+            "outpace equals; planned is none. Say --layout checkpointing=selective or attention."
+        )
+    return {**options, "notes": tuple(notes)}
+
+
+def _find_settings(lines: Iterable[str], names: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Settings that a trainer prints with dots between name and value."""
+    pattern = re.compile(r"(\w+) \.{2,} (\d{1,15})\s*$")
+    for line in lines:
+        match = pattern.search(line)
+        if match and match[1] in names:
+            yield names[match[1]], int(match[2])
+
+
+_DEEPSPEED: Mapping[str, str] = MappingProxyType(
+    {
+        "train_batch_size": "global_batch",
+        "train_micro_batch_size_per_gpu": "micro_batch",
+        "world_size": "world_size",
+    }
+)
+
+
+def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
+    rates = _find_numbers(rf"CurrSamplesPerSec={_NUMBER}", lines)
+    if not rates:
+        return None
+    most = max(_find_numbers(rf"MaxMemAllocated={_NUMBER}GB", lines), default=0.0)
+    found = dict(_find_settings(lines, _DEEPSPEED))
+    stage = _last(r'(?:"stage": |stage=<ZeroStageEnum\.\w+: )(\d)', lines)
+    return {
+        "trainer": "deepspeed",
+        "steps": max(1, len(rates) - 1),
+        "samples_per_s": _steady(rates),
+        "peak_memory_bytes": int(most * _GIB) or None,
+        **({} if stage is None else {"zero": stage}),
+        **{name: value for name, value in found.items() if value},
+    }
+
+
+def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
+    human = rf"{_NUMBER}([KMBT]?)"
+    times = _human(rf"elapsed_time_per_iteration_ms: {human}", lines)
+    if not times:
+        return None
+    total = _human(rf"tokens_per_sec: {human}", lines)
+    each = _human(rf"tokens_per_sec_per_gpu: {human}", lines)
+    batch = _human(rf"global_batch_size: {human}", lines)
+    found: dict[str, Any] = {}
+    if total and each and each[-1]:
+        found["world_size"] = max(1, round(total[-1] / each[-1]))
+    if batch:
+        found["global_batch"] = round(batch[-1])
+    sizes = "\n".join(lines)
+    for name in ("tp", "pp"):
+        match = re.search(rf"\b{name}=(\d{{1,9}})\b", sizes)
+        if match:
+            found[name] = int(match[1])
+    return {
+        "trainer": "nanotron",
+        "steps": max(1, len(times) - 1),
+        "step_time_s": (_steady(times) or 0.0) / 1e3,
+        "tokens_per_s_per_device": _steady(each) or None,
+        **found,
+    }
+
+
+def _human(pattern: str, lines: Iterable[str]) -> list[float]:
+    """Numbers as nanotron writes them: 1.05M."""
+    powers = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    compiled = re.compile(pattern)
+    matches = [match for line in lines if (match := compiled.search(line))]
+    found = [(_number(match[1]), powers[match[2]]) for match in matches]
+    return [value * power for value, power in found if value is not None]
+
+
+_RESUMED = (
+    "Trainer divides the time since it was started by all steps: of a run that was resumed the "
+    "step is longer than this."
+)
+
+
+def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
+    """The last line of a Trainer's console: numbers, or in version 5 numbers as texts."""
+    value = rf"'?{_NUMBER}'?"
+    ends = [place for place, line in enumerate(lines) if "'train_steps_per_second'" in line]
+    rate = _find_numbers(rf"'train_steps_per_second': {value}", lines)
+    if not rate or not rate[-1]:
+        return None
+    samples = _find_numbers(rf"'train_samples_per_second': {value}", lines)
+    time = _find_numbers(rf"'train_runtime': {value}", lines)
+    steps = rate[-1] * time[-1] if time else 1
+    batch = _batch(samples[-1] if samples else None, rate[-1])
+    inside = lines[ends[-2] + 1 if len(ends) > 1 else 0 : ends[-1]]
+    evaluations = _find_numbers(rf"'eval\w*_runtime': {value}", inside)
+    runtime = time[-1] if time else steps / rate[-1]
+    spent, notes = _subtract_evaluations(runtime, evaluations, "the console's output")
+    return {
+        "trainer": "trainer",
+        "steps": max(1, round(steps)),
+        "step_time_s": spent / steps,
+        "global_batch": batch,
+        "notes": (_RESUMED, *notes),
+    }
+
+
+def _subtract_evaluations(
+    runtime_s: float, evaluations_s: Sequence[float], where: str
+) -> tuple[float, tuple[str, ...]]:
+    """Return the seconds of Trainer's runtime without those of evaluations in it, and a note."""
+    if not evaluations_s:
+        return runtime_s, ()
+    total = sum(evaluations_s)
+    count = f"{len(evaluations_s)} evaluation{'' if len(evaluations_s) == 1 else 's'}"
+    if total >= runtime_s:
+        raise BadInputError(
+            f"{where}: {count} took {total:,.6g} s, but train_runtime, which they are in, is "
+            f"{runtime_s:,.6g} s. Was the run resumed? Then train_runtime is of its last part "
+            "alone: give the log of a run that was not."
+        )
+    note = (
+        f"{count} took {total:,.6g} s of the {runtime_s:,.6g} s that Trainer timed "
+        "(train_runtime): they are left out of the step."
+    )
+    return runtime_s - total, (note,)
+
+
+def _batch(samples_per_s: float | None, steps_per_s: float) -> int | None:
+    """Samples of a step, where their rates are exact enough to tell: both have three decimals."""
+    if samples_per_s is None or steps_per_s < 0.1:
+        return None
+    return max(1, round(samples_per_s / steps_per_s))
+
+
+def _read_trainer_state(path: Path) -> LoggedRun:
+    values = read_object(path)
+    history = values.get("log_history")
+    if not isinstance(history, list):
+        raise BadInputError(f"{path} has no log_history: it is no trainer_state.json.")
+    rows = [row for row in history if isinstance(row, dict)]
+    ends = [place for place, row in enumerate(rows) if "train_runtime" in row]
+    if not ends:
+        raise BadInputError(
+            f"{path}: the run was not finished when this was written, and Trainer times no single "
+            "steps. Give the trainer_state.json of the output folder, which is written at the end, "
+            "or the console's output."
+        )
+    last = rows[ends[-1]]
+    runtime = _seconds(last, "train_runtime", path)
+    steps = values.get("global_step")
+    if not isinstance(steps, int) or not _is_possible(steps):
+        raise BadInputError(
+            f"{path}: global_step is {_show_value(steps)}; it has to be a number of steps, 1 or "
+            "more."
+        )
+    samples = last.get("train_samples_per_second")
+    batch = round(samples * runtime / steps) if _is_possible(samples) else 0
+    # Steps that an earlier end of the run has behind it are not in the time of the last one.
+    before = rows[ends[-2]].get("step") if len(ends) > 1 else 0
+    if isinstance(before, int) and 0 < before < steps:
+        steps -= before
+    inside = rows[ends[-2] + 1 if len(ends) > 1 else 0 : ends[-1]]
+    evaluations = [_seconds(row, name, path) for row in inside for name in row if _EVAL.match(name)]
+    spent, notes = _subtract_evaluations(runtime, evaluations, str(path))
+    return LoggedRun.parse(
+        {
+            "trainer": "trainer",
+            "log": _folder_name(path.resolve().parent) if path.name == _STATE else _log_name(path),
+            "steps": steps,
+            "step_time_s": spent / steps,
+            "global_batch": batch if batch > 0 else None,
+            "micro_batch": values.get("train_batch_size") or None,
+            "notes": ((_RESUMED,) if len(ends) == 1 else ()) + notes,
+        },
+        str(path),
+    )
+
+
+def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
+    """A time in a row of log_history. Raises BadInputError, naming it, for what is none."""
+    value = row[name]
+    if _is_possible(value):
+        return value
+    raise BadInputError(
+        f"{path}: {name} in log_history is {_show_value(value)}; it has to be a number of seconds "
+        "above 0. Is the file damaged? Then give the console's output."
+    )
+
+
+def _show_value(value: object) -> str:
+    """The value as JSON has it."""
+    return shorten(json.dumps(value))
+
+
+def _log_name(path: Path) -> str:
+    """ "run-7/console.log": in every run's folder logs have such names."""
+    return f"{path.resolve().parent.name}/{path.name}"
+
+
+def _folder_name(path: Path) -> str:
+    """ "out", or "out/checkpoint-40": every run has checkpoints of such names."""
+    inside = path.name.startswith("checkpoint-")
+    return f"{path.parent.name}/{path.name}" if inside else path.name

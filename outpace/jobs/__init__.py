@@ -1,0 +1,1 @@
+"""Work of one rank, from settings to a result."""

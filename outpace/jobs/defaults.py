@@ -1,0 +1,381 @@
+"""Defaults of a run: device, layout, length and folder, from what was asked for."""
+
+import math
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.models import names_code
+from outpace.records.compiled import COMPILED, graph_obstacle
+from outpace.records.errors import BadInputError
+from outpace.records.hardware import Accelerator
+from outpace.records.machine import Machine
+from outpace.records.optimizers import LEVELS, Precision, default_optimizer
+from outpace.records.pipelines import default_microbatches
+from outpace.records.plan import (
+    AXES,
+    POWERSGD_LEAST_START,
+    Axis,
+    Plan,
+    ProductSchedule,
+    Strategy,
+    count_servers,
+    fill_axes,
+    schedule_of,
+)
+from outpace.records.ranks import Ranks
+from outpace.records.settings import DEFAULT_SEQ_LEN, TrainSettings
+from outpace.training.precision import default_precision
+from outpace.training.run_dir import RUN_FILE
+from outpace.training.schedule import warmup_steps
+
+DEFAULT_STEPS = 70
+# Of evaluations, where nothing is said: whatever the global batch is, so that runs compare.
+DEFAULT_EVAL_SAMPLES = 128
+DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
+RANDOM_LR = 1e-3
+STORED_LR = 5e-5  # what transformers.Trainer takes too
+LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: for 7B and 13B
+# Of those whose steps are not of AdamW's size, in units of its learning rate: Adafactor's is
+# relative to a weight's size, SGD's to a gradient's.
+LR_FACTORS: Mapping[str, float] = {"adafactor": 30.0, "sgd": 100.0}
+
+
+def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
+    """The device of this rank. Raises BadInputError for what the machine does not have."""
+    choice = settings.device
+    if choice == "auto":
+        if torch.cuda.is_available():
+            choice = "cuda"
+        elif torch.backends.mps.is_available() and ranks.world_size == 1:
+            choice = "mps"
+        else:
+            choice = "cpu"
+    if choice == "cuda":
+        return _cuda(ranks)
+    if choice == "mps" and not torch.backends.mps.is_available():
+        raise BadInputError("--device mps: this machine has no Metal device. Use --device cpu.")
+    if choice == "mps" and ranks.world_size > 1:
+        raise BadInputError("--device mps trains on one process only. Use --nproc 1.")
+    for name in ("pin_memory", "memory_snapshot"):
+        if getattr(settings, name):
+            flag = "--" + name.replace("_", "-")
+            raise BadInputError(f"{flag} needs a CUDA device, but the device is {choice}.")
+    return torch.device(choice)
+
+
+def _cuda(ranks: Ranks) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise BadInputError("--device cuda: no CUDA device is visible. Use --device cpu.")
+    if ranks.local_rank >= count:
+        raise BadInputError(
+            f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
+            f"process needs one. Use --nproc {count} or --device cpu; where a launcher shows each "
+            "process a device of its own (srun --gpus-per-task), have it show all of the host's "
+            "(--gpus-per-node)."
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def with_axes_that_fit(
+    settings: TrainSettings,
+    ranks: Ranks,
+    origins: Mapping[str, str],
+    say: Callable[[str], None],
+) -> TrainSettings:
+    """The settings of a resumed run without a layout that is for another number of ranks.
+
+    A checkpoint is read into any layout. What was asked for now stays as it is.
+    """
+    laid_out: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
+    given = {axis: size for axis, size in laid_out.items() if size is not None}
+    if not settings.resume or not given or any(origins.get(axis) != RUN_FILE for axis in given):
+        return settings
+    strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    try:
+        fill_axes(strategy, ranks.world_size - count_servers(
+            strategy, ranks.world_size, settings.servers), laid_out)  # fmt: skip
+    except BadInputError:
+        dropped: dict[str, None] = dict.fromkeys(given)
+        for name in ("strategy", "micro_batch", "pp_schedule", "pp_microbatches"):
+            if getattr(settings, name) is not None and origins.get(name) == RUN_FILE:
+                dropped[name] = None
+        changed = settings.model_copy(update=dropped)
+        was = " × ".join(f"{axis} {size}" for axis, size in given.items())
+        now = changed.strategy or _strategy_for(changed, ranks.world_size)
+        say(
+            f"the run was laid out as {was}, which {ranks.world_size} "
+            f"process{'es' if ranks.world_size > 1 else ''} cannot be: it is resumed as {now}"
+        )
+        return changed
+    return settings
+
+
+def resolve_plan(
+    settings: TrainSettings,
+    ranks: Ranks,
+    device: torch.device,
+    machine: Machine,
+    custom_model: bool = False,
+) -> Plan:
+    """The layout asked for, on the ranks there are. Raises BadInputError if it can't be.
+
+    `custom_model`: a live model of the user's own is trained in place of the settings'.
+    """
+    strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    if settings.pp_schedule not in (None, strategy) and strategy != "3d":
+        raise BadInputError(
+            f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has a schedule of its own, "
+            f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and others."
+        )
+    precision = resolve_precision(settings, device, machine, custom_model)
+    asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
+    servers = count_servers(strategy, ranks.world_size, settings.servers)
+    sizes = fill_axes(strategy, ranks.world_size - servers, asked)
+    plan = Plan.parse(
+        {
+            **_shared_settings(settings),
+            **resolve_offload(settings),
+            "strategy": strategy,
+            **sizes,
+            "servers": servers,
+            **_micro_batches(settings, strategy, sizes),
+            "precision": precision,
+            "compile": bool(settings.compile),
+            "optimizer": settings.optimizer or default_optimizer(precision),
+            "pp_schedule": _axis_schedule(settings),
+            "powersgd_start": None,  # known with the run's length
+        },
+        "plan",
+    )
+    parts = plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
+    if plan.optimizer_in_backward and parts > 1:
+        raise BadInputError(
+            f"--optimizer-in-backward: a gradient is whole after {parts} micro-batches only, and "
+            f"would be kept until then. Use --micro-batch {plan.micro_batch * parts}, or leave it "
+            "out."
+        )
+    if settings.compile is None and device.type == "cuda":
+        return _compile_by_default(plan)
+    return plan
+
+
+def _compile_by_default(plan: Plan) -> Plan:
+    """The plan with what is compiled by default; as it is where something does not go with that."""
+    known = COMPILED.get(plan.strategy)
+    if known is None or not known.by_default:
+        return plan
+    try:
+        return Plan.parse({**plan.model_dump(), "compile": True}, "plan")
+    except BadInputError:
+        return plan
+
+
+def takes_cuda_graphs(
+    settings: TrainSettings,
+    plan: Plan,
+    device: torch.device,
+    custom_model: bool,
+    dropout: float = 0.0,
+) -> bool:
+    """Whether passes are to be replayed as CUDA graphs: as asked, else where all is compiled.
+
+    Graphs hold memory of their own, so within a limit of it they have to be asked for. `dropout`:
+    the model's. Raises BadInputError where they are asked for and cannot be.
+    """
+    obstacle = graph_obstacle(plan, dropout)
+    if device.type != "cuda":
+        obstacle = f"the device is {device.type}"
+    elif custom_model:
+        obstacle = "a model of your own may do something else each time"
+    if settings.cuda_graphs is None:
+        tight = settings.memory_limit is not None or settings.memory_budget is not None
+        return obstacle is None and plan.compile and not tight
+    if settings.cuda_graphs and obstacle is not None:
+        raise BadInputError(f"--cuda-graphs: {obstacle}. Leave it out.")
+    return settings.cuda_graphs
+
+
+def resolve_precision(
+    settings: TrainSettings, device: torch.device, machine: Machine, custom_model: bool = False
+) -> Precision:
+    """Return the precision asked for, Apex's levels resolved; else what suits the device."""
+    asked = settings.precision
+    if asked is None:
+        keeps = keeps_masters(settings) and not custom_model
+        return default_precision(device, machine, keeps_masters=keeps)
+    return LEVELS.get(asked) or cast(Precision, asked)
+
+
+def _shared_settings(settings: TrainSettings) -> dict[str, Any]:
+    """Return the settings that plans have too, by the same names."""
+    return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
+
+
+def keeps_masters(settings: TrainSettings) -> bool:
+    """Whether a run may have 16-bit weights over master weights without being asked to.
+
+    A model of the user's own may expect its weights in fp32, and offloading has no master weights.
+    """
+    elsewhere = set(resolve_offload(settings).values()) != {"none"}
+    return not elsewhere and not names_code(settings.model)
+
+
+def resolve_offload(settings: TrainSettings) -> dict[str, str]:
+    """Return where parameters and optimizer state lie; `offload` stands for both."""
+    both = settings.offload or "none"
+    return {
+        name: getattr(settings, name) or both
+        for name in ("offload_parameters", "offload_optimizer")
+    }
+
+
+def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
+    """The step after which PowerSGD begins: as asked, else what torch advises.
+
+    That is a tenth of the run, and not before the learning rate has reached its peak. Raises
+    BadInputError when nothing would be compressed.
+    """
+    if plan.compress_gradients != "powersgd" or plan.world_size == 1:
+        return plan
+    advised = max(total_steps // 10, warmup_steps(settings, total_steps), POWERSGD_LEAST_START)
+    start = settings.powersgd_start or advised
+    if start >= total_steps:
+        raise BadInputError(
+            f"--compress-gradients powersgd begins after {start} steps, but the run has "
+            f"{total_steps}: nothing would be compressed. Train for more steps, or begin earlier "
+            f"with --powersgd-start, at least {POWERSGD_LEAST_START}."
+        )
+    return plan.model_copy(update={"powersgd_start": start})
+
+
+def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
+    """Return the schedule of a pipeline that is given by its axis."""
+    return settings.pp_schedule or "1f1b"
+
+
+def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
+    """Return the strategy that the given axes amount to; replicas if none was given."""
+    if world_size == 1:
+        return "single"
+    given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
+    alone: dict[Axis, Strategy] = {
+        "pp": _axis_schedule(settings),
+        "dp_replicate": "ddp",
+        "dp_shard": "zero3",
+        "cp": "cp",
+        "tp": "tp",
+    }
+    if len(given) == 1:
+        return alone[given.pop()]
+    if given == {"dp_replicate", "dp_shard"}:
+        return "hsdp"
+    return "3d" if given else "ddp"
+
+
+def _micro_batches(
+    settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return micro-batches as asked; by default a rank's share, in parts that suit a pipeline."""
+    # Where the most that fit are asked for, that is found later, from the whole share on.
+    asked = None if settings.micro_batch == "auto" else settings.micro_batch
+    if asked is None:
+        possible = _whole_share(settings, sizes)
+    else:
+        shares = sizes["dp_replicate"] * sizes["dp_shard"]
+        possible = settings.global_batch // (shares * asked)
+    schedule = schedule_of(strategy, sizes["pp"], _axis_schedule(settings))
+    parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
+    micro_batch = asked or max(1, possible // parts)
+    return {"micro_batch": micro_batch, "pp_microbatches": parts}
+
+
+def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
+    """A data-parallel rank's samples of a step, all at once."""
+    shares = sizes["dp_replicate"] * sizes["dp_shard"]
+    if settings.global_batch % shares:
+        lower = settings.global_batch // shares * shares
+        possible = " or ".join(str(batch) for batch in (lower, lower + shares) if batch)
+        raise BadInputError(
+            f"global batch {settings.global_batch} cannot be shared by {shares} "
+            f"data-parallel ranks; {possible} can."
+        )
+    return settings.global_batch // shares
+
+
+def resolve_lr(settings: TrainSettings, stored: bool) -> float:
+    """The peak learning rate: as asked, else one that suits random or `stored` weights."""
+    if settings.lr is not None:
+        return settings.lr
+    if settings.lora_rank is not None:
+        lr = LORA_LR
+    else:
+        lr = STORED_LR if stored else RANDOM_LR
+    return lr * LR_FACTORS.get(settings.optimizer or "", 1.0)
+
+
+def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
+    """Tokens per sample. Raises BadInputError when longer than the model's positions."""
+    if settings.seq_len is None:
+        return min(DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN)
+    if positions is not None and settings.seq_len > positions:
+        raise BadInputError(
+            f"--seq-len {settings.seq_len} is longer than the model's {positions} positions. "
+            f"Use --seq-len {positions} or less, or a model with more positions."
+        )
+    return settings.seq_len
+
+
+def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
+    """Optimizer steps from --steps, --tokens or --epochs; `samples` are in one pass."""
+    if settings.tokens is not None:
+        if seq_len is None:
+            raise BadInputError("--tokens needs data made of tokens; use --steps or --epochs.")
+        return math.ceil(settings.tokens / (settings.global_batch * seq_len))
+    epochs = settings.epochs
+    if settings.task != "pretrain" and settings.steps is None:
+        epochs = epochs or DEFAULT_TASK_EPOCHS
+    if epochs is not None:
+        return max(1, math.ceil(epochs * samples / settings.global_batch))
+    return settings.steps or DEFAULT_STEPS
+
+
+def resolve_out(settings: TrainSettings, model: str) -> Path:
+    """The directory of the run: --out, else one that is not there yet, named after the model."""
+    if settings.out is not None:
+        return settings.out
+    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)
+    base = Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | None:
+    """The catalog's entry for a CUDA device; None for others, and where there is none."""
+    if device.type != "cuda":
+        return None
+    present = machine.devices[device.index or 0]
+    return find_accelerator(present.name, present.memory_bytes)
+
+
+def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
+    """Dense peak of all devices of the plan in its dtype; None where the catalog has none."""
+    known = find_in_catalog(machine, device)
+    if known is None:
+        return None
+    dtype = plan.precision.split("-")[0]
+    if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    rates: Mapping[str, float] = {str(key): rate for key, rate in known.peak.flops_per_s.items()}
+    peak = rates.get(dtype)
+    return None if peak is None else peak * plan.world_size

@@ -1,0 +1,402 @@
+"""A finished run, put to use: text from it, and its loss on other data."""
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.data.chat import ChatFormat
+from outpace.data.conversations import Message, conversation_of
+from outpace.data.corpus import Corpus, prepare
+from outpace.data.loader import Batch, Loader
+from outpace.data.padded import PaddedDataset
+from outpace.data.row_files import read_rows
+from outpace.data.samples import TokenDataset
+from outpace.data.sources import form_of
+from outpace.data.tokenizer import Tokenizer, load_tokenizer
+from outpace.interop.classifier import known_labels, require_layer
+from outpace.interop.config import read_config
+from outpace.interop.models import OpenedModel, open_model
+from outpace.interop.origin import ending_ids
+from outpace.interop.own import OwnObjective, build_own
+from outpace.interop.tokenizer_class import source_difference
+from outpace.jobs.defaults import resolve_device
+from outpace.jobs.inputs.inputs import (
+    build_objective,
+    check_tokenizer,
+    check_vocab,
+    foreign_id_hints,
+    gather,
+    load_model,
+)
+from outpace.nn import generate as generation
+from outpace.nn.classifier import ClassificationObjective
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import Mixed, lower_weights, make_mixed
+from outpace.nn.transformer import Transformer
+from outpace.parallel import Layout, Pass
+from outpace.parallel.kept_state import explain_evaluated_state, find_kept_state
+from outpace.probing.hardware.machine import usable_cores
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import Evaluation
+from outpace.records.places import cache_folder
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.run import RunRecord
+from outpace.records.settings import DEFAULT_SEQ_LEN, Task, TrainSettings
+from outpace.training.evaluate import evaluate as measure
+from outpace.training.run_dir import RUN_FILE
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rules of drawing tokens: `temperature` 0 takes the likeliest, `top_k` None draws from all."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+
+class Writer:
+    """A model that writes, with its tokenizer.
+
+    Raises BadInputError when the folder has no model, no tokenizer, or one that cannot write.
+    """
+
+    def __init__(self, run: Path, sampling: Sampling, device: str) -> None:
+        self._model, self._tokenizer, self._stop_ids = _open(run, device)
+        self._sampling = sampling
+        self._talk: ChatFormat | None = None
+
+    def continue_text(self, prompt: str) -> str:
+        """The prompt, and what the model writes after it."""
+        given, ids = self._write(prompt, self._stop_ids, self._tokenizer.opening_ids)
+        return self._tokenizer.decode([*given, *ids])
+
+    def answer(self, messages: Sequence[Message]) -> str:
+        """Write the assistant's next message, by the tokenizer's chat template."""
+        if self._talk is None:
+            self._talk = ChatFormat(self._tokenizer)
+        _, ids = self._write(self._talk.prompt(messages), self._stop_ids | {self._talk.stop_id})
+        return self._tokenizer.decode(ids)
+
+    def _write(
+        self, prompt: str, stop_ids: Collection[int], opening_ids: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt, and those that are written after them."""
+        given = [*opening_ids, *self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
+        sampling = self._sampling
+        ids = generation.generate(
+            self._model,
+            given,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_ids=stop_ids,
+        )
+        return given, ids[len(given) :]
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    device: str,
+    chat: bool = False,
+    system: str | None = None,
+) -> str:
+    """Text that the run's model writes after `prompt`, the prompt included.
+
+    With `chat` the prompt is what a user says, put into the tokenizer's chat template after what
+    `system` says, and the text is the answer alone.
+
+    Raises BadInputError when the run has no model, no tokenizer, or one that cannot write.
+    """
+    writer = Writer(run, Sampling(max_new_tokens, temperature, top_k, seed), device)
+    if not chat:
+        return writer.continue_text(prompt)
+    return writer.answer([*system_message(system), {"role": "user", "content": prompt}])
+
+
+def system_message(system: str | None) -> list[Message]:
+    """The message that a conversation begins with, where there is one."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def questions(path: Path) -> list[list[Message]]:
+    """Conversations of a file, in any form that outpace train takes, each up to its last answer.
+
+    Raises BadInputError.
+    """
+    found = []
+    for row, _ in read_rows(path):
+        messages = list(conversation_of(row).messages)
+        if messages[-1].get("role") == "assistant":
+            messages.pop()
+        if messages:
+            found.append(messages)
+    if not found:
+        raise BadInputError(f"{path} holds no conversation to answer.")
+    return found
+
+
+def evaluate(
+    run: Path,
+    data: tuple[str, ...] | None,
+    *,
+    batches: int | None,
+    batch_size: int | None,
+    device: str,
+    text_field: str | None = None,
+    task: Task | None = None,
+    on_hint: Callable[[str], None] = lambda _: None,
+) -> Evaluation:
+    """Loss, perplexity and tokens/s of the model of a run, a Hugging Face folder or an adapter.
+
+    `data` defaults to what the run held out; `batches` to all of it; `task` to the run's, or to
+    chat where the data are conversations. `on_hint` is called with what should be known of how
+    model and data were read. Raises BadInputError.
+    """
+    opened = open_model(str(run))
+    record = _record(run)
+    settings = record.settings if record else TrainSettings()
+    if task is None:
+        task = settings.task if record or data is None else _task_of(data, text_field)
+    settings = settings.model_copy(
+        update={"text_field": text_field or settings.text_field, "task": task}
+    )
+    if task != "pretrain" and record is None and data is None:
+        raise BadInputError(f"--task {task}: {run} is no run that held data out. Name --data.")
+    target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
+    precision = record.plan.precision if record else "fp32"
+    mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
+    objective: LanguageModelObjective | OwnObjective | ClassificationObjective
+    dataset: Any
+    seq_len, left_over_tokens = None, 0
+    if settings.task != "pretrain":
+        objective, dataset, seq_len = _task(run, opened, settings, data, batch_size, mixed, on_hint)
+        data = None
+    elif opened.build is not None:
+        own = build_own(opened.build)
+        objective = OwnObjective(own)
+        dataset = own.dataset if own.eval_dataset is None else own.eval_dataset
+        if own.eval_dataset is None and own.dataset is not None and data is None:
+            on_hint("there is no eval_dataset: this is the loss on the data set to train on")
+    else:
+        assert opened.spec is not None and opened.weights is not None
+        model = load_model(opened, opened.spec)
+        objective, dataset = LanguageModelObjective(model, "auto", mixed.dtype), None
+    if dataset is None or data is not None:
+        dataset = _samples(opened, record, data, settings, on_hint)
+        seq_len, left_over_tokens = dataset.seq_len, dataset.left_over_tokens
+    size = min(batch_size or settings.global_batch, len(dataset))
+    lower_weights(objective.to(target), mixed)
+    steps = _batches(dataset, size, batches, settings.seed, target)
+    if opened.build is not None:
+        first = next(steps)
+        state = find_kept_state(objective, first[0], Pass(mixed.cast), alone=True)
+        said = explain_evaluated_state(state)
+        if said is not None:
+            on_hint(said)
+        steps = chain([first], steps)
+    found = measure(
+        Layout(objective),
+        steps,
+        step=record.total_steps if record else 0,
+        mixed=mixed,
+        device=target,
+        group=None,
+    )
+    return found.model_copy(update={"seq_len": seq_len, "left_over_tokens": left_over_tokens})
+
+
+def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
+    """Chat where the first record of the data is a conversation, and no field of text is named."""
+    first = Path(data[0]).expanduser()
+    if text_field is not None or not first.is_file() or form_of(first) in ("text", "tokens"):
+        return "pretrain"
+    row = next((row for row, _ in read_rows(first)), None)
+    if row is None or TrainSettings.model_fields["text_field"].default in row.values:
+        return "pretrain"
+    with suppress(BadInputError):
+        conversation_of(row)
+        return "chat"
+    return "pretrain"
+
+
+def _task(
+    run: Path,
+    opened: OpenedModel,
+    settings: TrainSettings,
+    data: tuple[str, ...] | None,
+    batch_size: int | None,
+    mixed: Mixed,
+    on_hint: Callable[[str], None],
+) -> tuple[
+    LanguageModelObjective | OwnObjective | ClassificationObjective, PaddedDataset, int | None
+]:
+    """The model of a run that was trained for a task, and all samples of the data, each once.
+
+    And the longest sample, of which what is longer was cut.
+    """
+    update: dict[str, Any] = {
+        "model": str(run),
+        "init": None,
+        "tokenizer": None,
+        "lora_rank": None,
+    }  # its adapters are in its model
+    if data is not None:
+        update |= {"data": data, "eval_data": data}
+    if batch_size is not None:
+        update["global_batch"] = batch_size
+    settings = settings.model_copy(update=update)
+    cache_dir = cache_folder(settings.cache_dir, os.environ)
+    materials = gather(settings, None, cache_dir, usable_cores(), ())
+    if materials.labels is not None:
+        _require_classifier(opened, materials.labels)
+    for hint in materials.hints:
+        on_hint(hint)
+    cpu = torch.device("cpu")
+    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
+    assert isinstance(materials.eval_data, PaddedDataset)
+    return objective, materials.eval_data, materials.seq_len
+
+
+def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
+    """Refuse to measure a layer over classes that would be drawn at random."""
+    if opened.weights is None:
+        raise BadInputError(f"{opened.name} has no weights, so there is nothing to evaluate")
+    known = known_labels(opened.weights)
+    if known is None:
+        raise BadInputError(
+            f"{opened.weights} holds no classifier (no …ForSequenceClassification), so there is "
+            "nothing to evaluate: train one with outpace train --task classify"
+        )
+    if known != tuple(labels):
+        raise BadInputError(
+            f"the classifier in {opened.weights} tells {', '.join(known)} apart, the data has the "
+            f"labels {', '.join(labels)}. Label rows with its names or the numbers of its classes "
+            "(from 0 on)."
+        )
+    require_layer(opened.weights)
+
+
+def _batches(
+    dataset: Any, size: int, most: int | None, seed: int, device: torch.device
+) -> Iterator[list[Batch]]:
+    """Every sample once, or `most` batches of `size`; what is left over comes in smaller ones."""
+    whole = len(dataset) // size
+    left = len(dataset) % size
+    small = math.gcd(size, left)
+    parts = [(size, 0, min(most or whole, whole))]
+    if left and (most is None or most > whole):
+        parts.append((small, whole * size // small, len(dataset) // small))
+    for batch_size, start, stop in parts:
+        yield from Loader(
+            dataset,
+            seed=seed,
+            global_batch=batch_size,
+            micro_batch=batch_size,
+            rank=0,
+            data_parallel=1,
+            start_step=start,
+            total_steps=stop,
+            workers=0,
+            pin_memory=False,
+            device=device,
+        )
+
+
+def _samples(
+    opened: OpenedModel,
+    record: RunRecord | None,
+    data: tuple[str, ...] | None,
+    settings: TrainSettings,
+    on_hint: Callable[[str], None],
+) -> TokenDataset:
+    """The data named, or what the run held out, in samples as long as the run's."""
+    tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
+    positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
+    corpus = _held_out_data(data, settings, tokenizer)
+    check_vocab(corpus, tokenizer, opened.spec.vocab if opened.spec else None, opened.name)
+    hints = [*opened.notes, *corpus.hints, *foreign_id_hints(corpus, tokenizer)]
+    if opened.tokenizer is not None and tokenizer is not None:
+        cache_dir = cache_folder(settings.cache_dir, os.environ)
+        if (found := source_difference(opened.tokenizer, tokenizer, cache_dir)) is not None:
+            hints.append(found)
+    for hint in hints:
+        on_hint(hint)
+    return TokenDataset(
+        corpus,
+        (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
+        objective=opened.spec.objective if opened.spec else "causal",
+        seed=settings.seed,
+        document_attention=settings.document_attention,
+        tokenizer=tokenizer,
+    )
+
+
+def _held_out_data(
+    data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer | None
+) -> Corpus:
+    """The data named, whole; else what the run held out."""
+    named = data or settings.eval_data
+    return prepare(
+        named or settings.data,
+        weights=None if named else settings.data_weights,
+        text_field=settings.text_field,
+        tokenizer=tokenizer,
+        cache_dir=cache_folder(settings.cache_dir, os.environ),
+        split="all" if named else "validation",
+        eval_fraction=settings.eval_fraction,
+        processes=usable_cores(),
+    )
+
+
+def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer, frozenset[int]]:
+    """A model that writes, with its tokenizer, and the tokens that end what it writes.
+
+    These are the tokenizer's end of text and those that the model's folder names.
+    """
+    opened = open_model(str(run))
+    if opened.spec is None:
+        raise BadInputError(
+            f"{run} holds a custom model, which outpace cannot make write; "
+            "generate works with outpace's and Hugging Face models"
+        )
+    record = _record(run)
+    if record is not None and record.settings.task == "classify":
+        raise BadInputError(
+            f"{run} is a classifier, which gives labels and writes no text. Label texts with "
+            f"transformers: pipeline('text-classification', model='{run / 'model'}'). See how good "
+            f"it is with outpace eval --run {run}"
+        )
+    if opened.weights is None or opened.tokenizer is None:
+        lacking = "weights" if opened.weights is None else "tokenizer"
+        raise BadInputError(f"{run} has no {lacking}, so there is nothing to generate with")
+    tokenizer = load_tokenizer(str(opened.tokenizer))
+    check_tokenizer(tokenizer, opened.spec.vocab, opened.name)
+    model = load_model(opened, opened.spec)
+    settings = TrainSettings.parse({"device": device}, "--device")
+    target = resolve_device(settings, Ranks())
+    stop_ids = {tokenizer.eos_id}
+    if opened.folder is not None:
+        stop_ids |= ending_ids(opened.folder, read_config(opened.folder))
+    return model.to(target).eval(), tokenizer, frozenset(stop_ids)
+
+
+def _record(run: Path) -> RunRecord | None:
+    path = run / RUN_FILE
+    return RunRecord.load(path) if path.is_file() else None

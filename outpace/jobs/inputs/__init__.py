@@ -1,0 +1,1 @@
+"""Inputs of a training: tokenizers, data, tasks."""

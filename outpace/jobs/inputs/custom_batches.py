@@ -1,0 +1,76 @@
+"""Batches for a custom model: samples of its data set, or tokens."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from outpace.records.errors import BadInputError
+
+_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # of each batch that strategies are verified on
+
+
+def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
+    """Return samples of a user's data set, or of `seq_len` tokens, which are all 0."""
+    import torch
+
+    if model.dataset is not None:
+        return _samples_of(model.dataset, 0, samples)
+    _require_tokens(model.module)
+    assert seq_len is not None
+    tokens = torch.zeros((samples, seq_len), dtype=torch.int64)
+    return {"tokens": tokens, "targets": tokens}
+
+
+def _samples_of(dataset: Any, first: int, count: int) -> Any:
+    """A batch of a user's data set, from its beginning again where it ends."""
+    from outpace.data.loader import collate
+
+    if not len(dataset):
+        raise BadInputError("the model's own data set is empty, so there is nothing to run it on")
+    keys = [index % len(dataset) for index in range(first, first + count)]
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(keys))
+    return collate([dataset[key] for key in keys])
+
+
+def _require_tokens(module: Any) -> int:
+    """The vocabulary of a module that reads tokens."""
+    from outpace.interop.own import own_vocab
+
+    vocab = own_vocab(module)
+    if vocab is None:
+        raise BadInputError(
+            f"a {type(module).__name__} has no embedding of tokens, and its function returned no "
+            "data set, so what it is to be run on is not known; return (module, loss, dataset)"
+        )
+    return vocab
+
+
+def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
+    """Small global batches of a user's model for `ranks` processes, by the step from 1.
+
+    Of a number of samples that `ranks` and `multiple` divide.
+
+    Of its data set, or of random tokens, of which the ends of samples are padding, unevenly.
+    """
+    import torch
+
+    from outpace.interop.own import own_positions
+    from outpace.nn.loss import IGNORED
+
+    samples = max(_TRIAL_SAMPLES, 4 * ranks)
+    samples += -samples % math.lcm(ranks, multiple)
+    if model.dataset is not None:
+        return lambda step: _samples_of(model.dataset, (step - 1) * samples, samples)
+    vocab = _require_tokens(model.module)
+    length = min(_TRIAL_TOKENS, own_positions(model.module) or _TRIAL_TOKENS)
+
+    def tokens(step: int) -> Any:
+        drawn = torch.Generator().manual_seed(step)
+        ids = torch.randint(vocab, (samples, length + 1), generator=drawn)
+        lengths = torch.randint(2, length + 1, (samples, 1), generator=drawn)
+        padded = torch.arange(length) >= lengths
+        targets = ids[:, 1:].masked_fill(padded, IGNORED)
+        return {"tokens": ids[:, :-1].contiguous(), "targets": targets}
+
+    return tokens

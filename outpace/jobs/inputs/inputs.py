@@ -1,0 +1,528 @@
+"""Inputs of a run: the model, the tokenizer, the data, the objective."""
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from outpace.data.corpus import Corpus, prepare
+from outpace.data.padded import PaddedDataset
+from outpace.data.samples import PREDICTED, TokenDataset
+from outpace.data.seeding import seed_generators
+from outpace.data.sources import files_in_both, open_source
+from outpace.data.tokenizer import Tokenizer, load_tokenizer
+from outpace.interop.classifier import read_classifier
+from outpace.interop.config_out import exported_type
+from outpace.interop.huggingface import read_weights
+from outpace.interop.models import OpenedModel, open_model
+from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
+from outpace.interop.peft import merge
+from outpace.interop.tokenizer_class import export_difference, source_difference
+from outpace.interop.weights import unread_weights
+from outpace.jobs.defaults import resolve_seq_len
+from outpace.jobs.inputs.tasks import gather_task, held_out_part
+from outpace.jobs.inputs.tokenizers import tokenizer_for
+from outpace.nn.classifier import ClassificationObjective, Classifier
+from outpace.nn.lora import adapt, first_value
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import weights_dtype
+from outpace.nn.nf4 import require_nf4
+from outpace.nn.transformer import Transformer, drawn_transformer, initial_value
+from outpace.parallel.fill import fills_later
+from outpace.planner.model.shapes import parameter_shapes
+from outpace.probing.hardware.machine import usable_cores
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import PURE
+from outpace.records.places import cache_folder
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+from outpace.training.callbacks import Callback, tell
+
+Split = Literal["train", "validation", "all"]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """Inputs of a run. `spec` is None for a custom model; `seq_len` for a user's data set."""
+
+    name: str
+    opened: OpenedModel | None
+    own: OwnModel | None
+    spec: ModelSpec | None
+    tokenizer: Tokenizer | None
+    train_data: Any
+    eval_data: Any | None
+    train_fingerprint: str
+    eval_fingerprint: str | None
+    eval_corpus: Corpus | None
+    seq_len: int | None
+    labels: tuple[str, ...] | None = None  # of a classifier
+    hints: tuple[str, ...] = ()
+
+    def starts_from_stored(self, settings: TrainSettings) -> bool:
+        """Whether training begins with weights that were trained before."""
+        return self.opened is not None and (
+            _starts_pretrained(self.opened, settings)
+            if self.own is None
+            else self.opened.kind == "run"
+        )
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether it is a transformer with its vocabulary, not a classifier or a custom model."""
+        return self.own is None and self.labels is None
+
+    @property
+    def targets_per_sample(self) -> int | None:
+        """Targets in every sample, None where they differ (masked tokens, the user's data)."""
+        if isinstance(self.train_data, PaddedDataset):
+            return None if self.labels is None else 1
+        causal = self.spec is not None and self.spec.causal
+        return self.seq_len if causal else None
+
+    @property
+    def likely_targets(self) -> int:
+        """Estimated targets of a sample: those that are masked, or one."""
+        if isinstance(self.train_data, PaddedDataset):
+            return self.train_data.mean_targets
+        if self.spec is None or self.seq_len is None:
+            return 1
+        return max(1, round(PREDICTED * self.seq_len))
+
+
+def gather(
+    settings: TrainSettings,
+    live: nn.Module | Callable[[], Any] | None,
+    cache_dir: Path,
+    processes: int,
+    callbacks: Sequence[Callback],
+    plan: Plan | None = None,
+    device_type: str = "cpu",
+) -> Materials:
+    """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
+    opened = None if live is not None else open_model(settings.model, cache_dir)
+    own = _own_model(opened, live, settings.seed)
+    _require_read_weights(opened, settings)
+    if settings.lora_rank is not None:
+        _require_base(settings, opened, own)
+    spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
+    name = opened.name if opened is not None else "own"
+    if own is not None and settings.init is not None:
+        raise BadInputError(
+            f"--init {settings.init}: the weights of a person's own model come from its own "
+            "function. Leave --init out; to start from stored weights, name a run's directory."
+        )
+    if own is not None and own.dataset is not None:
+        if settings.data != ("stdlib",) or settings.task != "pretrain":
+            raise BadInputError(
+                f"{name} brings its own data set, so --data and --task cannot be given too."
+            )
+        return Materials(
+            name, opened, own, None, None, own.dataset, own.eval_dataset, "own", None, None, None
+        )
+    assert spec is not None or own is not None
+    positions = spec.max_positions if spec is not None else own_positions(_module(own))
+    vocab = spec.vocab if spec is not None else own_vocab(_module(own))
+    if settings.task != "pretrain":
+        found = gather_task(
+            settings, opened, spec, positions, vocab, plan, cache_dir, callbacks, device_type
+        )
+        return Materials(
+            name, opened, own, spec, found.tokenizer, found.train, found.held_out,
+            found.train_fingerprint, found.eval_fingerprint, None, found.seq_len, found.labels,
+            (
+                *_reading_notes(opened, settings),
+                *_other_tokenizer_hints(opened, settings, found.tokenizer),
+                *_class_hints(opened, settings, found.tokenizer, cache_dir, plan is not None),
+                *found.hints,
+            ),
+        )  # fmt: skip
+    seq_len = resolve_seq_len(settings, positions)
+    objective = "causal" if spec is None else spec.objective
+    tokenizer = tokenizer_for(settings, opened, vocab, objective, cache_dir, callbacks)
+    corpora = [
+        _corpus(settings, sources, split, tokenizer, cache_dir, processes, callbacks)
+        for sources, split in _splits(settings)
+    ]
+    for corpus in corpora:
+        check_vocab(corpus, tokenizer, vocab, name)
+    theirs = tokenizer or _model_tokenizer(opened)
+    foreign = [hint for corpus in corpora for hint in foreign_id_hints(corpus, theirs)]
+    # What is not evaluated on may be too short for a sample.
+    unread = settings.eval_batches == 0 and any(len(one) <= seq_len for one in corpora[1].streams)
+    train, held_out = (
+        None
+        if unread and part
+        else TokenDataset(
+            corpus,
+            seq_len,
+            objective=objective,
+            seed=settings.seed,
+            document_attention=settings.document_attention,
+            tokenizer=tokenizer,
+            part=part,
+        )
+        for corpus, part in zip(corpora, ("", f" {held_out_part(settings)}"), strict=True)
+    )
+    return Materials(
+        name, opened, own, spec, tokenizer, train, held_out,
+        corpora[0].fingerprint, corpora[1].fingerprint, corpora[1], seq_len,
+        hints=(
+            *_reading_notes(opened, settings),
+            *_other_tokenizer_hints(opened, settings, tokenizer),
+            *_class_hints(opened, settings, tokenizer, cache_dir),
+            *_shared_file_hints(settings),
+            *dict.fromkeys((*corpora[0].hints, *corpora[1].hints, *foreign[:1])),
+        ),
+    )  # fmt: skip
+
+
+def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
+    """Have in the cache what trainings with these settings will read. Raises BadInputError.
+
+    Not for a custom model, whose code is run where it trains.
+    """
+    cache_dir = cache_folder(settings.cache_dir, os.environ)
+    if open_model(settings.model, cache_dir).build is not None:
+        return
+    tell(callbacks, "on_stage", "preparing data")
+    try:
+        gather(settings, None, cache_dir, usable_cores(), callbacks)
+    finally:
+        tell(callbacks, "close")
+
+
+def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[str, ...]:
+    """Return notes on how the model's folder was understood."""
+    if opened is None:
+        return ()
+    if opened.kind != "huggingface" or opened.weights is not None or settings.init is not None:
+        return opened.notes
+    return (
+        *opened.notes,
+        f"{opened.folder} has no weights: the model begins with random ones (--init random)",
+    )
+
+
+def _other_tokenizer_hints(
+    opened: OpenedModel | None, settings: TrainSettings, tokenizer: Tokenizer | None
+) -> list[str]:
+    """Say that stored weights are to learn from the ids of another tokenizer than their own."""
+    if settings.tokenizer is None or tokenizer is None or opened is None:
+        return []
+    if opened.weights is None or settings.init == "random":
+        return []
+    if (own := _model_tokenizer(opened)) is None:
+        return []
+    names = {number: name for name, number in tokenizer.inner.get_vocab().items()}
+    known = own.inner.get_vocab()
+    others = sum(names.get(number) != name for name, number in known.items())
+    if not others:
+        return []
+    return [
+        f"--tokenizer {settings.tokenizer} has other tokens than {opened.name}'s own under "
+        f"{others:,} of {len(known):,} ids, which mean something else to the stored weights. Leave "
+        "--tokenizer out to learn with its own"
+    ]
+
+
+def _class_hints(
+    opened: OpenedModel | None,
+    settings: TrainSettings,
+    tokenizer: Tokenizer | None,
+    cache_dir: Path,
+    exported: bool = True,
+) -> list[str]:
+    """Say where transformers reads the tokenizer, or the exported one, otherwise than outpace."""
+    folder = settings.tokenizer or (None if opened is None else opened.tokenizer)
+    if tokenizer is None:
+        return []
+    found = None if folder is None else source_difference(Path(folder), tokenizer, cache_dir)
+    if exported and found is None and opened is not None and opened.spec is not None:
+        found = export_difference(tokenizer, exported_type(opened.spec), cache_dir)
+    return [] if found is None else [found]
+
+
+def _shared_file_hints(settings: TrainSettings) -> list[str]:
+    """Say that files to validate on are trained on, too."""
+    if settings.eval_data is None:
+        return []
+    train, held_out = (map(open_source, names) for names in (settings.data, settings.eval_data))
+    pairs = itertools.product(list(train), list(held_out))
+    found = list(dict.fromkeys(file for pair in pairs for file in files_in_both(*pair)))
+    if not found:
+        return []
+    more = (
+        f" and {len(found) - 1} more of --eval-data are" if len(found) > 1 else " of --eval-data is"
+    )
+    return [
+        f"{found[0]}{more} in --data, too: the validation loss is of text that is trained on. "
+        "Leave it out of one of them"
+    ]
+
+
+def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:
+    """Refuse a folder with weights in files that are not read, where random ones are not meant."""
+    if opened is None or opened.folder is None or opened.weights is not None:
+        return
+    found = unread_weights(opened.folder)
+    if found and settings.init != "random":
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise BadInputError(
+            f"{opened.folder} has weights in {found[0]}{more}, and none of the files that are read "
+            "(model.safetensors or pytorch_model.bin, or their .index.json with the parts that it "
+            "names). Bring the model there as transformers' save_pretrained writes it; or begin "
+            "with random weights: --init random."
+        )
+
+
+def _require_base(
+    settings: TrainSettings, opened: OpenedModel | None, own: OwnModel | None
+) -> None:
+    """Refuse what adapters cannot be trained beside."""
+    asked = f"--lora-rank {settings.lora_rank}"
+    if own is not None or opened is None:
+        raise BadInputError(
+            f"{asked} is for outpace's and Hugging Face models. In a model of your own, freeze "
+            "what is not to be trained (requires_grad)."
+        )
+    if not _starts_pretrained(opened, settings) and settings.init != "random":
+        raise BadInputError(
+            f"{asked} trains adapters of weights that were trained before, and {opened.name} "
+            "would begin with random ones, which stay as they are. Name a Hugging Face directory "
+            "or a run with --model; to measure speed or memory alone, add --init random."
+        )
+    if opened.adapter is not None:
+        raise BadInputError(
+            f"{asked}: {opened.name} is an adapter already, and another cannot be stacked on it. "
+            f"Merge it first: outpace merge {opened.adapter} --out DIR, then --model DIR."
+        )
+    if settings.base == "nf4":
+        require_nf4()
+
+
+def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
+    if settings.eval_data is not None:
+        return [(settings.data, "all"), (settings.eval_data, "all")]
+    return [(settings.data, "train"), (settings.data, "validation")]
+
+
+def _own_model(
+    opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
+) -> OwnModel | None:
+    """Return the user's model, whose function draws the same weights from a seed on every rank."""
+    if isinstance(live, nn.Module):
+        return build_own(lambda: live)
+    seed_generators(seed)
+    if live is not None:
+        return build_own(live)
+    if opened is not None and opened.build is not None:
+        return build_own(opened.build)
+    return None
+
+
+def _module(own: OwnModel | None) -> nn.Module:
+    assert own is not None
+    return own.module
+
+
+def _with_dropout(spec: ModelSpec, settings: TrainSettings) -> ModelSpec:
+    if settings.dropout is None:
+        return spec
+    return spec.model_copy(update={"dropout": settings.dropout})
+
+
+def _corpus(
+    settings: TrainSettings,
+    sources: tuple[str, ...],
+    split: Split,
+    tokenizer: Tokenizer | None,
+    cache_dir: Path,
+    processes: int,
+    callbacks: Sequence[Callback],
+) -> Corpus:
+    def progress(what: str, done: int, total: int | None) -> None:
+        tell(callbacks, "on_progress", what, done, total)
+
+    return prepare(
+        sources,
+        weights=settings.data_weights if sources is settings.data else None,
+        text_field=settings.text_field,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir,
+        split=split,
+        eval_fraction=settings.eval_fraction,
+        processes=processes,
+        progress=progress,
+    )
+
+
+def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
+    """Refuse ids that the model's embedding does not have. Raises BadInputError."""
+    if vocab is None:
+        return
+    over = next((stream for stream in corpus.streams if stream.largest() >= vocab), None)
+    if over is not None:
+        path, place, found = over.first_above(vocab - 1)
+        raise BadInputError(
+            f"the data's largest token id needs a vocabulary of {corpus.vocab_needed}, but {name} "
+            f"has {vocab}: token {place:,} of {path} is {found}. Use a model with a vocabulary at "
+            "least as large, or data of its own tokenizer."
+        )
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, vocab, name)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
+    """Refuse a tokenizer with tokens that the model's embedding lacks. Raises BadInputError."""
+    if tokenizer.vocab_size > vocab:
+        raise BadInputError(
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but {name} has {vocab}. "
+            "Use a model with a vocabulary at least as large, or another tokenizer."
+        )
+
+
+def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
+    """The tokenizer beside a model, which data of ids may be of; None for one not understood."""
+    if opened is None or opened.tokenizer is None:
+        return None
+    try:
+        return load_tokenizer(str(opened.tokenizer))
+    except BadInputError:
+        return None
+
+
+def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
+    """Say in a sentence that data of ids hold some which the tokenizer does not have."""
+    if tokenizer is None or corpus.vocab_needed <= tokenizer.vocab_size:
+        return []
+    return [
+        f"the data holds token ids up to {corpus.vocab_needed - 1}, and the model's tokenizer has "
+        f"{tokenizer.vocab_size} tokens: it was made with another tokenizer, whose ids mean other "
+        "texts, unless these are ids of your own. Give texts, or ids of this tokenizer"
+    ]
+
+
+def build_objective(
+    materials: Materials,
+    settings: TrainSettings,
+    plan: Plan,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
+    """The model with its loss, on the device, with the weights to start from, in fp32.
+
+    `compute_dtype` is that of a language model's products (see `LanguageModelObjective`). Where no
+    rank has the whole model it has no memory: lay it out, and `fill` it then.
+    """
+    if materials.own is not None:
+        return OwnObjective(materials.own).to(device)
+    assert materials.spec is not None and materials.opened is not None
+    place = _drawing_place(plan, device)
+    if materials.labels is not None:
+        classifier = _initial_classifier(
+            materials.opened, materials.spec, materials.labels, settings, place
+        )
+        return ClassificationObjective(classifier).to(device)
+    if materials.is_transformer and fills_later(plan):
+        with torch.device("meta"):
+            hollow = adapt(Transformer(materials.spec), plan, settings.seed)
+        return LanguageModelObjective(hollow, plan.loss, compute_dtype, plan.compile)
+    model = initial_model(materials.opened, materials.spec, settings, place)
+    adapt(model, plan, settings.seed, device)
+    return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)
+
+
+def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
+    """Return where and in which dtype random weights are drawn: where they live, if that is a GPU.
+
+    Weights that are made into 4 bits lie in host memory before.
+    """
+    if device.type != "cuda" or plan.base == "nf4":
+        return DrawingPlace()
+    pure = weights_dtype(plan.precision) if plan.precision in PURE else None
+    return DrawingPlace(device, pure or torch.float32)
+
+
+def weights_of(
+    materials: Materials, settings: TrainSettings, plan: Plan, device: torch.device
+) -> Callable[[str], torch.Tensor]:
+    """The weights to start from, whole, by their names: stored ones, or drawn on `device`."""
+    spec, opened = materials.spec, materials.opened
+    assert spec is not None and opened is not None
+    shapes, seed = parameter_shapes(spec), settings.seed
+    stored = stored_weights(opened, spec) if _starts_pretrained(opened, settings) else None
+
+    def value_of(name: str) -> torch.Tensor:
+        adapter = first_value(name, shapes, plan.lora_rank, seed)
+        if adapter is not None:
+            return adapter
+        if stored is not None:
+            return stored.pop(name)
+        return initial_value(spec, seed, name, shapes[name], device)
+
+    return value_of
+
+
+@dataclass(frozen=True)
+class DrawingPlace:
+    """The device and the dtype that random weights are drawn in."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
+    dtype: torch.dtype = torch.float32
+
+
+def initial_model(
+    opened: OpenedModel, spec: ModelSpec, settings: TrainSettings, place: DrawingPlace
+) -> Transformer:
+    """The model with its stored weights, or with weights drawn from the seed."""
+    if not _starts_pretrained(opened, settings):
+        return drawn_transformer(spec, settings.seed, place.device, place.dtype)
+    return load_model(opened, spec)
+
+
+def _initial_classifier(
+    opened: OpenedModel,
+    spec: ModelSpec,
+    labels: Sequence[str],
+    settings: TrainSettings,
+    place: DrawingPlace,
+) -> Classifier:
+    """Make a model as `initial_model` does, with a layer over the labels."""
+    if not _starts_pretrained(opened, settings):
+        model = drawn_transformer(spec, settings.seed, place.device, place.dtype)
+        return Classifier(model, len(labels), settings.seed)
+    assert opened.weights is not None
+    return read_classifier(opened.weights, spec, labels, settings.seed)
+
+
+def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
+    """Stored weights in our model, without drawing random ones first."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    model.load_state_dict(stored_weights(opened, spec), assign=True)
+    return model
+
+
+def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Return the stored weights by our names; an adapter is merged in."""
+    assert opened.weights is not None
+    weights = read_weights(opened.weights, spec)
+    if opened.adapter is not None:
+        merge(weights, opened.adapter, spec, opened.weights)
+    return weights
+
+
+def _starts_pretrained(opened: OpenedModel, settings: TrainSettings) -> bool:
+    if settings.init == "pretrained" and opened.weights is None:
+        raise BadInputError(
+            f"--init pretrained: {opened.name} is a {opened.kind} and has no weights. Name a "
+            "Hugging Face directory or a run, or use --init random."
+        )
+    return settings.init != "random" and opened.weights is not None

@@ -1,0 +1,474 @@
+"""Data of a task: rows as samples, with the tokenizer that they need."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from outpace.data import classify
+from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
+from outpace.data.encoded import remembered
+from outpace.data.misread import unknown_hints
+from outpace.data.padded import MULTIPLE, PaddedDataset, Ragged, rounded, shape_multiple
+from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
+from outpace.data.row_files import Row
+from outpace.data.rows import (
+    Table,
+    fingerprint,
+    held_out,
+    nul_hints,
+    overlap_hints,
+    read_tables,
+    splits_of,
+    unread_file_hints,
+)
+from outpace.data.tokenizer import Tokenizer
+from outpace.interop.classifier import known_labels, require_exportable
+from outpace.interop.models import OpenedModel
+from outpace.jobs.defaults import resolve_seq_len
+from outpace.jobs.inputs.tokenizers import task_tokenizer
+from outpace.planner.model.flops import step_flops
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan, Strategy
+from outpace.records.settings import TrainSettings
+from outpace.records.strategies import TRAITS
+from outpace.training.accounting import Costs
+from outpace.training.callbacks import Callback, tell
+
+# What knows next-token losses only; each with what to use instead.
+NOT_CLASSIFY: dict[Strategy, str] = {
+    "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
+    "cp": "has no masks for padding, and one rank alone would have the token that is read. Use ddp",
+    "3d": "splits models with a head over the vocabulary. Use zero3 or hsdp",
+}
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Samples of a task. `labels` are those of a classifier; `hints` are for the user."""
+
+    tokenizer: Tokenizer
+    train: PaddedDataset
+    held_out: PaddedDataset
+    train_fingerprint: str
+    eval_fingerprint: str
+    seq_len: int
+    labels: tuple[str, ...] | None
+    hints: tuple[str, ...]
+
+
+def check_task(settings: TrainSettings, plan: Plan) -> None:
+    """Refuse a strategy that cannot do the task. Raises BadInputError."""
+    task = settings.task
+    if task == "classify" and plan.strategy in NOT_CLASSIFY:
+        raise BadInputError(
+            f"--task classify: strategy {plan.strategy} {NOT_CLASSIFY[plan.strategy]}."
+        )
+    if task == "classify" and plan.lora_rank is not None:
+        raise BadInputError(
+            f"--lora-rank {plan.lora_rank} --task classify: a classifier's new layers are trained "
+            "whole, which an adapter does not hold. Leave --lora-rank out, or use --task chat."
+        )
+    if settings.padding == "dynamic" and TRAITS[plan.strategy].one_shape:
+        raise BadInputError(
+            f"--padding dynamic: strategy {plan.strategy} needs batches of one shape. Use "
+            "--padding fixed."
+        )
+
+
+def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
+    """Whether all batches are of one length: as asked, else where that is needed."""
+    if settings.padding is not None or plan is None:
+        return settings.padding == "fixed"
+    return TRAITS[plan.strategy].one_shape
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """The rows of a task's data, in two parts, before they are tokens."""
+
+    train: list[Row]
+    validation: list[Row]
+    table: Table
+    hints: tuple[str, ...]
+    parts: int = 2  # 1 where both are the same rows
+
+
+def gather_task(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    spec: ModelSpec | None,
+    positions: int | None,
+    vocab: int | None,
+    plan: Plan | None,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+    device_type: str = "cpu",
+) -> TaskData:
+    """Read and encode a task's data. Raises BadInputError for whatever does not fit."""
+    name = opened.name if opened is not None else "own"
+    if settings.task == "chat" and spec is not None and not spec.causal:
+        raise BadInputError(
+            f"--task chat: {name} predicts masked tokens and cannot write. Use a causal model, or "
+            "--task classify."
+        )
+    if settings.task == "classify":
+        if spec is None:
+            raise BadInputError(
+                "--task classify puts a layer over classes on outpace's own and Hugging Face "
+                "models. A model of your own brings its loss and data set: leave --task out."
+            )
+        if opened is None or opened.kind in ("preset", "spec"):
+            require_exportable(spec)  # what transformers has written is, and asking it takes time
+    seq_len = resolve_seq_len(settings, positions)
+    # Each length is shared by the ranks of tensor parallelism.
+    tp = 1 if plan is None else plan.tp
+    most = rounded(seq_len, math.lcm(MULTIPLE, tp))
+    if positions is not None and most > positions:
+        most = positions // tp * tp
+    seq_len = min(seq_len, most)
+    source = read_source(settings)
+    if source.parts == 1 and plan is not None:  # for training, not to evaluate
+        said = "the rows to validate with are those to train on: their loss says nothing of others"
+        source = replace(source, hints=(*source.hints, said))
+    fixed = _has_fixed_length(settings, plan)
+    compiled = plan is not None and plan.compile
+    multiple = math.lcm(shape_multiple(most, device_type, compiled), tp)
+    make = _classify if settings.task == "classify" else partial(_chat, saved=plan is not None)
+    sizes = seq_len, most, fixed, multiple
+    return make(settings, opened, spec, vocab, source, sizes, cache_dir, callbacks)
+
+
+def read_source(settings: TrainSettings) -> TaskRows:
+    """The rows to train on and to validate with."""
+    if settings.task == "classify" and settings.data in (("stdlib",), (NAME,)):
+        train, validation = (list(paraphrases(split)) for split in ("train", "validation"))
+        if settings.eval_data is not None:
+            validation = _rows(read_tables(settings.eval_data))
+        return TaskRows(train, validation, Table(NAME, COLUMNS, tuple(train), {}), ())
+    if settings.data == ("stdlib",):
+        raise BadInputError("--task chat needs conversations: name them with --data FILE.jsonl.")
+    train_names, found = splits_of(settings.data)
+    eval_names = settings.eval_data or found
+    if settings.eval_data is not None:
+        eval_names = splits_of(settings.eval_data)[1] or settings.eval_data
+    tables = read_tables(train_names)
+    rows = _rows(tables)
+    others = read_tables(eval_names) if eval_names is not None else []
+    left_out = sum(table.left_out for table in (*tables, *others))
+    hints = [hint for table in (*tables, *others) for hint in table.hints]
+    hints += unread_file_hints(settings.data)
+    if left_out:
+        hints.append(f"{left_out:,} lines have other columns than their header and were left out")
+    if eval_names is not None and tuple(train_names) == tuple(eval_names):
+        return TaskRows(rows, rows, tables[0], (*hints, *nul_hints(rows)), parts=1)
+    hints += nul_hints((*rows, *_rows(others)))
+    if others:
+        train, validation = rows, _rows(others)
+    else:
+        train, validation = held_out(rows, settings.eval_fraction)
+    return TaskRows(train, validation, tables[0], (*hints, *overlap_hints(train, validation)))
+
+
+def _rows(tables: Sequence[Table]) -> list[Row]:
+    return [row for table in tables for row in table.rows]
+
+
+# seq_len, the same padded, whether all are padded to it, else to a multiple of what
+Sizes = tuple[int, int, bool, int]
+
+
+def _chat(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    spec: ModelSpec | None,
+    vocab: int | None,
+    source: TaskRows,
+    sizes: Sizes,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+    *,
+    saved: bool,
+) -> TaskData:
+    """Samples of conversations; `saved`: for a training, which saves the tokenizer."""
+    seq_len, most, fixed, multiple = sizes
+
+    def texts() -> list[str]:
+        return [str(m["content"]) for row in source.train for m in messages_of(row)]
+
+    plain = task_tokenizer(settings, opened, vocab, False, fingerprint(source.train), texts,
+                           cache_dir, callbacks)  # fmt: skip
+    chat = ChatFormat(plain)
+    _check_vocab(chat.tokenizer, vocab)
+    tell(callbacks, "on_stage", "encoding conversations")
+    parts = [
+        encode_all(chat, rows, seq_len, part)
+        for rows, part in (
+            (source.train, " to train on"), (source.validation, f" {held_out_part(settings)}"),
+        )
+    ]  # fmt: skip
+    hints = [*source.hints, *_chat_hints(chat, parts[: source.parts], seq_len, _count(source))]
+    if plain.chat_template is None:
+        kept = ", and saved with the model" if saved else ""
+        hints.append(f"the tokenizer has no chat template: outpace's own is used{kept}")
+    train, validation = (part.samples for part in parts)
+    return TaskData(
+        chat.tokenizer,
+        PaddedDataset(train, most, fixed, multiple=multiple),
+        PaddedDataset(validation, most, fixed, once_in=settings.global_batch, multiple=multiple),
+        *_fingerprints(source, chat.tokenizer, chat.tokenizer.chat_template or ""),
+        seq_len,
+        None,
+        tuple(hints),
+    )
+
+
+def held_out_part(settings: TrainSettings) -> str:
+    """Return how the validation data are called, after a noun."""
+    if settings.eval_data is not None:
+        return f"in --eval-data {' '.join(settings.eval_data)}"
+    return "held out for validation (give other data with --eval-data)"
+
+
+def _chat_hints(
+    chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
+) -> list[str]:
+    """Say what of conversations is not learnt, or not as it stands."""
+    altered = [where for part in parts for where in part.altered]
+    toolless = [where for part in parts for where in part.toolless]
+    marked = [where for part in parts for where in part.marked]
+    wordless = [where for part in parts for where in part.wordless]
+    joined = [where for part in parts for where in part.joined]
+    told = [
+        (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
+        (sum(part.empty for part in parts), "have no answer to learn and were left out"),
+        (
+            sum(part.partial for part in parts),
+            "are changed by the chat template as they go on: only their last answer is learnt",
+        ),
+        (
+            len(altered),
+            "have answers that the chat template does not write as they stand: what it leaves out "
+            f"is not learnt (first {next(iter(altered), '')})",
+        ),
+        (
+            len(toolless),
+            "have tools that the chat template does not write: answers are learnt without them "
+            f"(first {next(iter(toolless), '')})",
+        ),
+        (
+            len(marked),
+            "have the name of a special token in what is said, which is read as that token, as "
+            f"where an answer ends (first {next(iter(marked), '')})",
+        ),
+        (
+            len(wordless),
+            "have an answer without a word: to say nothing is learnt "
+            f"(first {next(iter(wordless), '')})",
+        ),
+        (
+            len(joined),
+            "have an answer whose beginning and the chat template's text before it are one token, "
+            "which is not learnt, and which no prompt ends with: let the template end before the "
+            f"blank or line break there (first {next(iter(joined), '')})",
+        ),
+    ]
+    hints = [f"{found:,} of {count} conversations {what}" for found, what in told if found]
+    unread = dict.fromkeys(name for part in parts for name in part.unread)
+    if unread:
+        hints.append(
+            f"columns that are no part of a conversation are not read: {', '.join(unread)}"
+        )
+    hints += _unknown_hints(chat.tokenizer, [part.samples for part in parts])
+    if not chat.stops:
+        hints.append(
+            "the chat template ends answers without a special token (such as "
+            f"{chat.tokenizer.eos_token}): the model does not learn where to stop. Write "
+            "{{ eos_token }} behind an answer in the template"
+        )
+    if chat.dated:
+        hints.append(
+            "the chat template writes the date: conversations are learnt with "
+            f"{LEARNT_DATE:%d %b %Y}, on whatever day, so that runs can be repeated and resumed"
+        )
+    return hints
+
+
+def _classify(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    spec: ModelSpec | None,
+    vocab: int | None,
+    source: TaskRows,
+    sizes: Sizes,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> TaskData:
+    assert spec is not None
+    seq_len, most, fixed, multiple = sizes
+    columns = classify.columns_of(source.table, settings.text_fields, settings.label_field)
+    classes = source.table.names.get(columns.label, ())
+    parts = [
+        classify.examples_of(rows, columns, classes) for rows in (source.train, source.validation)
+    ]
+    known: tuple[str, ...] | None = None
+    if opened is not None and opened.weights is not None and settings.init != "random":
+        known = known_labels(opened.weights)
+    kept = None if known is None else classify.with_stored_names(parts, known)
+    labels = known if kept and known else classify.label_names(parts[0], classes)
+    unnamed, parts = parts[0], kept or parts
+    encoder = not spec.causal
+    plain = task_tokenizer(
+        settings, opened, vocab, encoder, fingerprint(source.train),
+        lambda: [text for example in parts[0] for text in example.texts], cache_dir, callbacks,
+    )  # fmt: skip
+    tokenizer = classify.with_pairs(plain, encoder)
+    _check_vocab(tokenizer, vocab)
+    tell(callbacks, "on_stage", "encoding the texts")
+    how = "|".join((*columns.texts, columns.label, *labels))
+    fingerprints = _fingerprints(source, tokenizer, how)
+    segments = spec.segments > 1
+    # All that samples depend on beside the rows: how names of classes became labels, too.
+    more = json.dumps([1, columns.texts, columns.label, labels, list(classes), seq_len, segments,
+                       encoder, tokenizer.pad_id, tokenizer.truncation_side])  # fmt: skip
+    encoded = [
+        remembered(
+            cache_dir,
+            xxhash.xxh3_128_hexdigest(f"{of}|{more}".encode()),
+            partial(classify.encode, tokenizer, part, labels, seq_len, segments),
+        )
+        for of, part in zip(fingerprints, parts, strict=True)
+    ]
+    cut = sum(part.cut for part in encoded[: source.parts])
+    hints = [
+        *source.hints,
+        *classify.columns_hints(
+            source.table, columns,
+            texts=settings.text_fields is not None, label=settings.label_field is not None,
+        ),
+        *classify.examples_hints(parts[: source.parts]),
+    ]  # fmt: skip
+    if "-1" in labels and known is None:
+        hints.append("labels -1 and 1 are taken as two classes, in this order")
+    if kept and parts[0] != unnamed:
+        hints.append(
+            "labels are taken as the classes of the stored classifier: "
+            + ", ".join(f"{number} = {name}" for number, name in enumerate(labels))
+        )
+    if known is not None and kept is None:
+        hints.append(
+            f"the stored classifier tells {', '.join(known)} apart, the data has "
+            f"{', '.join(labels)}: its layer over classes is not used, and a new one is drawn. "
+            "Label rows with its names or the numbers of its classes to keep it"
+        )
+    hints += _unknown_hints(tokenizer, [part.samples for part in encoded])
+    if cut:
+        hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
+    train, validation = (
+        PaddedDataset(
+            part.samples,
+            most,
+            fixed,
+            mask=encoder,
+            last=not encoder,
+            once_in=once,
+            multiple=multiple,
+        )
+        for part, once in zip(encoded, (None, settings.global_batch), strict=True)
+    )
+    return TaskData(
+        tokenizer,
+        train,
+        validation,
+        *fingerprints,
+        seq_len,
+        labels,
+        tuple(hints),
+    )
+
+
+def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[Ragged]) -> list[str]:
+    """Say that the tokenizer knows too little of the texts."""
+    tokens = np.concatenate([part.values["tokens"] for part in parts])
+    unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
+    return unknown_hints("of the data", unknown, len(tokens))
+
+
+def _count(source: TaskRows) -> str:
+    return f"{len(source.train) + (len(source.validation) if source.parts > 1 else 0):,}"
+
+
+def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
+    """Return the fingerprints of both parts: the rows, and how they become tokens."""
+    first, second = (
+        xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
+        for rows in (source.train, source.validation)
+    )
+    return first, second
+
+
+def _check_vocab(tokenizer: Tokenizer, vocab: int | None) -> None:
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise BadInputError(
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model {vocab}. Use "
+            "a model with a vocabulary at least as large, or another tokenizer."
+        )
+
+
+def step_costs(
+    dataset: PaddedDataset,
+    settings: TrainSettings,
+    plan: Plan,
+    spec: ModelSpec | None,
+    labels: Sequence[str] | None,
+    peak_flops_per_s: float | None,
+    adapters: int | None = None,
+) -> Callable[[int], Costs]:
+    """Return a function of the step that gives its costs.
+
+    Tokens and the model's FLOPs are those of the samples without padding; the hardware's have it.
+    `adapters` is the number of their parameters, where only they are trained.
+    """  # fmt: skip
+
+    def costs_of(step: int) -> Costs:
+        slots = np.arange(settings.global_batch) + (step - 1) * settings.global_batch
+        work = dataset.work(settings.seed, slots, plan.samples_read)
+        model = hardware = None
+        if spec is not None:
+            model = _flops(spec, work.lengths, labels, adapters)
+            hardware = _flops(spec, work.padded, labels, adapters, plan)
+        return Costs(
+            samples=settings.global_batch,
+            tokens=int(work.lengths.sum()),
+            model_flops=model,
+            hardware_flops=hardware,
+            peak_flops_per_s=peak_flops_per_s,
+        )
+
+    return costs_of
+
+
+def _flops(
+    spec: ModelSpec,
+    lengths: np.ndarray,
+    labels: Sequence[str] | None,
+    adapters: int | None,
+    plan: Plan | None = None,
+) -> float:
+    checkpointing = None if plan is None else plan.modes(spec.layers)
+    whole = labels is None
+    total = sum(
+        step_flops(spec, length, count, checkpointing, adapters, whole)
+        for length, count in Counter(lengths.tolist()).items()
+    )
+    if labels is not None:  # pooler and classes, of one token a sample; forward and backward
+        pooler = 0 if spec.causal else spec.hidden**2
+        total += 6 * len(lengths) * (pooler + spec.hidden * len(labels))
+    return float(total)

@@ -1,0 +1,168 @@
+"""Tokenizer of a run: the one named, the model's own, or one trained on the data."""
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+
+from outpace.data.corpus import content_fingerprint, is_tokens, read_documents
+from outpace.data.entry_lock import entry_lock
+from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from outpace.interop.config_out import exported_type
+from outpace.interop.models import OpenedModel
+from outpace.interop.tokenizer_class import cut_as_qwen2, has_class_by_family
+from outpace.records.checksums import write_checksums
+from outpace.records.errors import BadInputError
+from outpace.records.settings import TrainSettings
+from outpace.training.callbacks import Callback, tell
+
+# A byte-level BPE for a model whose vocabulary is not known.
+DEFAULT_VOCAB = 8192
+
+
+def tokenizer_for(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    vocab: int | None,
+    objective: Literal["causal", "masked"],
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer | None:
+    """The run's tokenizer; None where all data is tokens already and none is named."""
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer)
+    encoded = [source for source in settings.data if is_tokens(source)]
+    if len(encoded) == len(settings.data):
+        return None
+    if opened is not None and opened.tokenizer is not None:
+        return load_tokenizer(str(opened.tokenizer))
+    if encoded:
+        raise BadInputError(
+            f"{encoded[0]} holds the ids of some tokenizer, and other data is text: name that "
+            "tokenizer with --tokenizer."
+        )
+    _require_no_weights(settings, opened)
+    return _train_on_data(
+        settings,
+        vocab or DEFAULT_VOCAB,
+        objective == "masked",
+        _family(opened),
+        cache_dir,
+        callbacks,
+    )
+
+
+def task_tokenizer(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    vocab: int | None,
+    masked: bool,
+    content: str,
+    texts: Callable[[], Iterable[str]],
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer:
+    """Return the tokenizer of a task."""
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer)
+    if opened is not None and opened.tokenizer is not None:
+        return load_tokenizer(str(opened.tokenizer))
+    _require_no_weights(settings, opened)
+    size, family = vocab or DEFAULT_VOCAB, _family(opened)
+    told = f"{content}|{settings.task}|{size}|{masked}{_pattern_key(family)}"
+    key = xxhash.xxh3_128_hexdigest(told.encode())
+    return _train_or_load(key, texts, size, masked, family, cache_dir, callbacks)
+
+
+def _family(opened: OpenedModel | None) -> str | None:
+    """The family that the model is exported as, None of a custom one."""
+    return None if opened is None or opened.spec is None else exported_type(opened.spec)
+
+
+def _pattern_key(family: str | None) -> str:
+    """Part of the cache's key for tokenizers that are learnt with the family's own pattern."""
+    return f"|{family}" if has_class_by_family(family) else ""
+
+
+def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> None:
+    if opened is not None and opened.weights is not None and settings.init != "random":
+        raise BadInputError(
+            f"{opened.name} has weights but no tokenizer, and weights mean nothing to another "
+            "tokenizer's ids. Name its own with --tokenizer, or use --init random."
+        )
+
+
+def _train_on_data(
+    settings: TrainSettings,
+    vocab: int,
+    masked: bool,
+    family: str | None,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer:
+    """A tokenizer learnt from the training data, kept in the cache beside the tokens."""
+    content = content_fingerprint(settings.data, settings.text_field, cache_dir)
+    split: Literal["all", "train"] = "all" if settings.eval_data is not None else "train"
+    held_out = f"{split}|{settings.eval_fraction!r}"
+    key = xxhash.xxh3_128_hexdigest(
+        f"{content}|{held_out}|{vocab}|{masked}|{settings.text_field}{_pattern_key(family)}".encode()
+    )
+    return _train_or_load(
+        key,
+        lambda: read_documents(settings.data, settings.text_field, split, settings.eval_fraction),
+        vocab,
+        masked,
+        family,
+        cache_dir,
+        callbacks,
+    )
+
+
+def _train_or_load(
+    key: str,
+    texts: Callable[[], Iterable[str]],
+    vocab: int,
+    masked: bool,
+    family: str | None,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer:
+    """The tokenizer of this key in the cache, learnt where it is not there whole."""
+    folder = cache_dir / "tokenizers" / key
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with entry_lock(folder.with_suffix(".lock")):
+            if (known := _load_cached(folder)) is not None:
+                return known
+            tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
+            pattern = cut_as_qwen2 if has_class_by_family(family) else None
+            learnt = train_tokenizer(texts(), vocab, masked=masked, set_pattern=pattern)
+            temporary = folder.with_suffix(".tmp")
+            for left in (temporary, folder):  # damaged, or of a process that was killed
+                _remove(left)
+            learnt.save(temporary)
+            write_checksums(temporary)
+            temporary.replace(folder)
+    except OSError as error:
+        raise BadInputError(
+            f"the cache {cache_dir} cannot be written ({error.strerror}). Free some space, or name "
+            "another place with --cache-dir."
+        ) from None
+    return load_tokenizer(str(folder))
+
+
+def _load_cached(folder: Path) -> Tokenizer | None:
+    """Return the cached tokenizer; None if it is not what was written there."""
+    try:
+        return load_tokenizer(str(folder))
+    except BadInputError:
+        return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Memory of a plan: traced, predicted, made to fit."""

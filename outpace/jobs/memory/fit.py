@@ -1,0 +1,207 @@
+"""Whether a job fits its ranks' memory, and what would: predicted before the first step."""
+
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from outpace.jobs.defaults import find_in_catalog
+from outpace.jobs.memory.plan_costs import Account, JobSite, accounts_to_ask, predictor, rates
+from outpace.jobs.memory.trace_worker import Ask
+from outpace.jobs.ranks.oom_guard import Shortage, readings
+from outpace.planner.fit.cost import Predict, most_bytes
+from outpace.planner.fit.proposals import Change, Proposal, kinds_of_change, propose
+from outpace.planner.fit.recompute_budget import plan_within
+from outpace.probing.hardware.process_memory import anonymous_bytes, find_cgroup, give_back_free
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.plan import AXES, Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.units import show_bytes
+from outpace.training.precision import default_precision
+
+# What has been found by then has to do: ranks that are out of memory wait for it. Before the first
+# step there is more time.
+SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that a rank may use, and whose limit that is, as the user knows it."""
+
+    bytes: int
+    name: str
+
+
+def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
+    """The least of what is asked for, the control group's share of a rank, and what is there."""
+    limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
+    if settings.memory_limit is not None:
+        limits.append(Limit(settings.memory_limit, "--memory-limit"))
+    return min(limits, key=lambda limit: limit.bytes)
+
+
+def _of_device(device: torch.device) -> list[Limit]:
+    free, _ = torch.cuda.mem_get_info(device)
+    return [Limit(free + torch.cuda.memory_reserved(device), "the device's memory")]
+
+
+def _of_host(ranks: Ranks, device: torch.device) -> list[Limit]:
+    own, share = anonymous_bytes(), ranks.local_world_size
+    limits = [Limit(psutil.virtual_memory().available // share + own, "the host's free memory")]
+    group = find_cgroup()
+    if group is not None:
+        (reading,) = readings(None, device, ranks)
+        left = max(0, reading.soft_bytes - group.used_bytes())
+        limits.append(Limit(left // share + own, reading.limit))
+    return limits
+
+
+def limit_device(limit_bytes: int | None, device: torch.device) -> None:
+    """Limit the bytes of the CUDA allocator. Raises BadInputError on other devices."""
+    if limit_bytes is None or device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise BadInputError(
+            f"--memory-limit works on a CPU and on CUDA devices, but the device is {device.type}. "
+            "Leave it out."
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+
+
+class Fitting:
+    """Comparison of what plans need on this job's ranks with what these have.
+
+    `account` gives the memory of a rank; None, or no `spec`, where nothing can be predicted.
+    `ahead_bytes` of what the process holds are there for what is planned.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        ranks: Ranks,
+        device: torch.device,
+        machine: Machine,
+        spec: ModelSpec | None,
+        seq_len: int | None,
+        account: Account | None,
+        ahead_bytes: int = 0,
+    ) -> None:
+        if device.type == "cpu":
+            give_back_free()  # the preparation of data leaves much
+        self.limit = limit_of(settings, ranks, device)
+        self._settings = settings
+        self._device = device
+        self._machine = machine
+        self._spec = spec
+        self._seq_len = seq_len
+        # On the host the process itself counts, with the libraries that it has loaded.
+        self.held_bytes = anonymous_bytes() - ahead_bytes if device.type == "cpu" else 0
+        self._site = JobSite(
+            device, find_in_catalog(machine, device), ranks.local_world_size, self.held_bytes
+        )
+        self._account = account
+        self._predict: Predict | None = None
+
+    @property
+    def predict(self) -> Predict | None:
+        """Predictor of a plan's memory, with what the process held before; None if unknown."""
+        if self._account is None or self._spec is None or self._seq_len is None:
+            return None
+        if self._predict is None:
+            self._predict = predictor(
+                self._account, self._settings, self._spec, self._seq_len, self._site
+            )
+        return self._predict
+
+    def asked(self, plan: Plan) -> list[Ask]:
+        """Return whose memory to ask for; nobody's if it cannot be traced."""
+        if self._account is None or self._spec is None or self._seq_len is None:
+            return []
+        return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
+
+    def with_budget(self, plan: Plan) -> Plan:
+        """The plan with what was left to outpace to find, by the memory that there is."""
+        if self._settings.memory_budget is None:
+            return plan
+        return self.fit_budget(plan, self._settings.memory_budget)
+
+    def fit_budget(self, plan: Plan, budget_bytes: int) -> Plan:
+        """Choose what to recompute for a memory budget. Raises BadInputError if nothing fits."""
+        if self.predict is None or self._spec is None:
+            raise BadInputError(
+                "--memory-budget needs a prediction, which there is for outpace's own transformers "
+                "on token data. Use --checkpointing selective or full."
+            )
+        rate = rates(plan, self._machine, self._device)
+        return plan_within(plan, self._spec, budget_bytes, self.predict, rate)
+
+    def shortage(self, plan: Plan) -> Shortage | None:
+        """Return what a plan lacks by the prediction; None if it fits, or nothing is known.
+
+        The trace is left out where a rough count says that there is plenty.
+        """
+        if self.predict is None or self._spec is None or self._seq_len is None:
+            return None
+        rough = most_bytes(self._spec, self._seq_len, plan)
+        if self.held_bytes + rough <= self.limit.bytes:
+            return None
+        try:
+            needed = self.predict(plan).peak_memory_bytes
+        except BadInputError:
+            return None  # training is not kept from what cannot be traced
+        if needed <= self.limit.bytes:
+            return None
+        return Shortage(
+            0,
+            f"a step is predicted to need {show_bytes(needed)} on the fullest rank, more than "
+            f"{self.limit.name} lets it have, {show_bytes(self.limit.bytes)}",
+            needed,
+        )
+
+    def is_certain(self, plan: Plan) -> bool:
+        """Whether a plan's tensors alone do not fit, beside what the process holds now."""
+        if self._device.type != "cpu" or self.predict is None:
+            return False
+        return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
+
+    def proposals(
+        self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
+    ) -> list[Proposal]:
+        """The cheapest changes that fit; by as much more where the prediction was too low.
+
+        `resumes`: the run resumes from a checkpoint, whose optimizer's states stay as they are.
+        """
+        if self.predict is None:
+            return []
+        try:
+            # More than the limit was needed, even where what was refused is not in what was used.
+            needed = max(short.used_bytes, self.limit.bytes + 1)
+            too_low = max(0, needed - self.predict(plan).peak_memory_bytes)
+        except BadInputError:
+            return []
+        until_s = time.monotonic() + search_s
+        return propose(
+            plan,
+            self.limit.bytes - too_low,
+            self.predict,
+            rates(plan, self._machine, self._device),
+            self.changes(plan, resumes),
+            enough=lambda: time.monotonic() > until_s,
+        )
+
+    def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
+        """Return what could be changed, as far as it was left open."""
+        low = default_precision(self._device, self._machine) == "bf16"
+        beside_host = self._device.type != "cpu"
+        kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)
+        fixed = {"optimizer"} if resumes or self._settings.resume else set()
+        if self._settings.memory_budget is not None:  # it has chosen what is recomputed
+            fixed.add("checkpointing")
+        if any(getattr(self._settings, axis) is not None for axis in AXES):
+            fixed.add("strategy")
+        return [kind for kind in kinds if kind and not fixed & set(kind[0])]

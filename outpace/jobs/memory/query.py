@@ -1,0 +1,261 @@
+"""Query of `outpace memory`, made into what the trace needs; the worst rank of a world."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.catalog.models import without_weights
+from outpace.data.seeding import seed_generators
+from outpace.interop.models import open_model
+from outpace.interop.own import OwnModel, build_own, own_positions
+from outpace.jobs.defaults import keeps_masters, resolve_plan, resolve_seq_len
+from outpace.jobs.inputs.custom_batches import batch_of
+from outpace.jobs.memory.trace_worker import Ask, account_of
+from outpace.parallel.offload import require
+from outpace.planner.pipeline.stages import representatives
+from outpace.probing.hardware.machine import identify
+from outpace.records.base import Record
+from outpace.records.errors import BadInputError
+from outpace.records.hardware import Accelerator, Node
+from outpace.records.memory import MemoryAccount
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.steps import Trainable, Workload
+from outpace.training.precision import default_precision
+
+
+class MemoryQuery(Record):
+    """Training to trace: what `ask` says of rank 0 can be asked of all."""
+
+    ask: Ask
+    global_batch: int
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of all ranks."""
+        return self.ask.plan
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens of a sample."""
+        return self.ask.seq_len
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Settings of the training."""
+        return self.ask.settings
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Accelerator whose memory it is; None for the CPU's."""
+        return self.ask.accelerator
+
+    @property
+    def workload(self) -> Trainable:
+        """Workload for the trace."""
+        ask = self.ask
+        return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
+
+    def trace(self, rank: int) -> MemoryAccount:
+        """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
+        return account_of(self.ask.model_copy(update={"rank": rank}))
+
+
+@dataclass(frozen=True)
+class ModuleQuestion:
+    """`MemoryQuery` of a custom model, which is built once."""
+
+    model: OwnModel
+    plan: Plan
+    settings: TrainSettings
+    global_batch: int
+    accelerator: Accelerator | None
+    ranks_per_host: int
+    build: Callable[[], OwnModel]
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens of a sample; None of a data set of the user's own."""
+        if self.model.dataset is not None:
+            return None
+        return resolve_seq_len(self.settings, own_positions(self.model.module))
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of a step."""
+        return self.plan.accumulation(self.global_batch)
+
+    @property
+    def workload(self) -> Trainable:
+        """Workload of two real steps, for which the module is built again."""
+        from outpace.trace.custom_module import ModuleWorkload
+
+        return ModuleWorkload(
+            self.build, self._samples, self.plan, self.accumulation, self.settings
+        )
+
+    def trace(self, rank: int) -> MemoryAccount:
+        """A rank's memory. Raises BadInputError for what cannot be applied, or traced."""
+        from outpace.trace.custom_module import account_of_module
+
+        return account_of_module(
+            self.model,
+            self._samples,
+            self.plan,
+            accumulation=self.accumulation,
+            rank=rank,
+            settings=self.settings,
+            accelerator=self.accelerator,
+            ranks_per_host=self.ranks_per_host,
+        )
+
+    def _samples(self, count: int) -> Any:
+        return batch_of(self.model, count, self.seq_len)
+
+
+def ask_of_module(
+    build: Callable[[], Any],
+    settings: TrainSettings,
+    plan: Plan,
+    global_batch: int,
+    accelerator: Accelerator | None,
+    per_host: int,
+) -> ModuleQuestion:
+    """Build a custom model, and ask for its memory."""
+
+    def build_module() -> OwnModel:
+        seed_generators(settings.seed)
+        return build_own(build)
+
+    return ModuleQuestion(
+        build_module(), plan, settings, global_batch, accelerator, per_host, build_module
+    )
+
+
+def question(
+    settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
+) -> MemoryQuery | ModuleQuestion:
+    """Settle what was left open, as training would on that machine. Raises BadInputError.
+
+    Where no global batch was given, it is one micro-batch on each data-parallel rank.
+    """
+    _require_traceable(settings)
+    named = None if node is None else node.accelerator
+    accelerator = None if named is None else ACCELERATORS[named]
+    if settings.precision == "fp8":
+        _require_fp8(accelerator, node)
+    world_size = settings.nproc or 1 if node is None else node.processes * nodes
+    per_host = world_size if node is None else node.processes_per_host
+    changed = {
+        "precision": _precision(settings, node, accelerator),
+        "model": without_weights(settings.model),
+    }
+    settings = settings.model_copy(update=changed)
+    given = settings.global_batch if origins.get("global_batch") != "default" else None
+    plan = _plan(settings, world_size, per_host, given)
+    require(plan, torch.device("cpu" if accelerator is None else "cuda"))
+    opened = open_model(settings.model)
+    if opened.build is not None:
+        batch = given or plan.samples_per_pass * plan.data_parallel
+        return ask_of_module(opened.build, settings, plan, batch, accelerator, per_host)
+    spec = opened.spec
+    assert spec is not None
+    if settings.dropout is not None:
+        spec = spec.model_copy(update={"dropout": settings.dropout})
+    global_batch = given or plan.samples_per_pass * plan.data_parallel
+    ask = Ask(
+        spec=spec,
+        plan=plan,
+        seq_len=resolve_seq_len(settings, spec.max_positions),
+        accumulation=plan.accumulation(global_batch),
+        rank=0,
+        settings=settings,
+        accelerator=accelerator,
+        ranks_per_host=per_host,
+    )
+    return MemoryQuery(ask=ask, global_batch=global_batch)
+
+
+def _require_traceable(settings: TrainSettings) -> None:
+    """Refuse what is found in training only, and losses that are not over a vocabulary."""
+    said = "outpace memory traces a plan as it is given"
+    if settings.micro_batch == "auto":
+        raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")
+    if settings.memory_budget is not None:
+        raise BadInputError(
+            f"--memory-budget: {said}. Say what is recomputed with --checkpointing or "
+            "--checkpoint-layers."
+        )
+    if settings.memory_limit is not None:
+        raise BadInputError(
+            "--memory-limit: outpace memory compares with a --machine of the catalog. A limit is "
+            "for outpace train, which says what would fit. Leave it out."
+        )
+    if settings.task == "classify":
+        raise BadInputError(
+            "--task classify: outpace memory traces models with a head over the vocabulary, which "
+            "a classifier has not. Leave --task out for a bound that is too high."
+        )
+
+
+def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | None) -> Plan:
+    ranks = Ranks(world_size=world_size, local_world_size=min(per_host, world_size))
+    machine, cpu = identify(find_accelerator), torch.device("cpu")
+    if given is None:
+        each = settings.micro_batch or 1
+        # The optimizer in backward works with one micro-batch.
+        most = 1 if settings.optimizer_in_backward else 4 * world_size
+        pipeline = settings.pp_microbatches or most
+        settings = settings.model_copy(
+            update={"global_batch": world_size * each * pipeline, "micro_batch": each}
+        )
+    return resolve_plan(settings, ranks, cpu, machine)
+
+
+def _precision(
+    settings: TrainSettings, node: Node | None, accelerator: Accelerator | None
+) -> str | None:
+    """Return the precision asked for; else what training would choose on the device."""
+    if settings.precision is not None or node is None:
+        return settings.precision
+    if accelerator is None:
+        features = {"cpu_features": node.cpu_features}
+        machine = identify(find_accelerator).model_copy(update=features)
+        return default_precision(torch.device("cpu"), machine)
+    if "bf16" not in accelerator.peak.flops_per_s:
+        return "fp32"
+    return "bf16-master" if keeps_masters(settings) else "bf16"
+
+
+def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
+    if accelerator is None or "fp8" not in accelerator.peak.flops_per_s:
+        host = "this host" if node is None else node.name
+        who = f"{host}'s CPU" if accelerator is None else accelerator.name
+        raise BadInputError(
+            f"--precision fp8 needs float8 matrix products, which {who} has not. Name a --machine "
+            "that has them, such as hgx-h100, or use --precision bf16."
+        )
+
+
+def account(asked: MemoryQuery | ModuleQuestion, rank: int | None = None) -> MemoryAccount:
+    """Trace the memory of `rank`, or of the rank that needs the most. Raises BadInputError."""
+    require_rank(asked, rank)
+    return worst(asked) if rank is None else asked.trace(rank)
+
+
+def require_rank(asked: MemoryQuery | ModuleQuestion, rank: int | None) -> None:
+    """Raise BadInputError for a rank that the plan does not have."""
+    if rank is not None and rank >= asked.plan.world_size:
+        raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
+
+
+def worst(asked: MemoryQuery | ModuleQuestion) -> MemoryAccount:
+    """The rank that needs most."""
+    return max(
+        (asked.trace(rank) for rank in representatives(asked.plan)),
+        key=lambda found: found.needed_bytes,
+    )

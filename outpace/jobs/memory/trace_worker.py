@@ -1,0 +1,148 @@
+"""Accounts of memory from a process of its own, for a job that is under way.
+
+A trace makes a world of its own, which a process that is in one already cannot; and what it takes
+is not this process's memory. As a program it reads a request a line and writes an answer a line.
+"""
+
+import json
+import subprocess
+import sys
+from typing import IO, Any
+
+from outpace.records.base import Record
+from outpace.records.errors import BadInputError
+from outpace.records.hardware import Accelerator
+from outpace.records.interpreter import PYTHON
+from outpace.records.memory import Kind, MemoryAccount
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+
+class Ask(Record):
+    """Request for one rank's memory, on one device. `settings` are the optimizer's."""
+
+    spec: ModelSpec
+    plan: Plan
+    seq_len: int
+    accumulation: int
+    rank: int
+    settings: TrainSettings
+    accelerator: Accelerator | None  # None: the CPU's memory
+    ranks_per_host: int
+    whole: bool = False
+
+
+class Traced(Record):
+    """Part of an account that choosing between plans needs."""
+
+    peak_memory_bytes: int
+    needed_bytes: int
+    by_kind: dict[Kind, int]
+    flops: int
+    bytes_moved: int
+
+
+class Tracer:
+    """Traces plans in a process that is started with the first and ended by `close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, ask: Ask) -> Traced:
+        """Trace what one rank needs. Raises BadInputError for a plan that cannot be."""
+        return Traced.model_validate(self._request(ask))
+
+    def whole(self, ask: Ask) -> MemoryAccount:
+        """The account of one rank, with all its moments. Raises BadInputError, too."""
+        return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
+
+    def _request(self, ask: Ask) -> dict[str, Any]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [*PYTHON, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for who trains
+            )
+        asked, told = self._process.stdin, self._process.stdout
+        assert asked is not None and told is not None
+        try:
+            asked.write(ask.model_dump_json() + "\n")
+            asked.flush()
+            line = told.readline()
+        except OSError:
+            line = ""
+        if not line:
+            self.close()
+            raise BadInputError(
+                "the plan's memory could not be traced: the process for it ended, perhaps for want "
+                "of memory"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "refused" in answer:
+            raise BadInputError(answer["refused"])
+        return answer
+
+    def give_up(self) -> bool:
+        """End the process from another thread; who waits for an answer is told. False without."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return False
+        process.kill()
+        process.wait()
+        return True
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def serve(asked: IO[str], told: IO[str]) -> None:
+    """Answer requests until there are no more."""
+    for line in asked:
+        told.write(json.dumps(_answer(Ask.model_validate_json(line))) + "\n")
+        told.flush()
+
+
+def account_of(ask: Ask) -> MemoryAccount:
+    """Trace one rank in this process. Raises BadInputError for an impossible plan."""
+    from outpace.trace.account import account  # who only asks does without its 30 MiB of code
+
+    return account(
+        ask.spec,
+        ask.plan,
+        seq_len=ask.seq_len,
+        accumulation=ask.accumulation,
+        rank=ask.rank,
+        settings=ask.settings,
+        accelerator=ask.accelerator,
+        ranks_per_host=ask.ranks_per_host,
+    )
+
+
+def _answer(ask: Ask) -> dict[str, Any]:
+    try:
+        found = account_of(ask)
+    except Exception as error:  # what cannot be traced is not proposed
+        return {"refused": str(error) or type(error).__name__}
+    if ask.whole:
+        return found.model_dump(mode="json")
+    return {
+        "peak_memory_bytes": found.peak_memory_bytes,
+        "needed_bytes": found.needed_bytes,
+        "by_kind": found.peak.by_kind,
+        "flops": found.flops,
+        "bytes_moved": found.bytes_moved,
+    }
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)

@@ -1,0 +1,77 @@
+"""An estimate with its memory traced: the real model under fake tensors, on its fullest rank."""
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.models import without_weights
+from outpace.interop.models import open_model
+from outpace.jobs.memory.query import ask_of_module, worst
+from outpace.jobs.memory.trace_worker import Ask, account_of
+from outpace.planner.memory.peak import peak_bytes
+from outpace.planner.pipeline.stages import representatives
+from outpace.planner.plan_batch import of_plans
+from outpace.planner.problem import Job
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned
+from outpace.records.memory import MemoryAccount
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+
+def use_traced_memory(planned: Planned, model: str, job: Job) -> Planned:
+    """Replace the formula's memory by that of a trace.
+
+    Raises BadInputError for plans and models that outpace does not train.
+    """
+    if planned.untrained is not None:
+        raise BadInputError(
+            f"--depth trace runs what outpace trains, but {planned.untrained}. Leave it out."
+        )
+    account = fullest(planned.plan, model, job)
+    needed = account.needed_bytes + beside_tensors(planned.plan, job)
+    kinds = {str(kind): size for kind, size in account.peak.by_kind.items()}
+    away = kinds.pop("offloaded", 0) * min(planned.plan.world_size, job.cluster.fabric.per_node)
+    kinds["allocator and libraries"] = max(0, needed - sum(kinds.values()))
+    changed = {"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
+    if not planned.estimate.disk_offloaded_bytes:
+        # At the peak of the device's memory the host's need not be at its own.
+        changed["host_offloaded_bytes"] = max(away, planned.estimate.host_offloaded_bytes)
+    estimate = planned.estimate.model_copy(update=changed)
+    return planned.model_copy(update={"estimate": estimate})
+
+
+def fullest(plan: Plan, model: str, job: Job, dropout: float | None = None) -> MemoryAccount:
+    """The traced account of the rank with the most, by default with the model's own dropout.
+
+    Raises BadInputError where it cannot be traced.
+    """
+    opened, wanted = open_model(without_weights(model)), job.wanted
+    accelerator = ACCELERATORS.get(job.cluster.device.name)
+    per_host = min(plan.world_size, job.cluster.fabric.per_node)
+    said = {"model": model, "precision": plan.precision}
+    if opened.build is not None:
+        settings = TrainSettings.parse({**said, "seq_len": wanted.seq_len}, "plan")
+        return worst(
+            ask_of_module(opened.build, settings, plan, wanted.global_batch, accelerator, per_host)
+        )
+    assert opened.spec is not None
+    own = opened.spec if dropout is None else opened.spec.model_copy(update={"dropout": dropout})
+    settings = TrainSettings.parse(said, "plan")
+    ask = Ask(
+        spec=own,
+        plan=plan,
+        seq_len=wanted.seq_len,
+        accumulation=plan.accumulation(wanted.global_batch),
+        rank=0,
+        settings=settings,
+        accelerator=accelerator,
+        ranks_per_host=per_host,
+    )
+    accounts = [account_of(ask.model_copy(update={"rank": rank})) for rank in representatives(plan)]
+    return max(accounts, key=lambda account: account.needed_bytes)
+
+
+def beside_tensors(plan: Plan, job: Job) -> int:
+    """Bytes that a trace does not see: contexts and buffers of libraries, by the formula."""
+    wanted, kind = job.wanted, job.cluster.device.kind
+    columns = of_plans([plan], wanted.global_batch, job.outline.layers)
+    peak = peak_bytes(job.outline, wanted.seq_len, columns, kind)
+    return round(float(job.required_bytes(columns)[0] - peak[0]))

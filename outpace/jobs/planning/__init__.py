@@ -1,0 +1,1 @@
+"""Planning requests: outlines, automatic plans, proposals for tuning."""

@@ -1,0 +1,409 @@
+"""`outpace train --plan`: a plan file, or the planner's pick for the machine at hand, traced."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.models import names_code, open_model
+from outpace.interop.own import build_own
+from outpace.jobs.defaults import (
+    resolve_device,
+    resolve_offload,
+    resolve_precision,
+    resolve_seq_len,
+)
+from outpace.jobs.inputs.tasks import NOT_CLASSIFY
+from outpace.jobs.memory.traced_plan import beside_tensors, fullest
+from outpace.jobs.planning.find_outline import find_outline
+from outpace.jobs.planning.request import KEPT, default_vary
+from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
+from outpace.planner.model.outline import classifier_outline
+from outpace.planner.plan import plans
+from outpace.planner.problem import Job
+from outpace.planner.search.space import Wanted
+from outpace.probing.hardware.machine import identify
+from outpace.probing.hardware.process_memory import anonymous_bytes
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned, Plans
+from outpace.records.host_rates import HostRates
+from outpace.records.machine import Machine
+from outpace.records.optimizers import LEVELS, WHERE_OFFLOADED
+from outpace.records.plan import AXES, Plan, PlanFile, Strategy
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.training_log import is_corrected
+from outpace.records.tuning import TUNING_FILE, Tuning
+from outpace.records.units import show_bytes, show_seconds
+
+PROBE_FILE = Path("machine.json")
+DEFAULT = "default"
+# Settings beside the plan that a step's time depends on.
+_OF_A_STEP = (
+    "model", "task", "seq_len", "global_batch", "threads", "document_attention", "device",
+)  # fmt: skip
+_COUNT = 8  # plans that are tried, the recommended first
+_MOST_RANKS = 8  # that a CPU is shared by
+
+Settings = tuple[TrainSettings, dict[str, str]]
+
+
+def settle(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    ranks: Ranks | None,
+    say: Callable[[str], None],
+) -> Settings:
+    """The settings with those of the plan in place of --plan, and where each came from.
+
+    Raises BadInputError where there is none that fits, or what was asked contradicts the plan.
+    """
+    if settings.plan is None:
+        return settings, dict(origins)
+    workload: dict[str, int] = {}
+    given = settings.plan
+    if given == "auto":
+        chosen = _pick(settings, origins, ranks, say)
+    else:
+        file = PlanFile.load(Path(given).expanduser(), option="--plan ")
+        chosen, workload = file.plan, _workload(file, origins)
+        _check_file(chosen, settings, origins, ranks)
+    if chosen.training_obstacle is not None:
+        raise BadInputError(
+            f"--plan {settings.plan}: outpace does not train it: {chosen.training_obstacle}."
+        )
+    values = _values(chosen, settings)
+    if given == "auto" and settings.compile is None and chosen.compile:
+        del values["compile"]  # whether it pays back depends on the length of the run
+    if ranks is not None:
+        values["nproc"] = None  # they are there; of several hosts each has its own number
+    if given != "auto" and settings.expect_step_time_s is None:
+        path = Path(given).expanduser()
+        values["expect_step_time_s"] = _tuned_step_time(
+            path, chosen, settings.model_copy(update=workload), say
+        )
+    where = f"plan {settings.plan}"
+    told = {name: where for name in {**values, **workload} if origins.get(name) in (None, DEFAULT)}
+    return (
+        settings.model_copy(update={**values, **workload, "plan": None}),
+        {**origins, **told, "plan": DEFAULT},
+    )
+
+
+def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
+    """The length and batch that a plan was made for, as far as nobody asked for others."""
+    known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
+    return {
+        name: value
+        for name, value in known.items()
+        if value is not None and origins.get(name, DEFAULT) == DEFAULT
+    }
+
+
+def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
+    """A plan as settings: what does not belong to its strategy is left open."""
+    both = set(Plan.model_fields) & set(TrainSettings.model_fields)
+    values = {name: getattr(plan, name) for name in both}
+    for axis in AXES:
+        values[axis] = getattr(plan, axis) if plan.world_size > 1 else None
+    if plan.loss == "auto":
+        del values["loss"]  # as a person says
+    if plan.pp == 1 or plan.strategy == "mp":
+        values["pp_microbatches"] = None
+    values["pp_schedule"] = plan.pp_schedule if plan.strategy == "3d" and plan.pp > 1 else None
+    values["servers"] = plan.servers or None
+    for name in ("offload_parameters", "offload_optimizer"):
+        values[name] = getattr(plan, name) if getattr(plan, name) != "none" else None
+    if settings.lora_rank is None:
+        for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
+            values.pop(name, None)
+    values["nproc"] = None if plan.world_size == 1 else plan.world_size
+    return values
+
+
+def _tuned_step_time(
+    path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
+) -> float | None:
+    """Return a step's time by the tuning beside the plan, if it is of the same training."""
+    beside = path.parent / TUNING_FILE
+    if not beside.is_file():
+        return None
+    try:
+        tuning = Tuning.load(beside)
+        then = TrainSettings.parse(tuning.settings, str(beside))
+    except BadInputError as error:
+        say(f"what a step takes is not checked: {error}")
+        return None
+    other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
+    if identify(find_accelerator).differences(tuning.machine):
+        other.append("machine")
+    if tuning.fastest is None or tuning.fastest.plan != plan:
+        other.append("plan")
+    if other:
+        say(f"what a step takes is not checked: other {', '.join(other)} than in {beside}")
+        return None
+    return tuning.step_time_s
+
+
+def _check_file(
+    plan: Plan, settings: TrainSettings, origins: Mapping[str, str], ranks: Ranks | None
+) -> None:
+    world = ranks.world_size if ranks is not None else settings.nproc or plan.world_size
+    if plan.world_size != world:
+        raise BadInputError(
+            f"--plan {settings.plan} is for {plan.world_size} processes, but there are {world}."
+        )
+    for name, value in _values(plan, settings).items():
+        asked = getattr(settings, name)
+        if asked == -1 or LEVELS.get(asked, asked) == value:  # the rest; one of Apex's levels
+            continue
+        if origins.get(name) not in (None, DEFAULT) and asked != value and name != "nproc":
+            raise BadInputError(
+                f"--{name.replace('_', '-')} {asked}, but --plan {settings.plan} has {value}. "
+                "Leave one of them out."
+            )
+
+
+def _plan_world(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    machine: Machine,
+    world: int,
+    per_node: int | None,
+) -> tuple[Plans, Job]:
+    """Return plans for `world` processes, and the problem. Raises BadInputError if none fits."""
+    job = question(settings, origins, machine, world, per_node)
+    return plans(job), job
+
+
+def _pick(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    ranks: Ranks | None,
+    say: Callable[[str], None],
+) -> Plan:
+    """The first plan whose trace fits: the recommended, then those beside it, fastest first."""
+    machine = used_machine(identify(find_accelerator), resolve_device(settings, Ranks()))
+    answers = []
+    failed: BadInputError | None = None
+    per_node = None if ranks is None else ranks.local_world_size
+    for world in _worlds(settings, ranks, machine):
+        try:
+            answers.append(_plan_world(settings, origins, machine, world, per_node))
+        except BadInputError as error:
+            failed = failed or error
+    if not answers:
+        assert failed is not None
+        raise failed
+    if any(job.cluster.calibrated for _, job in answers):
+        # Rates that steps have not put right are too high: they would win (docs/log.md).
+        answers = [(answer, job) for answer, job in answers if job.cluster.calibrated]
+    answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
+    for answer, job in answers:
+        for planned in answer.plans:
+            if _fits(planned, settings, job, say):
+                _tell(answer, planned, say)
+                return planned.plan
+    raise BadInputError(
+        "--plan auto: none of the planner's picks fits when it is traced. Use a shorter --seq-len, "
+        "a smaller --global-batch or --model."
+    )
+
+
+def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
+    """Numbers of processes to plan for: those there are, or those that this host can start.
+
+    A CPU that was not measured is not shared out: how its processes communicate is not known.
+    """
+    if ranks is not None:
+        return [ranks.world_size]
+    if settings.nproc is not None:
+        return [settings.nproc]
+    if machine.devices:
+        return [len(machine.devices)]
+    return candidate_world_sizes(machine) if _has_probe_file() else [1]
+
+
+def _has_probe_file() -> bool:
+    """Return whether a file as outpace probe writes it is here; outpace calibrate's is none."""
+    return PROBE_FILE.is_file() and not is_corrected(PROBE_FILE)
+
+
+def candidate_world_sizes(machine: Machine) -> list[int]:
+    """Numbers of processes among which a CPU's cores can be shared evenly."""
+    most = min(machine.host_cores, _MOST_RANKS)
+    return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
+
+
+def probe_here(machine: Machine) -> Machine | None:
+    """Return what outpace probe measured of this machine, if its file is here."""
+    if not _has_probe_file():
+        return None
+    found = Machine.load(PROBE_FILE)
+    return None if found.probed is None or machine.differences(found) else found
+
+
+def used_machine(machine: Machine, device: torch.device) -> Machine:
+    """Return the machine without accelerators if it trains on the processor."""
+    return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine
+
+
+def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
+    """Refuse what the planner's plans would not have, or what it does not know the time of."""
+    what = None
+    for name in Plan.model_fields:
+        field = TrainSettings.model_fields.get(name)
+        if field is None or name in KEPT or origins.get(name, DEFAULT) == DEFAULT:
+            continue
+        if getattr(settings, name) != field.default:
+            what = f"--{name.replace('_', '-')}"
+    if what is not None:
+        raise BadInputError(
+            f"the planner does not reckon with {what} yet. Leave it out, or say how to train with "
+            "--strategy, --micro-batch and --checkpointing; outpace memory shows what fits."
+        )
+
+
+def question(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    machine: Machine,
+    world: int,
+    per_node: int | None = None,
+    measured: HostRates | None = None,
+) -> Job:
+    """For the planner: what `settings` leave open, on so many processes of machines like this one.
+
+    `per_node`: so many on each; None: all on one. `measured` are this host's rates, where it was
+    not probed.
+    """
+    _require_known(settings, origins)
+    _, outline, _ = find_outline(settings.model)
+    classifies = settings.task == "classify"
+    outline = classifier_outline(outline) if classifies else outline
+    cluster = _cluster(settings, machine, world, per_node or world, measured)
+    keep: dict[str, Any] = {}
+    if settings.compile is not None:
+        keep["compile"] = settings.compile
+    for name in KEPT:
+        if name in TrainSettings.model_fields and origins.get(name, DEFAULT) != DEFAULT:
+            keep[name] = getattr(settings, name)
+    if keep.get("micro_batch") == "auto":
+        del keep["micro_batch"]
+    keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
+    if settings.offload is not None:  # short for two settings
+        keep |= resolve_offload(settings)
+    # Which numbers are trained is not the planner's to choose, but for what offloading asks for.
+    precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
+    away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
+    if away is None:
+        keep["precision"] = precision
+    return Job(
+        outline=outline,
+        cluster=cluster,
+        wanted=Wanted(
+            outline=outline,
+            seq_len=resolve_seq_len(settings, outline.max_positions),
+            global_batch=settings.global_batch,
+            world=world,
+            per_node=cluster.fabric.per_node,
+            precision=precision,
+            offloaded_precision=away,
+            optimizer=settings.optimizer,
+            keep={name: value for name, value in keep.items() if value is not None},
+            vary=default_vary(cluster, keep),
+            trained=True,
+            naive=False,
+            without=NOT_CLASSIFY if classifies else _find_excluded(settings, world),
+            on_host=not machine.devices,
+        ),
+        count=_COUNT,
+    )
+
+
+def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
+    """Strategies by which a custom model cannot be cut; none of outpace's models."""
+    if not names_code(settings.model):
+        return ()
+    from outpace.parallel.module_shape import find_refused_strategies
+
+    build = open_model(settings.model).build
+    assert build is not None
+    return find_refused_strategies(build_own(build), world).keys()
+
+
+def _cluster(
+    settings: TrainSettings,
+    machine: Machine,
+    world: int,
+    per_node: int,
+    measured: HostRates | None,
+) -> Cluster:
+    """As probed, where machine.json is here and of a machine like this one."""
+    if world % per_node:
+        raise BadInputError(
+            f"--plan auto: {per_node} of {world} ranks are on this host, and others have another "
+            "number. It plans for hosts that are alike: give each the same number, or say how to "
+            "train with --strategy and its axes."
+        )
+    probed = probe_here(machine)
+    if probed is not None:
+        cluster = of_probe(probed, per_node)
+    else:
+        cluster = of_host(machine, per_node, measured)
+    if cluster.nodes != world // per_node:
+        cluster = replace(cluster, nodes=world // per_node)
+    allowed = settings.memory_limit or cluster.device.memory_bytes
+    if allowed is None:
+        return cluster
+    if cluster.device.kind == "cpu":
+        # On the host the process itself counts, with the libraries that it has loaded.
+        own = anonymous_bytes()
+        if own >= allowed:
+            raise BadInputError(
+                f"a process itself takes {show_bytes(own)} of the "
+                f"{show_bytes(allowed)} that it may have. Raise --memory-limit, or start fewer."
+            )
+        allowed -= own
+    return replace(cluster, device=replace(cluster.device, memory_bytes=allowed))
+
+
+def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[str], None]) -> bool:
+    """Whether the trace agrees that it fits; where it cannot be traced, the formula decides."""
+    limit = job.cluster.device.memory_bytes
+    # A traced model has a head over the vocabulary.
+    if planned.untrained is not None or limit is None or settings.task == "classify":
+        return planned.untrained is None
+    try:
+        account = fullest(planned.plan, settings.model, job, settings.dropout)
+        needed = account.needed_bytes + beside_tensors(planned.plan, job)
+    except BadInputError as error:
+        say(f"not traced ({error}); its memory is the formula's: {planned.title}")
+        return True
+    if needed <= limit:
+        return True
+    say(
+        f"passed over: {planned.title} needs {show_bytes(needed)} of {show_bytes(limit)} when "
+        f"traced (the formula says {show_bytes(planned.estimate.peak_memory_bytes)})"
+    )
+    return False
+
+
+def _tell(answer: Plans, planned: Planned, say: Callable[[str], None]) -> None:
+    one = planned.estimate
+    say(
+        f"plan: {planned.title} (of {answer.considered:,} considered; a step in about "
+        f"{show_seconds(one.step_time_s)}, {one.level * 100:.0f} % between "
+        f"{show_seconds(one.low_s)} and {show_seconds(one.high_s)}; {answer.source} rates)"
+    )
+    for note in answer.notes:
+        say(f"note: {note}")
+    for other in answer.plans:
+        if other.roles and other is not planned:
+            say(
+                f"plan beside it: {other.listed_title} ({show_seconds(other.estimate.step_time_s)} "
+                f"a step, {show_bytes(other.estimate.peak_memory_bytes)})"
+            )

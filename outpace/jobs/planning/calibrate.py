@@ -1,0 +1,305 @@
+"""Runs that trainers logged, against what is planned for their layout; a machine so corrected."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import find_node
+from outpace.interop.training_logs import read_log
+from outpace.jobs.planning.check_logged_runs import (
+    Answers,
+    check_contradictions,
+    check_micro_batch,
+    check_possible,
+    list_assumed,
+)
+from outpace.jobs.planning.request import PlanQuestion, check_network, job, split_settings
+from outpace.planner.calibration.observed_runs import correct_cluster
+from outpace.planner.memory.peak import library_bytes
+from outpace.planner.model.outline import parameters
+from outpace.planner.plan import estimate_plan
+from outpace.planner.plan_batch import of_plans
+from outpace.planner.problem import Job
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Estimate
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan, PlanFile
+from outpace.records.training_log import CorrectedMachine, LoggedRun, ObservedRun, is_corrected
+
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class CalibratedRun:
+    """A logged run, what was predicted for its layout, and what is with the corrected rates.
+
+    `planned_memory_bytes` is of the same kind as the run's peak: allocated, reserved or resident.
+    `assumed` are settings of the plan that neither the log nor a flag says.
+    """
+
+    observed: ObservedRun
+    before_s: float
+    after_s: float
+    planned_memory_bytes: int
+    notes: tuple[str, ...] = ()
+    assumed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def error_before(self) -> float:
+        """The prediction's error before, as a share of the measured time."""
+        return self.before_s / self.observed.step_time_s - 1
+
+    @property
+    def error_after(self) -> float:
+        """The prediction's error with the corrected rates."""
+        return self.after_s / self.observed.step_time_s - 1
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """Logs, and what they do not say. `plan` is a layout that is given whole, `layout` parts."""
+
+    logs: tuple[Path, ...]
+    asked: PlanQuestion
+    plan: Path | None = None
+    layout: str | None = None
+
+
+def calibrate_machine(
+    request: CalibrationRequest,
+) -> tuple[tuple[CalibratedRun, ...], CorrectedMachine]:
+    """Compare each log with the plan for its layout, and correct the machine.
+
+    Runs that an earlier calibration kept in the machine's file stay in it. Raises BadInputError
+    where a log cannot be read or lacks what no flag supplies.
+    """
+    logged = [read_log(path) for path in request.logs]
+    base, kept = _base(request.asked)
+    questions = [_question(one, request, base) for one in logged]
+    before = [estimate_plan(one, plan).estimate for one, plan in questions]
+    runs = tuple(
+        _observe(one, question, plan)
+        for one, (question, plan) in zip(logged, questions, strict=True)
+    )
+    for run, planned, (question, _) in zip(runs, before, questions, strict=True):
+        check_possible(question, run, planned)
+    every = (*(run for run in kept if not any(map(run.same_run, runs))), *runs)
+    after = [
+        estimate_plan(replace(one, cluster=correct_cluster(one.cluster, every)), plan).estimate
+        for one, plan in questions
+    ]
+    compared = tuple(
+        CalibratedRun(
+            run,
+            was.step_time_s,
+            now.step_time_s,
+            _planned_bytes(question, run, was),
+            one.notes,
+            list_assumed(one, run.plan, _answers(request)),
+        )
+        for run, was, now, one, (question, _) in zip(
+            runs, before, after, logged, questions, strict=True
+        )
+    )
+    return compared, _file(base, every)
+
+
+def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
+    """The machine as it was before any correction, and the runs that corrected it."""
+    if asked.machine is None:
+        raise BadInputError(
+            "of which machine are the logs? Name it with --machine, as in --machine hgx-h100, or "
+            "give the machine.json of outpace probe."
+        )
+    path = Path(asked.machine).expanduser()
+    if not is_corrected(path):
+        return asked, ()
+    file = CorrectedMachine.load(path, option="--machine ")
+    if file.node is None:
+        raise BadInputError(
+            f"{path} was corrected from a probe: give the probe's own machine.json and all logs."
+        )
+    check_network(asked, file, path)
+    devices = file.devices_per_node
+    used = devices or find_node(file.node, ACCELERATORS).processes
+    if asked.devices_per_node not in (None, used):
+        raise BadInputError(
+            f"--devices-per-node {asked.devices_per_node}: the runs that {path} was corrected by "
+            f"had {used}. Leave it out, or begin another file with --machine {file.node}."
+        )
+    base = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
+    return base, file.runs
+
+
+def _planned_bytes(question: Job, run: ObservedRun, planned: Estimate) -> int:
+    """Return the predicted memory of the kind that the run's log tells."""
+    if run.memory_kind == "allocated":
+        return planned.peak_memory_bytes - planned.memory.get("allocator and libraries", 0)
+    if run.memory_kind == "reserved" and question.cluster.device.kind == "cuda":
+        columns = of_plans([run.plan], run.global_batch, run.outline.layers)
+        return planned.peak_memory_bytes - round(float(library_bytes(columns)[0]))
+    return planned.peak_memory_bytes
+
+
+def _file(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachine:
+    path = Path(str(asked.machine)).expanduser()
+    probed = path.suffix == ".json" or path.is_file()
+    return CorrectedMachine(
+        node=None if probed else asked.machine,
+        network=asked.network,
+        devices_per_node=asked.devices_per_node,
+        machine=Machine.load(path, option="--machine ") if probed else None,
+        runs=runs,
+    )
+
+
+def _question(
+    logged: LoggedRun, request: CalibrationRequest, base: PlanQuestion
+) -> tuple[Job, Plan]:
+    """Return what is asked of the planner for the run of a log, and its plan."""
+    answers = _answers(request)
+    check_contradictions(logged, answers)
+    plan = _plan(logged, request)
+    seq_len = request.asked.seq_len or logged.seq_len
+    batch = request.asked.global_batch or logged.global_batch
+    for value, flag, what in (
+        (seq_len, "--seq-len", "tokens of a sequence"),
+        (batch, "--global-batch", "sequences of a step"),
+    ):
+        if value is None:
+            raise BadInputError(
+                f"{logged.log} does not say how many {what} there were. Give {flag}."
+            )
+    check_micro_batch(logged, plan, answers, batch or 1)
+    question = job(replace(base, seq_len=seq_len, global_batch=batch, precision=plan.precision))
+    known = parameters(question.outline)
+    if logged.parameters is not None and logged.parameters != known:
+        raise BadInputError(
+            f"{logged.log} is a run of a model with {logged.parameters:,} parameters, but --model "
+            f"{base.model} has {known:,}. Name the model that was trained."
+        )
+    if question.wanted.world != plan.world_size:
+        raise BadInputError(
+            f"{logged.log}: its layout has {plan.world_size} devices, but "
+            f"{question.cluster.nodes} × {question.cluster.fabric.per_node} = "
+            f"{question.wanted.world} are there. Give --nodes and --devices-per-node, or the "
+            "layout with --layout, as in strategy=zero3,dp_shard=8."
+        )
+    return question, plan
+
+
+def _answers(request: CalibrationRequest) -> Answers:
+    """Return the flags' values for the runs."""
+    asked = request.asked
+    layout = _read_layout(request.layout)
+    if request.plan is not None:
+        whole = PlanFile.load(request.plan, option="--plan ").plan.model_dump()
+        layout = {name: whole[name] for name in (*_AXES, "micro_batch", "lora_rank")}
+    source = "--layout" if request.plan is None else "--plan"
+    return Answers(source, layout, asked.seq_len, asked.global_batch, asked.precision)
+
+
+def _observe(logged: LoggedRun, question: Job, plan: Plan) -> ObservedRun:
+    """The run with its step's time, which some logs tell as a throughput."""
+    wanted = question.wanted
+    step_time_s = logged.step_time_s
+    if step_time_s is None and logged.samples_per_s is not None:
+        step_time_s = wanted.global_batch / logged.samples_per_s
+    if step_time_s is None and logged.tokens_per_s_per_device is not None:
+        tokens = wanted.global_batch * wanted.seq_len
+        step_time_s = tokens / (logged.tokens_per_s_per_device * plan.world_size)
+    if step_time_s is None:
+        raise BadInputError(f"{logged.log} tells neither a step's time nor a throughput.")
+    return ObservedRun(
+        trainer=logged.trainer, log=logged.log, outline=question.outline,
+        seq_len=wanted.seq_len, global_batch=wanted.global_batch, plan=plan,
+        step_time_s=step_time_s, peak_memory_bytes=logged.peak_memory_bytes,
+        memory_kind=logged.memory_kind,
+    )  # fmt: skip
+
+
+def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
+    """The run's plan: its own, the one that is given, or of what the log and --layout say."""
+    if request.plan is not None:
+        return PlanFile.load(request.plan, option="--plan ").plan
+    if logged.plan is not None and request.layout is None:
+        return logged.plan
+    found = {name: getattr(logged, name) for name in (*_AXES, "micro_batch", "checkpointing")}
+    values: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if logged.plan is not None:
+        values = logged.plan.model_dump()
+    values |= _read_layout(request.layout)
+    precision = request.asked.precision
+    if precision is not None:
+        values["precision"] = precision
+    else:
+        values.setdefault("precision", "bf16")
+    if logged.plan is None:
+        values = _add_data_parallel(values, logged)
+    if "strategy" not in values:
+        values["strategy"] = _strategy(values, logged)
+    if logged.plan is None:
+        values = _add_pipeline(values, logged, request)
+    return Plan.parse(values, f"{logged.log}, with --layout {request.layout or '(not given)'}")
+
+
+def _read_layout(text: str | None) -> dict[str, Any]:
+    """ "strategy=zero3,tp=2" as settings of a plan. Raises BadInputError."""
+    found: dict[str, Any] = {}
+    for part, name, value in split_settings(text):
+        if value is None or name not in Plan.model_fields:
+            raise BadInputError(
+                f"--layout {part}: write settings of a plan as name=value, as in "
+                "strategy=zero3,dp_shard=8,checkpointing=full."
+            )
+        whole = value.removeprefix("-").isdigit()
+        found[name] = int(value) if whole else {"true": True, "false": False}.get(value, value)
+    return found
+
+
+def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
+    """Add what is left of the devices beside the other axes, where the log names their number."""
+    rest = logged.world_size
+    if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
+        return values
+    for axis in ("cp", "tp", "pp"):
+        rest //= values.get(axis, 1)
+    # Experts are shared out among ranks that shard: without, at least the optimizer's state.
+    shards = bool(logged.zero) or values.get("ep", 1) > 1
+    strategy = values.get("strategy")
+    replicated = strategy in ("ddp", "ring", "ps") or (strategy is None and not shards)
+    return {**values, "dp_replicate" if replicated else "dp_shard": max(1, rest)}
+
+
+def _add_pipeline(
+    values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
+) -> dict[str, Any]:
+    """Add what only products of axes have: the stage of ZeRO, and a pipeline's micro-batches."""
+    found = dict(values)
+    if found["strategy"] == "3d" and logged.zero is not None:
+        found.setdefault("zero", max(1, logged.zero))
+    batch = request.asked.global_batch or logged.global_batch
+    if logged.pp_schedules_all and found.get("pp", 1) > 1 and batch is not None:
+        each = found.get("dp_replicate", 1) * found.get("dp_shard", 1) * found.get("micro_batch", 1)
+        found.setdefault("pp_microbatches", max(1, batch // each))
+    return found
+
+
+def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
+    """The strategy of a layout, by its axes and the trainer's name for sharding."""
+    axes = {axis for axis in _AXES if values.get(axis, 1) > 1}
+    if not axes:
+        return "single"
+    if axes == {"dp_replicate"}:
+        return "ddp"
+    if axes == {"dp_shard"}:
+        return f"zero{logged.zero or 3}"
+    if axes == {"dp_replicate", "dp_shard"}:
+        return "hsdp"
+    if axes == {"tp"}:
+        return "tp"
+    if axes == {"pp"}:
+        return "1f1b"
+    return "3d"

@@ -1,0 +1,131 @@
+"""Whether a logged run can have been on this machine, in this layout; what was assumed of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.planner.hardware.device import dtype_of
+from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.problem import Job
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Estimate
+from outpace.records.plan import Plan
+from outpace.records.training_log import LoggedRun, ObservedRun
+from outpace.records.units import show_bytes, show_seconds
+
+# The prediction of memory has an error, too (docs/accuracy.md): a run that is predicted to need
+# somewhat more than the device has may have run.
+_MEMORY_ERROR = 1.2
+# A batch that a log tells as a rate, or in three digits, is not exact.
+_BATCH_ERROR = 0.05
+# A probe's best product is no peak: what else ran on the machine slowed it down.
+_PROBE_ERROR = 2.0
+_ASSUMED = ("precision", "checkpointing", "optimizer")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Flags' values for the logged runs: `layout` is of --layout or --plan, as `source` says."""
+
+    source: str
+    layout: Mapping[str, Any]
+    seq_len: int | None
+    global_batch: int | None
+    precision: str | None
+
+
+def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
+    """Raises BadInputError where a flag says another value than the log does."""
+    if (logged.plan is not None and logged.plan.lora_rank) or answers.layout.get("lora_rank"):
+        raise BadInputError(
+            f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine: all weights "
+            "are planned to be trained. Give the log of a run that trained them all."
+        )
+    told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
+    for name, value in answers.layout.items():
+        if name in told and told[name] is not None and told[name] != value:
+            _refuse(logged, f"{name}={told[name]}", f"{answers.source} says {name}={value}")
+    if logged.plan is not None and answers.precision not in (None, logged.plan.precision):
+        _refuse(logged, f"precision={logged.plan.precision}", f"--precision {answers.precision}")
+    if answers.seq_len is not None and logged.seq_len not in (None, answers.seq_len):
+        _refuse(logged, f"sequences of {logged.seq_len} tokens", f"--seq-len {answers.seq_len}")
+    asked, batch = answers.global_batch, logged.global_batch
+    if asked is not None and batch is not None and abs(asked / batch - 1) > _BATCH_ERROR:
+        _refuse(logged, f"{batch} sequences a step", f"--global-batch {asked}")
+
+
+def _refuse(logged: LoggedRun, told: str, given: str) -> None:
+    raise BadInputError(
+        f"{logged.log} says {told}, but {given}. Leave that out, or give the log that it is of."
+    )
+
+
+def check_micro_batch(logged: LoggedRun, plan: Plan, answers: Answers, global_batch: int) -> None:
+    """Raises BadInputError where nothing says how many sequences a device took at once."""
+    if logged.plan is not None or logged.micro_batch is not None or "micro_batch" in answers.layout:
+        return
+    ranks = plan.dp_replicate * plan.dp_shard
+    if global_batch != ranks:
+        raise BadInputError(
+            f"{logged.log} does not say how many sequences a device took at once: of the "
+            f"{global_batch} of a step, {ranks} data-parallel "
+            f"{'rank' if ranks == 1 else 'ranks'} may have taken any part. Give --layout "
+            "micro_batch=N, the batch size per device."
+        )
+
+
+def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, str]:
+    """Return settings of a plan that neither the log nor a flag says, by name."""
+    if logged.plan is not None or answers.source == "--plan":
+        return {}
+    told = {name for name in _ASSUMED if getattr(logged, name, None) is not None}
+    told |= answers.layout.keys() | ({"precision"} if answers.precision else set())
+    return {name: str(getattr(plan, name)) for name in _ASSUMED if name not in told}
+
+
+def check_possible(question: Job, run: ObservedRun, planned: Estimate) -> None:
+    """Raises BadInputError for a step that no such machine can do, or that does not fit there."""
+    device = question.cluster.device
+    most = device.nominal_bytes or device.memory_bytes
+    peak = run.peak_memory_bytes
+    if most is not None and peak is not None and run.memory_kind != "resident" and peak > most:
+        raise BadInputError(
+            f"{run.log}: it took {show_bytes(peak)} of a device's memory, but {device.name} has "
+            f"{show_bytes(most)}. Name the machine that it ran on with --machine."
+        )
+    _check_speed(question, run)
+    limit = planned.memory_bytes
+    if limit is not None and planned.peak_memory_bytes > _MEMORY_ERROR * limit:
+        raise BadInputError(
+            f"{run.log}: {question.outline.name} in this layout does not fit: it takes "
+            f"{show_bytes(planned.peak_memory_bytes)}, of {show_bytes(limit)} that {device.name} "
+            "has. Was it LoRA, or with quantised weights? Such runs correct nothing: all weights "
+            "are planned to be trained. Or with recomputation (--layout checkpointing=full), on "
+            "more devices (--nodes, --devices-per-node), or of another model (--model)? Nothing is "
+            "corrected."
+        )
+
+
+def _check_speed(question: Job, run: ObservedRun) -> None:
+    """Model FLOPs, with the half of attention that causal masks leave, against the peak."""
+    plan, device = run.plan, question.cluster.device
+    dtype = dtype_of(plan.precision)
+    best = device.peak_flops_per_s.get(dtype)
+    if best is None:
+        best = _PROBE_ERROR * device.rate(dtype)
+    forward = sum(
+        forward_flops(run.outline, run.seq_len, run.global_batch, attention=attention) / 2
+        for attention in (False, True)
+    )
+    mfu = 3 * forward / run.step_time_s / best / plan.world_size
+    if mfu <= 1:
+        return
+    devices = f"{plan.world_size} device{'' if plan.world_size == 1 else 's'}"
+    raise BadInputError(
+        f"{run.log}: {show_seconds(run.step_time_s)} a step is not possible: {run.global_batch} "
+        f"sequences of {run.seq_len} tokens of {run.outline.name} on {devices} would take "
+        f"{mfu:,.1f} times the peak of {device.name} in {dtype}, {best / 1e12:,.0f} TFLOP/s. Was "
+        "it another model (--model), shorter sequences (--seq-len), a smaller batch "
+        "(--global-batch), more devices (--nodes, --devices-per-node), another precision, or a run "
+        "that was resumed? Nothing is corrected."
+    )

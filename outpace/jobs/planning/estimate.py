@@ -1,0 +1,42 @@
+"""One plan in detail: its time and memory, estimated, or its memory traced."""
+
+import math
+from dataclasses import replace
+
+from outpace.jobs.planning.request import PlanQuestion, job
+from outpace.planner.plan import estimate_plan
+from outpace.planner.problem import Job
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned
+from outpace.records.plan import Plan
+
+
+def estimate(
+    asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
+) -> tuple[Planned, Job]:
+    """Estimate a plan on the machines that are asked of, and return what was asked, too.
+
+    `name`: of the plan, as errors say it. With `trace` the real model runs under fake tensors for
+    its true peak of memory. Raises BadInputError.
+    """
+    question = job(asked)
+    if plan.world_size != question.wanted.world:
+        raise BadInputError(
+            f"{name} is for {plan.world_size} devices, but {question.cluster.nodes} × "
+            f"{question.cluster.fabric.per_node} = {question.wanted.world} are there. Set its axes "
+            "or --nodes and --devices-per-node."
+        )
+    if asked.global_batch is None:
+        # As plan's default, up to what the plan divides.
+        least = plan.samples_per_pass * plan.data_parallel
+        batch = least * math.ceil(question.wanted.global_batch / least)
+        question = replace(question, wanted=replace(question.wanted, global_batch=batch))
+    try:
+        planned = estimate_plan(question, plan)
+    except BadInputError as error:
+        raise BadInputError(f"{name}: {error}") from None
+    if trace:
+        from outpace.jobs.memory.traced_plan import use_traced_memory
+
+        planned = use_traced_memory(planned, asked.model, question)
+    return planned, question

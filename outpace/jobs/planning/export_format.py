@@ -1,0 +1,214 @@
+"""Choice of the plan to write for another trainer, what it loses, and what the result takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from outpace.catalog.stacks import STACKS
+from outpace.interop.emit import Emitted, emit
+from outpace.planner.memory.framework_traits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
+from outpace.planner.plan import estimate_plan, fastest_plan
+from outpace.planner.problem import Job
+from outpace.planner.search.alternatives import EQUAL
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Estimate, Planned, Plans, join_roles
+from outpace.records.model import ModelSpec
+from outpace.records.outline import Outline
+from outpace.records.plan import Plan
+from outpace.records.units import show_bytes, show_seconds, show_share
+
+# No other trainer takes a large vocabulary's logits in chunks by itself, as outpace does.
+_OTHERS = replace(OUTPACE, chunks_loss=False)
+_HABITS: Mapping[str, Habits] = MappingProxyType({"outpace": OUTPACE})
+# Names of formats and trainers that are another stack's: fully_shard over the modules that
+# transformers has, and TRL's SFTTrainer, which is a Trainer.
+_STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
+
+_ALIKE = 5e-4  # what would be shown as 0.0 %
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model, or its outline where outpace knows no more, and what the user named it by."""
+
+    reference: str
+    model: ModelSpec | Outline
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A plan, what was written of it, and why this one.
+
+    `number` is its place in the answer, None where it is not among the plans that are shown.
+    `estimate` is of what was written, None where that is no plan that can be estimated.
+    `warning` says what of the plan the format lacks, None where it says it wholly.
+    """
+
+    planned: Planned
+    number: int | None
+    emitted: Emitted
+    estimate: Estimate | None
+    why: str
+    warning: str | None
+
+
+def pick(name: str, job: Job, answer: Plans, model: Named, chosen: int | None) -> Picked:
+    """The `chosen` plan, else the recommended, else the fastest that format `name` can express.
+
+    The recommended where the format can express it and it fits and is about as fast as that
+    fastest, as the trainer runs both; it is written where the format can express none, too. Raises
+    BadInputError where a configuration of the chosen one, or of any, cannot be written.
+    """
+    there = assign_trainer(name, job.with_nodes(answer.nodes - answer.idle_nodes))
+    if chosen is not None:
+        planned = answer.plans[chosen - 1]
+        return _pick(name, there, planned, model, chosen, f"Plan {chosen}: {planned.title}.")
+    first = answer.plans[0]
+    # What the format lacks of the model itself, whatever the plan.
+    of_model = set(_write(name, there, Plan(micro_batch=1), model, 1).lost)
+
+    def expresses(plan: Plan) -> bool:
+        try:
+            return set(_write(name, there, plan, model).lost) <= of_model
+        except BadInputError:
+            return False
+
+    found, considered = fastest_plan(there, expresses)
+    label = f"Plan 1, the {join_roles(first.roles)}"
+    if found is None:
+        why = f"{label}, as {name} can express none of those that fit: {first.title}."
+        return _pick(name, there, first, model, 1, why)
+    lost = "" if expresses(first.plan) else _describe_loss(name, there, first.plan, model)
+    obstacle = _find_obstacle(name, there, first, found, lost)
+    if obstacle is None:
+        return _pick(name, there, first, model, 1, _reason_for_first(name, there, first, found))
+    same = [number for number, other in enumerate(answer.plans, 1) if other.plan == found.plan]
+    number = same[0] if same else None
+    which = "Written" if number is None else f"Plan {number}"
+    why = (
+        f"{which}, the fastest of {considered:,} that {name} can express: {found.title}; "
+        f"{_slower_than_fastest(found, answer)}. {obstacle} --explain 1 writes plan 1 all the same."
+    )
+    return _pick(name, there, found, model, number, why)
+
+
+def assign_trainer(name: str, job: Job) -> Job:
+    """Return the problem where the trainer `name` is the one that trains."""
+    return replace(job, habits=_framework_traits(name, job), stack=STACKS[_STACKS.get(name, name)])
+
+
+def _framework_traits(name: str, job: Job) -> Habits:
+    """Return how the trainer that is written for uses memory."""
+    if name == "megatron":
+        precision = job.wanted.keep.get("precision", job.wanted.precision)
+        if precision.startswith(("bf16", "fp8")):
+            return MEGATRON_BF16
+        return MEGATRON_FP16 if precision.startswith("fp16") else _OTHERS
+    return _HABITS.get(name, _OTHERS)
+
+
+def _write(
+    name: str, job: Job, plan: Plan, model: Named, global_batch: int | None = None
+) -> Emitted:
+    wanted = job.wanted
+    return emit(
+        name, plan, model.model, global_batch=global_batch or wanted.global_batch,
+        seq_len=wanted.seq_len, reference=model.reference,
+    )  # fmt: skip
+
+
+def _describe_loss(name: str, job: Job, plan: Plan, model: Named) -> str:
+    """Say what the format lacks of a plan, or why it cannot be written."""
+    try:
+        return " ".join(_write(name, job, plan, model).lost)
+    except BadInputError as error:
+        return str(error)
+
+
+def _pick(
+    name: str, job: Job, planned: Planned, model: Named, number: int | None, why: str
+) -> Picked:
+    written = _write(name, job, planned.plan, model)
+    estimate, known = _estimate_written(job, planned.plan, written)
+    return Picked(
+        planned, number, written, estimate, why, _warning(name, planned, written, estimate, known)
+    )
+
+
+def _find_obstacle(name: str, job: Job, first: Planned, found: Planned, lost: str) -> str | None:
+    """Say why the recommended plan is not written; None: nothing is against it.
+
+    `found` is the fastest that the format can express, `lost` what the format lacks of `first`.
+    """
+    if lost:
+        return f"{name} cannot express plan 1 ({first.title}): {lost}"
+    own = estimate_plan(job, first.plan).estimate
+    if not own.fits:
+        has = "" if own.memory_bytes is None else f" of {show_bytes(own.memory_bytes)}"
+        return (
+            f"Plan 1 ({first.title}) does not fit as {name} runs it: it needs "
+            f"{show_bytes(own.peak_memory_bytes)}{has}."
+        )
+    slower = own.step_time_s / found.estimate.step_time_s
+    if slower > EQUAL:
+        return f"Plan 1 ({first.title}) is {show_share(slower - 1)} slower as {name} runs both."
+    return None
+
+
+def _reason_for_first(name: str, job: Job, first: Planned, found: Planned) -> str:
+    """Say that the recommended plan is written, and how it compares with the fastest."""
+    label = f"Plan 1, the {join_roles(first.roles)}: {first.title}"
+    slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
+    if found.plan == first.plan or slower < _ALIKE:
+        return f"{label}."
+    return (
+        f"{label}; {show_share(slower)} slower, as {name} runs both, than the fastest that {name} "
+        f"can express ({found.title})."
+    )
+
+
+def _slower_than_fastest(found: Planned, answer: Plans) -> str:
+    fastest = answer.plan_for("fastest") or answer.plans[0]
+    slower = max(0.0, found.estimate.step_time_s / fastest.estimate.step_time_s - 1)
+    number = answer.plans.index(fastest) + 1
+    return f"{show_share(slower)} slower than plan {number}, the {join_roles(fastest.roles)}"
+
+
+def _estimate_written(job: Job, plan: Plan, written: Emitted) -> tuple[Estimate | None, bool]:
+    """The estimate of what the configuration describes, and whether that is all known."""
+    described, known = written.written(plan)
+    if described is None:
+        return None, False
+    try:
+        return estimate_plan(job, described).estimate, known
+    except BadInputError:
+        return None, False
+
+
+def _warning(
+    name: str, planned: Planned, written: Emitted, estimate: Estimate | None, known: bool
+) -> str | None:
+    """Say what is lost, and whether what is written instead fits."""
+    if not written.lost:
+        return None
+    rests = f"the plan rests on what {name} cannot express. {' '.join(written.lost)}"
+    more = "" if known else " What is written in another way may change time and memory too."
+    if estimate is None:
+        return f"{rests}{more}"
+    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
+    return (
+        f"{rests} As written, a device needs {show_bytes(estimate.peak_memory_bytes)}{has}, as "
+        f"planned {show_bytes(planned.estimate.peak_memory_bytes)}: it "
+        f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
+    )
+
+
+def figures(estimate: Estimate) -> str:
+    """Time and memory of what was written, in a sentence."""
+    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
+    low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
+    return (
+        f"As written: {show_seconds(estimate.step_time_s)} a step ({low} to {high} with "
+        f"{estimate.level * 100:.0f} %), {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"{show_bytes(estimate.peak_memory_bytes)}{has} a device."
+    )

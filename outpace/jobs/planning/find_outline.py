@@ -1,0 +1,110 @@
+"""Outline of any model that can be named, to plan for."""
+
+from pathlib import Path
+from typing import Any
+
+from outpace.catalog.models import PRESETS, name_of_hub, named_model, preset, unknown_model
+from outpace.catalog.outlines import OUTLINES
+from outpace.jobs.inputs.custom_batches import batch_of
+from outpace.planner.model.outline import outline, parameters
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.outline import Outline
+
+# A person's own language model is traced with this many tokens, if it takes as many.
+_TRACED_TOKENS = 128
+_TRACED_SAMPLES = 2
+
+
+def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
+    """Name, outline and, if outpace builds it, spec of the model that `reference` names.
+
+    As train's --model: a preset comes first, then the catalog's outlines (both also in capitals and
+    by their names on the Hugging Face Hub, where no file is called so), a Hugging Face directory, a
+    finished run, a spec file (.toml, .json), and "file.py:function", which alone runs the user's
+    code and is traced. Raises BadInputError.
+    """
+    if not Path(reference).expanduser().exists():
+        reference = name_of_hub(reference) or named_model(reference)
+    if reference in PRESETS:
+        spec = preset(reference)
+        named = outline(spec, reference)
+        return reference, named.model_copy(update={"source": PRESETS[reference].source}), spec
+    if reference in OUTLINES:
+        return reference, OUTLINES[reference], None
+    path = Path(reference).expanduser()
+    if not path.exists() and not reference.rpartition(":")[0].endswith(".py"):
+        known = (*PRESETS, *OUTLINES)
+        raise unknown_model(reference, known)
+    return _open(reference, path)
+
+
+def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
+    from outpace.interop.models import open_model
+    from outpace.interop.outline import described, needs_trace
+
+    config = _config_of(path)
+    if config is not None:
+        if needs_trace(config):
+            from outpace.trace.transformers_outline import outline_from_folder
+
+            traced = outline_from_folder(config)
+            return path.name, traced.model_copy(update={"name": path.name}), None
+        found, spec = described(config)
+        return path.name, found.model_copy(update={"name": path.name}), spec
+    opened = open_model(reference)
+    if opened.spec is not None:
+        return opened.name, outline(opened.spec, opened.name), opened.spec
+    assert opened.build is not None
+    found, spec = _trace(opened.build, opened.name)
+    return opened.name, found, spec
+
+
+def _config_of(path: Path) -> Path | None:
+    """The directory whose config.json tells of a model: outpace need not be able to build it."""
+    from outpace.interop.config import CONFIG_FILE
+    from outpace.interop.own import OWN_FILE
+    from outpace.interop.peft import ADAPTER_CONFIG, base_of
+
+    if not path.is_dir() or (path / OWN_FILE).is_file() or (path / "run.json").is_file():
+        return None
+    if (path / CONFIG_FILE).is_file():
+        return path
+    return base_of(path) if (path / ADAPTER_CONFIG).is_file() else None
+
+
+def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
+    """Trace a custom model, with its loss on two samples of its data, or on tokens."""
+    from outpace.interop.own import OwnObjective, build_own
+    from outpace.nn.transformer import Transformer
+    from outpace.trace.outline import outline_from_module
+
+    own = build_own(build)
+    if isinstance(own.module, Transformer):
+        return outline(own.module.spec, name), own.module.spec
+    found = _by_config(own.module)
+    if found is None:
+        found = outline_from_module(OwnObjective(own), (_batch(own),), name)
+    return found.model_copy(update={"name": name, "source": name, "untrained": None}), None
+
+
+def _by_config(module: Any) -> Outline | None:
+    """A transformers model of a known architecture: its config says more than a trace can."""
+    from outpace.interop.outline import READERS, outline_from_config
+
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", None) not in READERS:
+        return None
+    try:
+        found = outline_from_config(config, "the module's config")
+    except (BadInputError, AttributeError):  # another config that has this name
+        return None
+    own = sum(parameter.numel() for parameter in module.parameters())
+    return found if parameters(found) == own else None
+
+
+def _batch(own: Any) -> Any:
+    from outpace.interop.own import own_positions
+
+    length = min(_TRACED_TOKENS, own_positions(own.module) or _TRACED_TOKENS)
+    return batch_of(own, _TRACED_SAMPLES, length)

@@ -1,0 +1,37 @@
+"""The file of --plan as settings of the training that is traced."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from outpace.jobs.planning.auto_plan import settle
+from outpace.records.errors import BadInputError
+from outpace.records.hardware import Node
+from outpace.records.plan import PlanFile
+from outpace.records.settings import TrainSettings
+
+
+def follow_plan(
+    settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
+) -> tuple[TrainSettings, dict[str, str]]:
+    """Return settings and origins with what the file of --plan says. Raises BadInputError.
+
+    What was asked beside it has to agree; length and batch may be others than the file's.
+    """
+    if settings.plan is None:
+        return settings, dict(origins)
+    if settings.plan == "auto":
+        raise BadInputError(
+            "--plan auto: outpace memory traces a plan as it is given. Name a file that outpace "
+            "plan --out wrote, or leave --plan out."
+        )
+    there = None if node is None else node.processes * nodes
+    world = PlanFile.load(Path(settings.plan).expanduser(), option="--plan ").world_size
+    if node is not None and world != there:
+        raise BadInputError(
+            f"--plan {settings.plan} is for {world} devices, but {nodes} × {node.processes} = "
+            f"{there} are there. Say --nodes, or name another --machine."
+        )
+    settled, told = settle(settings, origins, None, lambda _: None)
+    if node is not None:
+        settled = settled.model_copy(update={"nproc": None})
+    return settled, told

@@ -1,0 +1,248 @@
+"""The planner's proposals for a training on this machine, sharper with every trial."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.jobs.defaults import resolve_device, resolve_plan
+from outpace.jobs.planning import auto_plan
+from outpace.planner.calibration.fit_rates import (
+    UNKNOWN,
+    Calibration,
+    Rates,
+    SeenStep,
+    calibrate,
+    steps_s,
+)
+from outpace.planner.calibration.strategy_residuals import Deviations
+from outpace.planner.explain.titles import title
+from outpace.planner.plan import fastest_plans
+from outpace.planner.plan_batch import MODES, Floats, of_plans
+from outpace.planner.problem import Job
+from outpace.probing.hardware.host_rates import measure_host_rates
+from outpace.probing.hardware.machine import identify
+from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError
+from outpace.records.host_rates import HostRates
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.tuning import PlanTrial
+
+_COUNT = 256  # plans of a number of processes that are looked at
+# How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
+_CALIBRATED = math.log(1.2)
+
+
+@dataclass(frozen=True)
+class TuningProposal:
+    """A plan, and seconds of a step as they are predicted now.
+
+    `spread`: how far off that may be, as the standard deviation of its logarithm.
+    """
+
+    plan: Plan
+    title: str
+    step_time_s: float
+    spread: float
+    memory_bytes: float
+
+
+def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
+    """Rates of this host, measured in seconds; None where it was probed, or trains on a GPU."""
+    machine = identify(find_accelerator)
+    if resolve_device(settings, Ranks()).type != "cpu" or auto_plan.probe_here(machine) is not None:
+        return None
+    return measure_host_rates(machine.host_cores)
+
+
+class Proposer:
+    """Predictions of the planner for a training on this machine."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        origins: Mapping[str, str],
+        host_bytes: int | None = None,
+        measured: HostRates | None = None,
+    ) -> None:
+        """`host_bytes`: what processes may have together where no limit is given to each.
+
+        `measured` are this host's rates, where it was not probed.
+        """
+        self.machine = identify(find_accelerator)
+        own, device = _ranks(settings), resolve_device(settings, Ranks())
+        self.default = resolve_plan(settings, own, device, self.machine)
+        used = auto_plan.used_machine(self.machine, device)
+        self._jobs: dict[int, Job] = {}
+        self._told: dict[tuple[PlanTrial, ...], _Learned] = {}
+        refused: list[BadInputError] = []
+        for world in _worlds(settings, used):
+            limited = settings
+            if host_bytes is not None and settings.memory_limit is None:
+                limited = settings.model_copy(update={"memory_limit": host_bytes // world})
+            try:
+                self._jobs[world] = auto_plan.question(
+                    limited, origins, used, world, measured=measured
+                )
+            except BadInputError as error:
+                refused.append(error)
+        if own.world_size not in self._jobs:
+            raise refused[0]
+        self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
+
+    def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
+        """The fastest that may be worth it, the fastest first, as predicted after `trials`."""
+        learned, too_many, found = self._learn_once(trials), self._too_many_bytes(trials), []
+        for world, job in self._jobs.items():
+            plans, _ = fastest_plans(_with_rates(job, learned.rates.rates[world]), _COUNT)
+            fit = _fitting_plans(job, [plan for plan, _ in plans], too_many.get(world, math.inf))
+            found += _propose(job, _drop_needless_savings(fit, job.outline.layers), learned)
+        return sorted(found, key=lambda proposal: proposal.step_time_s)
+
+    def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> TuningProposal:
+        """Propose one plan, whether it fits or not."""
+        return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
+
+    def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
+        """Return by the formula, bytes of a rank: the least that did not fit, though predicted to.
+
+        By the number of processes, which share what there is. Of several at once none tells.
+        """
+        found: dict[int, float] = {}
+        for trial in trials:
+            if trial.exit_code in OUT_OF_MEMORY_CODES and not trial.raced:
+                world = trial.plan.world_size
+                (needs,) = _needs(self._jobs[world], [trial.plan]).tolist()
+                found[world] = min(needs, found.get(world, math.inf))
+        return found
+
+    def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Learned":
+        """Return what all trials tell: computed once, however often it is asked for."""
+        if tuple(trials) not in self._told:
+            self._told[tuple(trials)] = self._learn(trials)
+        return self._told[tuple(trials)]
+
+    def _learn(self, trials: Sequence[PlanTrial]) -> "_Learned":
+        first = next(iter(self._jobs.values()))
+        seen = [
+            SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
+                     trial.compared_s)
+            for trial in trials if trial.compared_s is not None
+        ]  # fmt: skip
+        rates = {
+            world: Rates(job.cluster.device, job.cluster.fabric)
+            for world, job in self._jobs.items()
+        }
+        known = all(job.cluster.calibrated for job in self._jobs.values())
+        found = calibrate(rates, seen, _CALIBRATED if known else UNKNOWN)
+        # Of a plan that was tried again the faster trial; the fastest of all comes last.
+        fastest = {one.plan.model_dump_json(): one
+                   for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
+        tried = sorted(fastest.values(), key=lambda one: -one.step_time_s)
+        missed, slopes = [], np.zeros((len(found.knobs), 1))
+        for one in tried:
+            world = one.plan.world_size
+            take = partial(_steps_s, self._jobs[world], [one.plan])
+            missed.append(math.log(one.step_time_s / take(found.rates[world])[0]))
+        if tried:
+            slopes = found.slopes(world, take)
+        deviations = Deviations(tuple(one.plan for one in tried), np.array(missed))
+        return _Learned(found, deviations, slopes)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """Lessons of trials: rates, which all numbers of processes share, and what else plans take.
+
+    `slopes`: how the time of the fastest trial depends on the rates, (knobs, 1).
+    """
+
+    rates: Calibration
+    deviations: Deviations
+    slopes: Floats
+
+
+def _propose(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[TuningProposal]:
+    if not plans:
+        return []
+    world, take = job.wanted.world, partial(_steps_s, job, plans)
+    said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
+    longer, own = learned.deviations.predict(plans)
+    # Of the rates only what the fastest trial does not rest on just as much.
+    spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
+    figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
+    return [
+        TuningProposal(plan, title(plan), *map(float, three))
+        for plan, three in zip(plans, figures, strict=True)
+    ]
+
+
+def _needs(job: Job, plans: Sequence[Plan]) -> Floats:
+    """Bytes of a rank."""
+    return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
+
+
+def _fitting_plans(job: Job, plans: Sequence[Plan], too_many: float) -> list[Plan]:
+    if not plans:
+        return []
+    return [plan for plan, needs in zip(plans, _needs(job, plans), strict=True) if needs < too_many]
+
+
+def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
+    """Drop plans that save memory at the cost of time, if the same plan fits that does not.
+
+    It cannot lose to them, however far off the planner is.
+    """
+    saves = [_saves(plan, layers) for plan in plans]
+    beside: dict[str, set[tuple[int, int]]] = {}
+    for plan, own in zip(plans, saves, strict=True):
+        beside.setdefault(_without_savings(plan), set()).add(own)
+
+    def is_needless(plan: Plan, saved: tuple[int, int]) -> bool:
+        return any(other != saved and other[0] <= saved[0] and other[1] <= saved[1]
+                   for other in beside[_without_savings(plan)])  # fmt: skip
+
+    return [plan for plan, own in zip(plans, saves, strict=True) if not is_needless(plan, own)]
+
+
+def _saves(plan: Plan, layers: int) -> tuple[int, int]:
+    """Return how much is recomputed, and whether the loss is taken in chunks: both save memory."""
+    return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
+
+
+def _without_savings(plan: Plan) -> str:
+    """The plan without that."""
+    nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
+               "loss": "auto"}  # fmt: skip
+    return plan.model_copy(update=nothing).model_dump_json()
+
+
+def _steps_s(job: Job, plans: Sequence[Plan], rates: Rates) -> Floats:
+    columns = of_plans(plans, job.wanted.global_batch, job.outline.layers)
+    return steps_s(_with_rates(job, rates).question, columns)
+
+
+def _with_rates(job: Job, rates: Rates) -> Job:
+    """The question to a machine of these rates."""
+    cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
+    return replace(job, cluster=cluster)
+
+
+def _ranks(settings: TrainSettings) -> Ranks:
+    """Return the ranks that `outpace train` starts if nobody says how."""
+    count = settings.nproc or 1
+    return Ranks(world_size=count, local_world_size=count)
+
+
+def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
+    """Numbers of processes to try: as asked, else one, all devices, and what divides the cores."""
+    if settings.nproc is not None:
+        return [settings.nproc]
+    if machine.devices:
+        return sorted({1, len(machine.devices)})
+    return auto_plan.candidate_world_sizes(machine)

@@ -1,0 +1,65 @@
+"""A layout for the ranks that are left, where a run resumes with another number of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.jobs.defaults import resolve_device, resolve_plan
+from outpace.jobs.planning import auto_plan
+from outpace.parallel import why_not
+from outpace.probing.hardware.machine import identify
+from outpace.records.errors import BadInputError
+from outpace.records.plan import AXES
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.training.run_dir import RUN_FILE, RunDir
+
+# What says how a step is shared out among ranks; how it computes, and on what samples, stays.
+_LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micro_batch")
+
+
+def refit(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> auto_plan.Settings:
+    """Settings with which the run in `settings.out` can go on with these ranks.
+
+    What was asked for is kept where it can be; else the planner picks anew, for the same global
+    batch, samples and precision. Raises BadInputError where there is no layout for these ranks.
+    """
+    assert settings.out is not None
+    before = RunDir(settings.out).require_run().plan.world_size
+    if before == ranks.world_size or not settings.resume:
+        return settings, dict(origins)
+    moved = f"the run had {before} ranks and goes on with {ranks.world_size}"
+    # What a person gives now counts more than what the run was trained with last.
+    of_run = [name for name in _LAYOUT if origins.get(name) == RUN_FILE]
+    typed = any(origins.get(name) not in (None, auto_plan.DEFAULT, RUN_FILE) for name in _LAYOUT)
+    why = None
+    for asked in [settings, *([_drop_settings(settings, of_run)] if typed else [])]:
+        found = _why_not(asked, ranks)
+        if found is None:
+            say(f"{moved}: the layout stays as it was asked for")
+            return asked, dict(origins)
+        why = why or found
+    say(f"{moved}: it is planned anew ({why})")
+    opened = _drop_settings(settings, _LAYOUT).model_copy(update={"plan": "auto"})
+    left = {**origins, **dict.fromkeys(_LAYOUT, auto_plan.DEFAULT)}
+    return auto_plan.settle(opened, left, ranks, say)
+
+
+def _drop_settings(settings: TrainSettings, names: Sequence[str]) -> TrainSettings:
+    defaults = {name: TrainSettings.model_fields[name].default for name in names}
+    return settings.model_copy(update=defaults)
+
+
+def _why_not(settings: TrainSettings, ranks: Ranks) -> str | None:
+    """Say why what was asked for cannot be on these ranks."""
+    try:
+        machine = identify(find_accelerator)
+        device = resolve_device(settings, ranks)
+        plan = resolve_plan(settings, ranks, device, machine)
+        return why_not(plan.strategy, ranks, device)
+    except BadInputError as error:
+        return str(error)

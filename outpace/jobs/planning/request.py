@@ -1,0 +1,465 @@
+"""A question for the planner from what the user says: model, machine, batch, what is kept."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.catalog.links import LINKS
+from outpace.catalog.nodes import NODES, find_node
+from outpace.jobs.planning.export_format import assign_trainer
+from outpace.jobs.planning.find_outline import find_outline
+from outpace.planner.calibration.cluster import (
+    Cluster,
+    network_share,
+    of_catalog,
+    of_host,
+    of_probe,
+)
+from outpace.planner.calibration.observed_runs import correct_cluster
+from outpace.planner.explain.hints import FP8_PARAMETERS
+from outpace.planner.hardware.device import dtype_of
+from outpace.planner.hardware.networks import read_network
+from outpace.planner.model.outline import parameters
+from outpace.planner.problem import Job
+from outpace.planner.search.space import VARIED, Wanted
+from outpace.probing.hardware.host_rates import measure_host_rates
+from outpace.probing.hardware.machine import identify
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.machine import Machine
+from outpace.records.optimizers import LOW, PURE, WHERE_OFFLOADED, Precision
+from outpace.records.outline import Outline
+from outpace.records.plan import Plan
+from outpace.records.training_log import CorrectedMachine, is_corrected
+from outpace.records.units import read_bytes
+
+PLANNED_SEQ_LEN = 2048
+PROBE_FILE = Path("machine.json")  # as outpace probe names it
+CALIBRATED_HINT = (
+    f"{PROBE_FILE} here is of outpace calibrate, which corrects another machine: it is not read. "
+    f"Name it with --machine {PROBE_FILE} to plan for that machine."
+)
+# What `--keep` may name: what the search decides, and what all of its plans have alike.
+KEPT = (
+    "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
+    "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch",
+    "pp_microbatches",
+    "checkpointing", "checkpoint_every", "offload_activations", "offload_parameters",
+    "offload_optimizer", "precision", "optimizer", "optimizer_in_backward", "loss", "compile",
+    "bucket_mib",
+)  # fmt: skip
+_WHAT_IF = ("link", "inside", "memory", "nodes")
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """Question of the user to the planner.
+
+    `machine` is a catalog's name or a file that outpace probe wrote; None: this machine.
+    `autocast`: the trainer that is planned for computes in 16 bits by autocast alone. `trainer`:
+    the software that trains; None: outpace. `measures`: of this machine, where it has no
+    accelerator and was not probed, the products are measured first, in about two seconds.
+    """
+
+    model: str
+    machine: str | None
+    nodes: int = 1
+    devices_per_node: int | None = None
+    network: str | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: Precision | None = None
+    keep: str | None = None
+    vary: str | None = None
+    most_tp: int | None = None
+    tokens: int | None = None
+    price: float | None = None
+    count: int = 5
+    trained: bool = False
+    idle: bool = False
+    autocast: bool = False
+    trainer: str | None = None
+    measures: bool = False
+
+
+def job(asked: PlanQuestion) -> Job:
+    """The planner's question. Raises BadInputError for what is unknown or cannot be."""
+    _, outline, _ = find_outline(asked.model)
+    cluster = _cluster(asked)
+    world = cluster.devices
+    seq_len = asked.seq_len or min(outline.max_positions, PLANNED_SEQ_LEN)
+    if outline.learned_positions and seq_len > outline.max_positions:
+        raise BadInputError(
+            f"--seq-len {seq_len}: {outline.name} has {outline.max_positions} positions. Use at "
+            f"most {outline.max_positions}."
+        )
+    outline = _with_positions(outline, seq_len, asked.trained)
+    keep = read_keep(asked.keep)
+    precision = asked.precision or _precision(cluster, asked.autocast)
+    _check_dtype(keep.get("precision", precision), cluster)
+    question = Job(
+        outline=outline,
+        cluster=cluster,
+        wanted=Wanted(
+            outline=outline,
+            seq_len=seq_len,
+            global_batch=asked.global_batch or 4 * world,
+            world=world,
+            per_node=cluster.fabric.per_node,
+            precision=precision,
+            offloaded_precision=None if asked.precision else WHERE_OFFLOADED.get(precision),
+            most_tp=asked.most_tp,
+            keep=keep,
+            vary=_vary(asked, keep, cluster, outline),
+            trained=asked.trained,
+            on_host=cluster.device.kind == "cpu",
+        ),
+        tokens=asked.tokens,
+        price=asked.price,
+        count=asked.count,
+        idle=asked.idle,
+    )
+    return question if asked.trainer is None else assign_trainer(asked.trainer, question)
+
+
+def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
+    """The outline with a note where sequences are longer than the model takes as it is.
+
+    Rotary positions have no parameters, so that time and memory are known all the same. Raises
+    BadInputError where only what outpace trains is asked for.
+    """
+    most = outline.max_positions
+    if seq_len <= most:
+        return outline
+    note = (
+        f"Sequences of {seq_len} tokens are longer than the {most} positions of {outline.name}: "
+        "outpace train refuses them as the model is. To train so it needs more of them "
+        "(max_position_embeddings in its config.json, with rotary scaling); time and memory are as "
+        "planned."
+    )
+    if trained:
+        raise BadInputError(f"--seq-len {seq_len}: {note[0].lower()}{note[1:]}")
+    return outline.model_copy(update={"notes": (*outline.notes, note)})
+
+
+def _vary(
+    asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
+) -> dict[str, tuple[Any, ...]]:
+    """Return what to vary as asked, and what is searched anyway, in the order of VARIED."""
+    found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
+    if "precision" in found and parameters(outline) < FP8_PARAMETERS:
+        found["precision"] = tuple(one for one in found["precision"] if one != "fp8")
+    return {name: found[name] for name in VARIED if name in found}
+
+
+def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return what is searched on this machine though nobody asks: on a GPU whether to compile."""
+    asks = cluster.device.kind == "cuda" and "compile" not in keep
+    return {"compile": VARIED["compile"]} if asks else {}
+
+
+def _check_dtype(precision: Precision, cluster: Cluster) -> None:
+    """Raises BadInputError for products that an accelerator does not have."""
+    device = cluster.device
+    has = sorted(device.best_flops_per_s)
+    if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
+        raise BadInputError(
+            f"precision {precision}: {device.name} has no products in {dtype_of(precision)}. It "
+            f"has {', '.join(has)}."
+        )
+
+
+def _this_machine(asked: PlanQuestion) -> Cluster:
+    """Return this machine as outpace probe measured it, if its file is here; else as known."""
+    machine = identify(find_accelerator)
+    notes: tuple[str, ...] = ()
+    if is_corrected(PROBE_FILE):
+        notes = (CALIBRATED_HINT,)
+    elif PROBE_FILE.is_file():
+        found = Machine.load(PROBE_FILE)
+        if found.probed is not None and not machine.differences(found):
+            return _cluster(replace(asked, machine=str(PROBE_FILE)))
+    if asked.network is not None:
+        raise BadInputError(f"--network {asked.network} is of a machine: name it with --machine.")
+    ranks = asked.devices_per_node or len(machine.devices) or 1
+    measures = asked.measures and not machine.devices
+    rates = measure_host_rates(machine.host_cores) if measures else None
+    cluster = of_host(machine, ranks, rates)
+    notes = (f"planned for this machine, with {ranks} process{'es' * (ranks > 1)}; --machine names "
+             "another, --devices-per-node another number of processes.", *notes)  # fmt: skip
+    return replace(cluster, nodes=asked.nodes, notes=(*notes, *cluster.notes))
+
+
+def _cluster(asked: PlanQuestion) -> Cluster:
+    if asked.machine is None:
+        return _this_machine(asked)
+    path = Path(asked.machine).expanduser()
+    if is_corrected(path):
+        return _read_corrected(asked, path)
+    if path.suffix == ".json" or path.is_file():
+        machine = Machine.load(path, option="--machine ")
+        if asked.network is not None:
+            raise BadInputError(
+                f"--network {asked.network}: {path} has measured its own links. Leave one out."
+            )
+        return _probed_cluster(machine, asked.nodes, asked.devices_per_node)
+    node = find_node(asked.machine, ACCELERATORS)
+    if asked.devices_per_node is not None and asked.devices_per_node > node.processes:
+        raise BadInputError(
+            f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}."
+        )
+    network = None if asked.network is None else read_network(asked.network)
+    return of_catalog(node, asked.nodes, network, asked.devices_per_node)
+
+
+def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:
+    """Raises BadInputError where another network is asked for than a machine's runs had."""
+    if asked.network is None or asked.network == file.network:
+        return
+    if file.network is not None and _same_network(asked.network, file.network):
+        return
+    raise BadInputError(
+        f"--network {asked.network}: the runs that {path} was corrected by had "
+        f"{file.network or 'the network that the machine is sold with'}. Leave it out."
+    )
+
+
+def _same_network(one: str, other: str) -> bool:
+    return read_network(one).bytes_per_s == read_network(other).bytes_per_s
+
+
+def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:
+    """A machine that logged runs corrected. Raises BadInputError for what contradicts the file."""
+    file = CorrectedMachine.load(path, option="--machine ")
+    check_network(asked, file, path)
+    devices = asked.devices_per_node or file.devices_per_node
+    if file.machine is not None:
+        base = _probed_cluster(file.machine, asked.nodes, devices)
+    else:
+        known = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
+        base = _cluster(known)
+    return correct_cluster(base, file.runs)
+
+
+def _probed_cluster(machine: Machine, nodes: int, devices: int | None) -> Cluster:
+    hosts = machine.probed.hosts if machine.probed is not None else 1
+    ranks = devices or len(machine.devices)
+    if not ranks:
+        ranks = (machine.probed and machine.probed.ranks_per_host) or 1
+    return replace(of_probe(machine, ranks), nodes=max(nodes, hosts))
+
+
+def _precision(cluster: Cluster, autocast: bool) -> Precision:
+    """bf16 where the device has products in it; a CPU's only where that was measured faster.
+
+    On a GPU outpace has weights and residual stream in bf16, too, over master weights, and does
+    not choose fp16 by itself (`training.precision.default_precision`).
+    """
+    rates = cluster.device.best_flops_per_s
+    if cluster.device.kind == "cpu":
+        return "bf16" if rates.get("bf16", 0) > rates.get("fp32", 0) else "fp32"
+    if autocast:
+        return "bf16" if "bf16" in rates else "fp16" if "fp16" in rates else "fp32"
+    return "bf16-master" if "bf16" in rates else "fp32"
+
+
+def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
+    """Yield each part of "precision=bf16,micro-batch=1", its name and its value; None: no value."""
+    for part in (text or "").split(","):
+        if part.strip():
+            name, equals, value = (word.strip() for word in part.partition("="))
+            yield part.strip(), name.replace("-", "_"), value if equals else None
+
+
+def read_keep(text: str | None) -> dict[str, Any]:
+    """ "precision=bf16,micro_batch=1" as settings of a plan. Raises BadInputError."""
+    found: dict[str, Any] = {}
+    for part, name, value in split_settings(text):
+        if value is None:
+            raise BadInputError(
+                f"--keep {part}: write setting=value, as in precision=bf16. Settings: "
+                f"{', '.join(KEPT)}."
+            )
+        if name not in KEPT:
+            raise BadInputError(
+                f"--keep {part}: the planner has no setting {name!r}."
+                f"{_lora(name) or _suggest_setting(name, value)} Settings: {', '.join(KEPT)}."
+            )
+        found[name] = _parse_value(name, value)
+    return found
+
+
+def _lora(name: str) -> str:
+    """Return what to use instead of the settings of adapters; '' for all others."""
+    if name != "base" and not name.startswith(("lora", "qlora")):
+        return ""
+    return (
+        " It plans the training of all weights: outpace memory --lora-rank 16 --base nf4 says "
+        "whether an adapter fits, outpace tune --lora-rank 16 tries how fast it trains."
+    )
+
+
+_FEW_LETTERS = 4  # fewer begin too many names
+
+
+def _suggest_setting(name: str, value: str) -> str:
+    """' Did you mean …?': settings that begin so, as dp_replicate with dp, before those alike.
+
+    Of several those that take the value: checkpoint=full is checkpointing, not checkpoint_every.
+    """
+    start = name if len(name) >= _FEW_LETTERS else f"{name}_"
+    begin = [known for known in KEPT if known.startswith(start)]
+    begin = [known for known in begin if _takes(known, value)] or begin
+    if begin:
+        return f" Did you mean {' or '.join(map(repr, begin))}?"
+    return nearest(name, KEPT)
+
+
+def _takes(name: str, value: str) -> bool:
+    """Whether a setting can have a value."""
+    try:
+        _parse_value(name, value)
+    except BadInputError:
+        return False
+    return True
+
+
+def _read_vary(
+    question: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster
+) -> dict[str, tuple[Any, ...]]:
+    """ "precision,compile" as the values to try; "all": of what is not kept. Raises BadInputError.
+
+    Of precisions those that the device has, the one that is taken anyway first; of optimizers those
+    that the precision goes with.
+    """
+    text, asked = question.vary, question.precision
+    names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
+    if names == ["all"]:
+        decided = {*keep, *(["precision"] if asked else [])}
+        names = [name for name in VARIED if name not in decided]
+    if asked and "precision" in names:
+        raise BadInputError(
+            f"--precision {asked} and --vary {text}: one precision or all of them. Leave one "
+            "of the two out."
+        )
+    precision = asked or _precision(cluster, question.autocast)
+    for name in names:
+        if name not in VARIED:
+            raise BadInputError(
+                f"--vary {name}: write settings with commas, or all.{nearest(name, [*VARIED])} "
+                f"Settings: {', '.join(VARIED)}."
+            )
+        if name in keep:
+            raise BadInputError(
+                f"--vary {name} and --keep {name}={keep[name]}: one value or all of them. Leave "
+                "one of the two out."
+            )
+    found = {name: VARIED[name] for name in VARIED if name in names}
+    if "precision" in found:
+        rates = cluster.device.best_flops_per_s
+        others = (one for one in found["precision"] if dtype_of(one) in rates and one != precision)
+        found["precision"] = (precision, *others)
+    if "optimizer" in found and keep.get("precision", precision) in PURE:
+        found["optimizer"] = LOW
+    return found
+
+
+def _parse_value(name: str, value: str) -> Any:
+    """Parse a value as a plan has it: its own record says what is allowed."""
+    field = Plan.model_fields[name]
+    annotation: Any = field.annotation
+    for bound in field.metadata:
+        annotation = Annotated[annotation, bound]
+    choices = get_args(field.annotation)
+    whole = bool(choices) and all(isinstance(choice, int) for choice in choices)
+    try:
+        given = int(value) if whole else value
+        found = TypeAdapter(annotation).validate_python(given, strict=False)
+    except ValidationError as error:
+        remedy = _format_allowed(error.errors()[0])
+        raise BadInputError(f"--keep {name}={value}: {remedy}.") from None
+    except ValueError:
+        allowed = f"one of {', '.join(map(str, choices))}"
+        raise BadInputError(f"--keep {name}={value}: use {allowed}.") from None
+    if (name, found) == ("loss", "plain"):
+        raise BadInputError(
+            "--keep loss=plain: the planner estimates auto, which takes chunks where logits are "
+            "large, and with chunked. Use one of these."
+        )
+    return found
+
+
+def _format_allowed(problem: Any) -> str:
+    """Say what a setting may be, from what its record found wrong."""
+    kind, bounds = problem["type"], problem.get("ctx", {})
+    if kind == "literal_error":
+        return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"
+    if kind in ("int_parsing", "int_type", "int_from_float"):
+        return "use a whole number"
+    if kind == "greater_than":
+        return f"use a whole number from {bounds['gt'] + 1}"
+    if kind == "greater_than_equal":
+        return f"use a whole number from {bounds['ge']}"
+    if kind in ("bool_parsing", "bool_type"):
+        return "use true or false"
+    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
+    """The question with something of the machine changed: link, inside, memory or nodes.
+
+    The mapping has rates and sizes to put into the cluster. Raises BadInputError.
+    """
+    changed, numbers = asked, {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in _WHAT_IF:
+            raise BadInputError(
+                f"--what-if {part.strip()}: write link=400Gbps (a node's network), "
+                "inside=300GB/s (a device's link in its node), memory=141GiB or nodes=8."
+                f"{nearest(name, _WHAT_IF)}"
+            )
+        if name == "nodes":
+            if not value.isdigit() or int(value) < 1:
+                raise BadInputError(f"--what-if nodes={value}: use a number from 1.")
+            changed = replace(changed, nodes=int(value))
+        elif name == "memory":
+            try:
+                numbers["memory"] = float(read_bytes(value))
+            except ValueError as error:
+                raise BadInputError(f"--what-if memory={value}: {error}.") from None
+        else:
+            network = read_network(value, f"--what-if {name}=")
+            share = network_share(network) if name == "link" else 1.0
+            numbers[name] = network.bytes_per_s * share
+    return changed, numbers
+
+
+def _inside_share(cluster: Cluster) -> float:
+    """Return the share of the printed rate that links in a node reach; 1 for a probed machine."""
+    node = NODES.get(cluster.name)
+    if node is None or node.device_link is None:
+        return 1.0
+    printed = LINKS[node.device_link.link].bytes_per_s * node.device_link.count
+    return cluster.fabric.inside_bytes_per_s / printed
+
+
+def with_numbers(question: Job, numbers: Mapping[str, float]) -> Job:
+    """Replace rates and sizes of the question's machine."""
+    cluster = question.cluster
+    fabric, device = cluster.fabric, cluster.device
+    if "link" in numbers:
+        fabric = replace(fabric, across_bytes_per_s=numbers["link"])
+    if "inside" in numbers:
+        rate = numbers["inside"] * _inside_share(cluster)
+        pair = rate * fabric.pair_bytes_per_s / fabric.inside_bytes_per_s
+        fabric = replace(fabric, inside_bytes_per_s=rate, pair_bytes_per_s=pair)
+    if "memory" in numbers:
+        # What is said is a maker's figure: of another size the driver leaves the same share.
+        said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
+        left = now / nominal if now and nominal else 1.0
+        device = replace(device, memory_bytes=round(said * left), nominal_bytes=said)
+    return replace(question, cluster=replace(cluster, fabric=fabric, device=device))

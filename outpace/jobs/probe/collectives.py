@@ -1,0 +1,281 @@
+"""The collectives of a job's ranks: times by size on every axis, links, stragglers, overlap."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from outpace.jobs.ranks.hang_watchdog import Doing, watched
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.probing.collectives.advice import (
+    network_advice,
+    pair_advice,
+    rank_advice,
+    wander_notes,
+    world_notes,
+)
+from outpace.probing.collectives.buffers import Buffers
+from outpace.probing.collectives.cases import (
+    FULL_BYTES,
+    QUICK_BYTES,
+    AxisPlace,
+    SizeLimits,
+    check_again,
+    climb,
+)
+from outpace.probing.collectives.groups import Axis, Nodes, axes_of, nodes_of
+from outpace.probing.collectives.overlap import OVERLAPPED, probe_overlap
+from outpace.probing.collectives.pairwise import pair_figures, pair_fits, ranks_figures, work_of
+from outpace.probing.hardware.process_memory import find_cgroup
+from outpace.probing.timing.interleave import Turns, interleave_turns, wrap_turns
+from outpace.probing.timing.link_model import COLLECTIVES, fit_link
+from outpace.probing.timing.measure import Case, Effort, measure, rounds_of
+from outpace.probing.timing.rank_clock import RanksClock, patient_clock
+from outpace.probing.timing.section import ProbeSection
+from outpace.records.errors import BadInputError
+from outpace.records.figure import Figure
+
+# So many samples of each case are planned for, where nothing else delays them.
+_QUICK_SAMPLES, _SAMPLES = 16, 60
+# Shares of the budget; what is around them takes the rest.
+_CASES, _PAIRS, _RANKS, _OVERLAP = 0.55, 0.10, 0.08, 0.12
+_TIMED = 0.9  # of a part; the rest is for looking at the values again after it
+_ALL_PAIRS = 64
+_TOP_BYTES = 4 << 30
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Run:
+    groups: Groups
+    place: AxisPlace  # among all
+    clock: RanksClock
+    nodes: Nodes
+    quick: bool
+    budget_s: float
+    doing: Doing
+    progress: Callable[[float], None]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of each case."""
+        return rounds_of(self.quick)
+
+    @property
+    def samples(self) -> int:
+        """Samples of each case, in all rounds."""
+        return _QUICK_SAMPLES if self.quick else _SAMPLES
+
+    def separate_place(self) -> AxisPlace:
+        """Return the place with buffers of its own, which turns in between leave as they are."""
+        buffers = self.place.buffers
+        return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
+
+    def note_turns(self, what: str, turns: Turns[T]) -> Turns[T]:
+        """Note what is done during these turns."""
+
+        @contextmanager
+        def note() -> Iterator[None]:
+            self.doing.what = what
+            yield
+
+        return wrap_turns(turns, note)
+
+
+def probe_collectives(
+    groups: Groups,
+    device: torch.device,
+    quick: bool,
+    budget_s: float,
+    progress: Callable[[float], None] = lambda share: None,
+    only: str | None = None,
+) -> Turns[ProbeSection]:
+    """Measure what lies between the ranks; all of them call it, and rank 0's answer is the whole.
+
+    `only` one collective: its times by size on all axes, and what is fitted to them. Arrays stay
+    within a share of the memory and of the time; values that come out are checked. Raises
+    RankLostError where a rank dies or hangs, naming it and the collective, and WrongResultError
+    where a collective computes something wrong; both on all ranks that are left.
+    """
+    if only is not None and only not in COLLECTIVES:
+        raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
+    if groups.ranks.world_size < 2:
+        return ProbeSection(notes=("one rank: nothing lies between ranks, and no collective ran",))
+    doing = Doing()
+    with watched(groups, doing):
+        run = _begin(groups, device, quick, budget_s, doing, progress)
+        found = ProbeSection(notes=tuple(world_notes(run.nodes)))
+        if only is not None:
+            parts = {only: _by_size(run, (only,), 1.0)}
+        else:
+            parts = {
+                "collectives": _by_size(run, COLLECTIVES, _CASES),
+                "each rank's own speed": _rank_speeds(run),
+                "send/recv between pairs": _between_pairs(run),
+                "collectives while computing": _overlap(run),
+            }
+        turns = interleave_turns(*(run.note_turns(what, part) for what, part in parts.items()))
+        found = sum((yield from turns), found)
+        doing.what = "the end"
+        dist.barrier(groups.control)
+    progress(1.0)
+    return found
+
+
+def _begin(
+    groups: Groups, device: torch.device, quick: bool, budget_s: float, doing: Doing,
+    progress: Callable[[float], None],
+) -> _Run:  # fmt: skip
+    ranks = groups.ranks
+    said: list[tuple[int, int]] = [(0, 0)] * ranks.world_size
+    dist.all_gather_object(said, (ranks.local_rank, ranks.local_world_size), group=groups.control)
+    nodes = nodes_of(said)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    place = AxisPlace(
+        axes_of(nodes)[0], everyone, groups.control, ranks.rank, backend_of(device),
+        Buffers(device, ranks.rank),
+    )  # fmt: skip
+    clock = RanksClock(patient_clock(device, everyone), groups.control)
+    return _Run(groups, place, clock, nodes, quick, budget_s, doing, progress)
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend of this device's tensors in the default group: 'gloo' or 'nccl'."""
+    return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
+
+
+def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[ProbeSection]:
+    """All collectives on all axes, in the same rounds."""
+    axes = axes_of(run.nodes)
+    budget_s = share * run.budget_s
+    # Half of the time is for large arrays: the clock makes a call before each sample, and the sizes
+    # below the largest take a third of its time together.
+    calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
+    limits = SizeLimits(_most_bytes(run), budget_s / 2 / calls)
+    sizes = QUICK_BYTES if run.quick else FULL_BYTES
+    cases: list[Case] = []
+    for place in (_place_on(run, axis) for axis in axes):
+        for name in collectives:
+            run.doing.what = f"{name} over the axis {place.axis.name}"
+            cases += climb(name, place, sizes, limits, run.clock)
+    run.place.buffers.settle()
+    sample_s = budget_s / 2 / (run.samples * max(1, len(cases)))
+    effort = Effort(budget_s * _TIMED, run.rounds, min(0.04, max(0.001, sample_s)), wakes=False)
+    said = [_note_case(run.doing, one) for one in cases]
+    figures = yield from measure(said, run.clock, effort, run.progress)
+    check_again(said, run.place.buffers)
+    series = [
+        [f for f in figures if f.key.kind == name and f.key.has(axis=axis.name)]
+        for axis in axes
+        for name in collectives
+    ]
+    fits = [fit for of in series if (fit := fit_link(of)) is not None]
+    return ProbeSection(
+        tuple(figures), tuple(network_advice(fits, run.nodes)), fits=tuple(fits),
+        said=tuple(wander_notes(figures)),
+    )  # fmt: skip
+
+
+def _place_on(run: _Run, axis: Axis) -> AxisPlace:
+    """This rank's place on an axis. Makes the axis's groups, so all ranks call it."""
+    if axis.name == "all":
+        return run.place
+    timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
+    own = run.place.group
+    for members in axis.groups:  # each made by every rank, in the same order
+        made = dist.new_group(list(members), timeout=timeout)
+        if made is not None and run.groups.ranks.rank in members:
+            own = made
+    return replace(run.place, axis=axis, group=own)
+
+
+def _most_bytes(run: _Run) -> int:
+    """Return the largest size of an array of which each rank has two, so that all have room."""
+    device = run.place.buffers.device
+    if device.type == "cuda":
+        share = torch.cuda.mem_get_info(device)[0] // 8
+    else:
+        share = free_bytes() // 8 // run.groups.ranks.local_world_size
+    least = torch.tensor([min(share, _TOP_BYTES)])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=run.groups.control)
+    return int(least.item())
+
+
+def free_bytes() -> int:
+    """Return the host memory that this process may still take; its control group may have less."""
+    free = int(psutil.virtual_memory().available)
+    group = find_cgroup()
+    if group is None or group.limit_bytes is None:
+        return free
+    return max(0, min(free, group.limit_bytes - group.used_bytes()))
+
+
+def _note_case(doing: Doing, case: Case) -> Case:
+    """The case, which says of itself when it begins."""
+
+    def make() -> Callable[[], object]:
+        of = case.key.of
+        doing.what = f"{case.key.kind} of {of['bytes']} bytes over the axis {of['axis']}"
+        return case.make()
+
+    return replace(case, make=make)
+
+
+def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
+    """Each rank's own speed beside the others'."""
+    work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
+    figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
+    return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))
+
+
+def _between_pairs(run: _Run) -> Turns[ProbeSection]:
+    """Each pair's own speed."""
+    if run.groups.ranks.world_size == 2:
+        return ProbeSection()  # the only pair is all ranks
+    sizes = (4, 1 << 20) if run.quick else (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    budget_s = _PAIRS * run.budget_s
+    here = run.separate_place()
+    pairs = yield from pair_figures(run.nodes, here, sizes, run.clock, run.rounds, budget_s)
+    advice, notes = tuple(pair_advice(pairs, run.nodes)), []
+    if len(pairs) > _ALL_PAIRS:
+        named = {key for one in advice for key in one.of}
+        kept = {pair: of for pair, of in pairs.items() if any(f.key in named for f in of)}
+        notes = [f"{len(pairs)} pairs were measured; kept are those that are named as slow"]
+        pairs = kept
+    figures = [figure for of in pairs.values() for figure in of]
+    return ProbeSection(tuple(figures), advice, tuple(notes), tuple(pair_fits(pairs)))
+
+
+def _overlap(run: _Run) -> Turns[ProbeSection]:
+    """Measure how much of collectives hides behind computing."""
+    size = min(
+        (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
+    )
+    sizes = (size,) if run.quick else (size // 16, size)
+    budget_s = _OVERLAP * run.budget_s
+    sample_s = budget_s / (6 * len(OVERLAPPED) * len(sizes) * run.samples)
+    effort = Effort(budget_s, run.rounds, sample_s, wakes=False)
+    found = yield from probe_overlap(run.separate_place(), sizes, run.clock, effort)
+    said = [note for figures in found for note in overlap_notes(figures)]
+    return ProbeSection(tuple(figure for figures in found for figure in figures), said=tuple(said))
+
+
+def overlap_notes(figures: Sequence[Figure]) -> list[str]:
+    """Say how much of one collective hides; times only where they are steady enough."""
+    hidden, name = figures[-1], figures[1].key.what
+    compute, alone, both = (figure.value for figure in figures[:3])
+    times = ""
+    if compute and alone and both:
+        times = (
+            f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of {name} take "
+            f"{1e3 * both:.3g} ms at once: "
+        )
+    if hidden.value is None:
+        return [f"overlap: {times}how much hides is not stable enough to say: {hidden.unstable}"]
+    return [f"overlap: {times}{hidden.value:.0%} of the shorter hides behind the longer"]

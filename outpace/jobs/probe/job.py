@@ -1,0 +1,340 @@
+"""`outpace probe`: its sections in turns, on one process or on all ranks of a job."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.jobs.defaults import resolve_device
+from outpace.jobs.probe.collectives import probe_collectives
+from outpace.jobs.probe.notes import find_misconfiguration, peak_notes
+from outpace.jobs.probe.request import ProbeRequest
+from outpace.jobs.probe.steps import probe_steps
+from outpace.jobs.ranks.process_groups import Groups, process_groups, resolve_backend
+from outpace.launch import local
+from outpace.probing.compute.benchmark import probe_matmul
+from outpace.probing.hardware.machine import identify, usable_cores
+from outpace.probing.hardware.nvidia_smi import read_if_there
+from outpace.probing.hardware.versions import versions
+from outpace.probing.loader.benchmark import probe_loader
+from outpace.probing.memory.bandwidth import probe_memory
+from outpace.probing.storage.benchmark import probe_storage
+from outpace.probing.timing.interference import (
+    Steady,
+    Used,
+    disturbance,
+    judge_use,
+    record_use,
+    total,
+    withdraw_values,
+)
+from outpace.probing.timing.interleave import Turns, interleave_turns, run_turns, wrap_turns
+from outpace.probing.timing.measure import rounds_of
+from outpace.probing.timing.section import ProbeSection
+from outpace.probing.utilisation.gpu_throttling import (
+    GpuObservation,
+    GpuWatch,
+    gpus_disturbed,
+    slowed_words,
+    watch_gpu,
+)
+from outpace.records.figure import Figure, Key
+from outpace.records.interpreter import PYTHON
+from outpace.records.machine import Machine
+from outpace.records.probed import Probed, SectionName, Shown, Steadiness
+from outpace.records.ranks import Ranks
+from outpace.training.threads import set_threads
+
+# A rank that is waited for longer than this has died or hangs.
+_TIMEOUT_S = 60.0
+_DRIVER_S = 10.0
+
+T = TypeVar("T")
+
+
+def probe_here(request: ProbeRequest, shown: Shown) -> Machine:
+    """Probe this host: its own sections here, those between ranks on processes that are started."""
+    begin_s, steady = time.monotonic(), Steady()
+    request.check()
+    device, notes = _device(request, Ranks())
+    here = _Here(request, device, shown, watch_gpu(device, (), _DRIVER_S))
+    world_size = _world_size(request, device) if request.rank_sections() else 1
+    found = run_turns(
+        interleave_turns(
+            *(_probe_alone(name, here) for name in request.local_sections()),
+            *(
+                [_probe_started(request.rank_sections(), here, world_size)]
+                if request.rank_sections()
+                else []
+            ),
+        )
+    )
+    steadiness = judge_use([[steady.read_use()]], [*slowed_words(here.seen), *here.slowed])
+    section = sum(found, ProbeSection(notes=notes))
+    return _machine(here, section, steadiness, time.monotonic() - begin_s, world_size)
+
+
+def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: Shown) -> Machine | None:
+    """Probe as one of a job's ranks; the machine on rank 0, None on others."""
+    begin_s, steady = time.monotonic(), Steady()
+    request.check()
+    device, notes = _device(request, ranks)
+    set_threads(None, usable_cores(), ranks.local_world_size, os.environ)
+    backend = resolve_backend(request.settings.backend, device)
+    with process_groups(ranks, device, _TIMEOUT_S, backend) as groups:
+        gpu = watch_gpu(device, _gather(os.getpid(), groups), _DRIVER_S)
+        here = _Here(request, device, shown, gpu)
+        found = run_turns(
+            interleave_turns(
+                *(_on_first(_probe_alone(name, here), groups) for name in request.local_sections()),
+                *(_probe_between(name, here, groups) for name in request.rank_sections()),
+            )
+        )
+        used = _by_host(steady.read_use(), groups)
+        slowed = slowed_words(_gather_observations(here.seen, groups))
+    if ranks.rank != 0:
+        return None
+    took_s = time.monotonic() - begin_s
+    steadiness = judge_use(used, slowed)
+    section = sum(found, ProbeSection(notes=notes))
+    return _machine(here, section, steadiness, took_s, ranks.world_size, len(used))
+
+
+def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
+    """Return the device to measure. Metal devices have no clock here."""
+    device = resolve_device(request.settings, ranks)
+    if device.type != "mps":
+        return device, ()
+    note = "Metal devices are not measured: all figures are of the processor"
+    return torch.device("cpu"), (note,)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """State that all sections of a process share.
+
+    `seen`: of its GPU, by all of them. `slowed`: what processes that it started say of theirs.
+    """
+
+    request: ProbeRequest
+    device: torch.device
+    shown: Shown
+    gpu: GpuWatch | None
+    seen: list[GpuObservation] = field(default_factory=list)
+    slowed: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Notes:
+    """Notes on what else the machine did in one section's turns."""
+
+    gpu: GpuWatch | None
+    used: list[Used] = field(default_factory=list)
+    seen: list[GpuObservation] = field(default_factory=list)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        with record_use(self.used), self.gpu.record(self.seen) if self.gpu else nullcontext():
+            yield
+
+
+def _probe_alone(name: SectionName, here: _Here) -> Turns[ProbeSection]:
+    """Probe what one process probes by itself."""
+    notes = _Notes(here.gpu)
+    section = yield from wrap_turns(_turns(name, here), notes.record)
+    here.shown(name, 1.0)
+    here.seen.extend(notes.seen)
+    return _judge(name, section, here.device, [[total(notes.used)]], notes.seen)
+
+
+def _turns(name: SectionName, here: _Here) -> Turns[ProbeSection]:
+    wishes, device, quick = here.request, here.device, here.request.quick
+    budget_s, progress = wishes.budget_s(name), _progress(name, here.shown)
+    if name == "matmul":
+        features = identify(find_accelerator).cpu_features
+        tokens = wishes.tokens()
+        return probe_matmul(device, features, wishes.spec(), quick, budget_s, progress, tokens)
+    if name == "memory":
+        return probe_memory(device, quick, budget_s, progress)
+    if name == "storage":
+        return probe_storage(wishes.directories(), quick, budget_s, progress)
+    return probe_loader(wishes.loader(), quick, budget_s, progress, device)
+
+
+def _on_first(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]:
+    """Run on rank 0 while the others wait; give the result to all."""
+    try:
+        while True:
+            found = groups.once(lambda: _next(turns))
+            if found is not None:
+                return found
+            yield
+    finally:
+        turns.close()
+
+
+def _next(turns: Turns[ProbeSection]) -> ProbeSection | None:
+    try:
+        next(turns)
+    except StopIteration as end:
+        found: ProbeSection = end.value
+        return found
+    return None
+
+
+def _judge(
+    name: SectionName, section: ProbeSection, device: torch.device, hosts: Sequence[Sequence[Used]],
+    seen: Sequence[GpuObservation],
+) -> ProbeSection:  # fmt: skip
+    """Return the section, withdrawn if others used what was measured, or it was slowed down.
+
+    Disks and data loading are the processor's work, whatever the device.
+    """
+    on_gpu = device.type == "cuda" and name not in ("storage", "loader")
+    why = gpus_disturbed(seen) if on_gpu else disturbance(hosts)
+    return section if why is None else withdraw_values(section, why)
+
+
+def _progress(name: str, shown: Shown) -> Callable[[float], None]:
+    """A part of a section may be done before the section is."""
+    return lambda share: shown(name, min(share, 0.99))
+
+
+def _probe_started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[ProbeSection]:
+    """Probe what lies between ranks, on processes started when half of the others is done."""
+    wishes, device, shown = here.request, here.device, here.shown
+    for name in names if nproc < 2 else ():
+        if name != "steps":
+            shown(name, 1.0)
+    lonely = nproc < 2 and any(name != "steps" for name in names)
+    notes = ("one device: nothing lies between ranks, and no collective ran",) * lonely
+    names = [name for name in names if nproc > 1 or name == "steps"]
+    if not names:
+        return ProbeSection(notes=notes)
+    if wishes.local_sections():
+        for _ in range(rounds_of(wishes.quick) // 2):
+            yield
+    for name in names:
+        shown(name, 0.0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # ranks measure on the same devices
+    settings = wishes.settings.model_copy(update={"device": device.type})
+    with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
+        given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
+        given.write_text(settings.model_dump_json(), encoding="utf-8")
+        command = [*PYTHON, "-m", "outpace", "probe", *names]
+        command += ["--handed-over", str(given), "--out", str(out)]
+        command += ["--budget", str(sum(wishes.budget_s(name) for name in names))]
+        local.start(nproc, command + ["--quick"] * wishes.quick, shown.show_stopping)
+        probed = Machine.load(out).probed
+    assert probed is not None
+    for name in names:
+        shown(name, 1.0)
+    here.slowed.extend(probed.steadiness.throttled)
+    # What is published is added once, by the process that writes the record.
+    measured = tuple(figure for figure in probed.figures if figure.origin != "catalog")
+    return ProbeSection(measured, probed.advice, (*notes, *probed.notes), probed.fits)
+
+
+def _world_size(request: ProbeRequest, device: torch.device) -> int:
+    """A process for each device, or for each of some cores."""
+    return request.settings.nproc or _default_nproc(device)
+
+
+def _default_nproc(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return min(4, max(2, torch.get_num_threads()))
+
+
+def _probe_between(name: SectionName, here: _Here, groups: Groups) -> Turns[ProbeSection]:
+    wishes, progress, device = here.request, _progress(name, here.shown), here.device
+    quick, budget_s = wishes.quick, wishes.budget_s(name)
+    if name == "steps":
+        turns = probe_steps(groups, device, quick, budget_s, progress)
+    else:
+        only = "all-reduce" if name == "allreduce" else None
+        turns = probe_collectives(groups, device, quick, budget_s, progress, only)
+    notes = _Notes(here.gpu)
+    found = yield from wrap_turns(turns, notes.record)
+    here.shown(name, 1.0)
+    here.seen.extend(notes.seen)
+    hosts, seen = _by_host(total(notes.used), groups), _gather_observations(notes.seen, groups)
+    return _judge(name, found, device, hosts, seen)
+
+
+def _gather(value: T, groups: Groups) -> list[T]:
+    """Return each rank's value, on all of them."""
+    said: list[Any] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, value, group=groups.control)
+    return said
+
+
+def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
+    """Return what all ranks saw of their GPUs, each named with its rank: hosts number alike."""
+    rank = groups.ranks.rank
+    own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
+    return [one for of in _gather(own, groups) for one in of]
+
+
+def _by_host(used: Used, groups: Groups) -> list[list[Used]]:
+    """Return what each host's ranks used; a host begins with its local rank 0."""
+    hosts: list[list[Used]] = []
+    for local_rank, one in _gather((groups.ranks.local_rank, used), groups):
+        if local_rank == 0:
+            hosts.append([])
+        hosts[-1].append(one)
+    return hosts
+
+
+def _machine(
+    here: _Here, found: ProbeSection, steadiness: Steadiness, took_s: float, world_size: int,
+    hosts: int = 1,
+) -> Machine:  # fmt: skip
+    machine, wishes = identify(find_accelerator), here.request
+    topology = read_if_there(_DRIVER_S) if machine.devices else None
+    figures = found.figures + tuple(_from_catalog(machine))
+    settings = [] if wishes.environ is None else find_misconfiguration(wishes.environ)
+    peaks = peak_notes(figures) if here.device.type == "cuda" else ()
+    probed = Probed(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        command=wishes.command,
+        sections=wishes.sections,
+        quick=wishes.quick,
+        took_s=took_s,
+        world_size=world_size,
+        hosts=hosts,
+        figures=figures,
+        fits=found.fits,
+        advice=tuple(sorted(found.advice, key=lambda one: -(one.gain or 0.0))),
+        notes=(*settings, *peaks, *found.notes, *found.said),
+        steadiness=steadiness,
+    )
+    return machine.model_copy(update={"topology": topology, "probed": probed})
+
+
+def _from_catalog(machine: Machine) -> list[Figure]:
+    """Return what is published of the first device: peaks and memory bandwidth, to stand beside."""
+    if not machine.devices or machine.devices[0].accelerator is None:
+        return []
+    known = ACCELERATORS[machine.devices[0].accelerator]
+    figures = [
+        Figure(
+            key=Key(kind="matmul", what="peak", of={"dtype": dtype}), unit="FLOP/s", value=rate,
+            origin="catalog", source=known.peak.source,
+        )
+        for dtype, rate in known.peak.flops_per_s.items()
+    ]  # fmt: skip
+    key = Key(kind="memory", what="bandwidth")
+    return [*figures, Figure(key=key, unit="B/s", value=known.memory_bytes_per_s, origin="catalog",
+                             source=known.source)]  # fmt: skip

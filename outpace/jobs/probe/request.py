@@ -1,0 +1,130 @@
+"""Request for a probe: what to probe, of what, and for how long."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from outpace.data.tokenizer import load_tokenizer
+from outpace.interop.models import OpenedModel, open_model
+from outpace.interop.own import build_own
+from outpace.jobs.defaults import resolve_seq_len
+from outpace.probing.loader.dataset import LoaderData
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.probed import SectionName
+from outpace.records.settings import TrainSettings
+
+# Seconds for each section, quick and full: all of them, with what is around them, end within 60 s
+# and within 10 minutes.
+SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
+    {
+        "matmul": (9, 120), "memory": (4, 45), "storage": (4, 40), "loader": (7, 45),
+        "allreduce": (8, 90), "collectives": (11, 135), "steps": (7, 150),
+    }
+)  # fmt: skip
+BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives", "steps")
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Request for a probe; of `settings`, device, model, data and directories count.
+
+    `within_s`: for all sections; None for as long as they usually take. `environ`: to be examined
+    for settings that cost speed, with the host's; None where what started us does that.
+    """
+
+    sections: tuple[SectionName, ...]
+    quick: bool
+    settings: TrainSettings
+    command: str
+    within_s: float | None = None
+    environ: Mapping[str, str] | None = None
+
+    def budget_s(self, section: SectionName) -> float:
+        """Return the seconds for one section; its share of what is given for all."""
+        usual = {name: SECONDS[name][0 if self.quick else 1] for name in self.sections}
+        if self.within_s is None:
+            return usual[section]
+        return self.within_s * usual[section] / sum(usual.values())
+
+    def local_sections(self) -> tuple[SectionName, ...]:
+        """The sections that one process probes by itself."""
+        return tuple(name for name in self.sections if name not in BETWEEN_RANKS)
+
+    def rank_sections(self) -> tuple[SectionName, ...]:
+        """Return the sections that need several processes."""
+        return tuple(name for name in self.sections if name in BETWEEN_RANKS)
+
+    def check(self) -> None:
+        """Refuse bad input before anything is measured. Raises BadInputError."""
+        if "matmul" in self.sections:
+            self.tokens()
+            self.spec()
+        if "storage" in self.sections:
+            self.directories()
+
+    def spec(self) -> ModelSpec:
+        """The model on whose sizes advice is given. Raises BadInputError."""
+        spec = open_model(self.settings.model).spec
+        if spec is None:
+            raise BadInputError(
+                f"--model {self.settings.model}: the dimensions of a custom model are not "
+                "known. Name a preset, a Hugging Face directory or a spec file; its data set is "
+                "measured by outpace probe loader."
+            )
+        return spec
+
+    def tokens(self) -> int | None:
+        """Return the tokens of one process's step, if --seq-len or --micro-batch is given.
+
+        What is not said of the two is as in training: its usual length, and one sample.
+        """
+        size, said = self.settings.micro_batch, self.settings.seq_len
+        if not isinstance(size, int) and said is None:
+            return None
+        seq_len = resolve_seq_len(self.settings, self.spec().max_positions)
+        return seq_len * (size if isinstance(size, int) else 1)
+
+    def directories(self) -> dict[str, Path]:
+        """Return the storage to measure, by its purpose. Raises BadInputError."""
+        scratch = self.settings.offload_dir or Path(tempfile.gettempdir())
+        places = {"checkpoints": self.settings.out or Path(), "offload": scratch}
+        for role, place in places.items():
+            if not place.is_dir():
+                raise BadInputError(
+                    f"{place} is to be measured for {role}, but it is no directory. Make it first, "
+                    "or name another one on the same disk."
+                )
+        return places
+
+    def loader(self) -> LoaderData:
+        """The data as training would load it. Raises BadInputError."""
+        settings = self.settings
+        opened = open_model(settings.model)
+        reference = settings.tokenizer or opened.tokenizer
+        masked = opened.spec is not None and opened.spec.objective == "masked"
+        size = settings.micro_batch
+        return LoaderData(
+            sources=settings.data,
+            text_field=settings.text_field,
+            tokenizer=load_tokenizer(str(reference)) if reference else None,
+            objective="masked" if masked else "causal",
+            micro_batch=size if isinstance(size, int) else LoaderData.micro_batch,
+            seq_len=settings.seq_len or LoaderData.seq_len,
+            dataset=_custom_dataset(opened, settings),
+        )
+
+
+def _custom_dataset(opened: OpenedModel, settings: TrainSettings) -> Any | None:
+    """Return the data set that a custom model brings, if it does. Raises BadInputError."""
+    if opened.build is None:
+        return None
+    dataset = build_own(opened.build).dataset
+    if dataset is not None and settings.data != LoaderData.sources:
+        raise BadInputError(
+            f"{opened.name} brings its own data set, so --data cannot be given too."
+        )
+    return dataset

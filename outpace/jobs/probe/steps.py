@@ -1,0 +1,131 @@
+"""Steps of the catalog's small trainings: what a probe needs beside products and links."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from outpace.catalog.references import Kind, Reference, references
+from outpace.jobs.probe.collectives import free_bytes
+from outpace.jobs.ranks.hang_watchdog import Doing, watched
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.planner.memory import peak
+from outpace.planner.model.outline import outline
+from outpace.planner.plan_batch import of_plans
+from outpace.probing.hardware.machine import usable_cores
+from outpace.probing.timing.interleave import Turns
+from outpace.probing.timing.measure import Case, Effort, measure, rounds_of
+from outpace.probing.timing.rank_clock import RanksClock, patient_clock
+from outpace.probing.timing.section import ProbeSection
+from outpace.records.errors import OutpaceError
+from outpace.records.figure import Key
+from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
+
+
+def probe_steps(
+    groups: Groups,
+    device: torch.device,
+    quick: bool,
+    budget_s: float,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Turns[ProbeSection]:
+    """Time a step of every reference, of one rank and of all; every rank calls it.
+
+    One rank has all cores of the host, as a training of one process has. Raises RankLostError
+    where a rank dies or hangs.
+    """
+    doing = Doing()
+    with watched(groups, doing):
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        clock = RanksClock(patient_clock(device, everyone), groups.control)
+        cases, notes = _cases(groups, device, quick, doing)
+        # A step is called once before it is timed, which wakes what it needs (`RanksClock`).
+        effort = Effort(
+            budget_s, rounds_of(quick), sample_s=0.0, least_rounds=2 if quick else 5,
+            most_samples=1, wakes=False,
+        )  # fmt: skip
+        figures = yield from measure(cases, clock, effort, progress)
+    return ProbeSection(figures=tuple(figures), notes=tuple(notes))
+
+
+def _cases(
+    groups: Groups, device: torch.device, quick: bool, doing: Doing
+) -> tuple[list[Case], list[str]]:
+    """Return the cases that fit together into half of the memory, and what the others lack."""
+    cases, notes = [], []
+    world, room = groups.ranks.world_size, _room(groups, device)
+    for ranks in sorted({1, world}):
+        for name, one in references(ranks, _kind(device), quick).items():
+            doing.what = f"a step of {name}"
+            room -= _needs(one, device)
+            if room < 0:
+                notes.append(f"no steps of {name}: it would take more than half of the memory")
+                room += _needs(one, device)
+                continue
+            case, refused = _case_or_refusal(one, ranks, groups, device, doing)
+            if refused is not None:
+                notes.append(f"no steps of {name}: {refused}")
+            elif case is not None:
+                cases.append(case)
+    return cases, notes
+
+
+def _case_or_refusal(
+    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: Doing
+) -> tuple[Case | None, str | None]:
+    """Return the case if all ranks can run it, or why one cannot. Collective."""
+    case, own = None, None
+    try:
+        case = _case(one, ranks, groups, device, doing)
+    except (OutpaceError, torch.OutOfMemoryError) as error:
+        own = str(error).splitlines()[0]
+    said: list[str | None] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, own, group=groups.control)
+    return case, next((why for why in said if why is not None), None)
+
+
+def _needs(one: Reference, device: torch.device) -> float:
+    """Bytes of a rank."""
+    columns = of_plans([one.plan], one.global_batch, one.spec.layers)
+    model = outline(one.spec, one.name)
+    return float(peak.reserved_bytes(model, one.seq_len, columns, _kind(device))[0])
+
+
+def _room(groups: Groups, device: torch.device) -> float:
+    """Half of what the rank with the least has free. Collective."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = free_bytes() // groups.ranks.local_world_size
+    least = torch.tensor([free / 2], dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.control)
+    return float(least.item())
+
+
+def _kind(device: torch.device) -> Kind:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _case(one: Reference, ranks: int, groups: Groups, device: torch.device, doing: Doing) -> Case:
+    course = SyntheticTraining(one.spec, one.global_batch, one.seq_len)
+
+    @contextmanager
+    def threads() -> Iterator[None]:
+        doing.what = f"a step of {one.name}"
+        own = torch.get_num_threads()
+        if ranks == 1 and device.type == "cpu":  # a process has the cores of the others, too
+            torch.set_num_threads(usable_cores())
+        try:
+            yield
+        finally:
+            torch.set_num_threads(own)
+
+    with threads():
+        steps = SyntheticSteps(one.plan, course, groups.ranks, device, groups.control)
+        steps.step()  # what is refused only then, is refused here
+    key = Key(kind="step", what="time",
+              of={"reference": one.name, "ranks": ranks, "device": device.type,
+                  "digest": one.digest})  # fmt: skip
+    return Case(key, "s", lambda: steps.step, within=threads)

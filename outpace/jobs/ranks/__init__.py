@@ -1,0 +1,1 @@
+"""Ranks among each other: process groups, watchdogs, shared file systems."""

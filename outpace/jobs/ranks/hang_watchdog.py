@@ -1,0 +1,597 @@
+"""Who holds the others up: asked when an exchange fails on a rank, or takes too long.
+
+Every rank has a thread that says in the store how it stands when one asks. So a rank is found that
+is gone, that was stopped, or that hangs in a line of Python while the others wait for it in a
+collective.
+"""
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from outpace.jobs.ranks.hang_verdict import HangVerdict, HangVerdicts
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.jobs.ranks.rank_snapshot import Position, find_position, process_state, snapshot_rank
+from outpace.launch.exit_deadline import ExitDeadline
+from outpace.records.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STANDSTILL,
+    InterruptedRunError,
+    OutpaceError,
+)
+from outpace.records.standstill import HangReport, RankSnapshot
+from outpace.training.guards import StopSignal
+
+_LISTEN_S = 0.5
+# Several times as long, so that a rank that waits for a core is not taken for dead.
+_LOOK_S = 4.0
+# Of the time limit of exchanges: a step that takes longer is looked at, before the limit ends it.
+_LONG = 0.8
+# Heartbeats in each time limit, and the most seconds between two.
+_BEATS, _MOST_BETWEEN_S = 8, 10.0
+# After an exchange has failed because of another rank, the process has so long to end by itself:
+# the time limit, but between these.
+_LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
+# What the kernel calls a process that does nothing any more, in words.
+_GONE = "is gone: look at what it said last, and at its host"
+_UNSEEN = "is gone, or cannot be reached: look at what it said last, and at its host"
+_NOT_RUNNING = {
+    "stopped": "is stopped (by SIGSTOP, or a debugger)",
+    "tracing-stop": "is stopped (by a debugger)",
+    "gone": _GONE,
+    "zombie": _GONE,
+    "dead": _GONE,
+}
+_FAILED = "failed by itself: "
+_OVER = (_GONE, _UNSEEN, _FAILED)
+_STORE_LOST = f"the host where all meet {_UNSEEN}"
+_ASKS = "alive/asks"
+# That a signal has ended a rank where it was, and how many ranks know of it.
+_INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
+# A rank that is interrupted there ends by itself in this time, or is ended.
+_INTERRUPTED_S = 4.0
+# gloo raises plain RuntimeErrors, as DDP does of what its hook raised; where a connection failed,
+# they name one of these.
+_CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
+# What tells a person nothing.
+_SOURCE = re.compile(
+    r"^(\[[^\]]*\.cc:\d+\]|Got the following error when running the callback: DistNetworkError:) "
+)
+
+
+class RankLostError(OutpaceError):
+    """A rank died, or did not answer in time, while others waited for it.
+
+    `standing`: its process is there all the same.
+    """
+
+    def __init__(self, message: str, standing: bool) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_STANDSTILL if standing else 1
+        self.on_all_ranks = "rank 0 on " not in message  # which would not say it itself
+
+
+@dataclass
+class Doing:
+    """What this rank is at, in words for a person.
+
+    `limited`: since when it is at something that takes no longer than exchanges may. `kept` is
+    given how all stand where ranks wait in vain, on one of them.
+    """
+
+    what: str = "the beginning"
+    limited_s: float | None = None
+    kept: Callable[[HangReport], None] = lambda found: None
+    number: int = 0  # of what has begun
+
+    def at(self, what: str, limited: bool = False) -> None:
+        """Something else begins."""
+        self.what, self.limited_s = what, time.monotonic() if limited else None
+        self.number += 1
+
+
+@contextmanager
+def watched(
+    groups: Groups,
+    doing: Doing,
+    timeout_s: float = 300.0,
+    deadline: ExitDeadline | None = None,
+    stop: StopSignal | None = None,
+) -> Iterator[None]:
+    """While ranks communicate: every rank says in the store how it stands when one asks.
+
+    A rank that is stopped, gone or cut off is found within `timeout_s`, too, where others wait for
+    it without a limit of their own: while a checkpoint is saved, or rank 0 does something for all.
+    The process is ended through `deadline` then, for nothing else interrupts that waiting.
+
+    Where a signal ends a rank before its first step is done, or after its last (`stop`), all others
+    end as well, those that compile or wait in a collective, too.
+
+    Raises RankLostError in place of the backend's error where a rank is gone, or does not come to
+    what the others wait for; it names that rank and what was being done. Raises InterruptedRunError
+    in its place where a signal has ended that rank. Any other error stays what
+    it is. The time limit of the process groups, `timeout_s`, bounds the waiting. NCCL's path never
+    ran, for lack of a machine with two GPUs: there the waiting is
+    `outpace.probing.timing.rank_clock.await_event`'s, and NCCL's watchdog ends
+    the process by itself, after the look that is made before the limit.
+    """
+    own = ExitDeadline(None)
+    deadline = own if deadline is None else deadline
+    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident(), deadline, stop)
+    watcher.start()
+    try:
+        yield
+    except RuntimeError as error:
+        lost = _communication(error)
+        # Of CUDA, and others that are no failure of communication, the class says so.
+        if not lost and type(error) is not RuntimeError:
+            raise
+        if watcher.is_interrupted():
+            assert stop is not None
+            raise InterruptedRunError(stop.message) from None
+        why = next(iter(_SOURCE.sub("", str(error)).strip().splitlines()), type(error).__name__)
+        verdict = watcher.verdict(lost, why)
+        if verdict is None:
+            watcher.own(f"{type(error).__name__}: {why}")
+            raise
+        lost_rank = RankLostError(f"{doing.what}: {verdict} ({why})", _is_standing(verdict))
+        grace_s = min(max(timeout_s, _LEAST_UNWIND_S), _MOST_UNWIND_S)
+        deadline.start(str(lost_rank), lost_rank.exit_code, grace_s)
+        raise lost_rank from error
+    finally:
+        watcher.close()
+        own.leave()
+
+
+def _is_standing(verdict: str) -> bool:
+    """Whether a verdict is of a rank whose process is there."""
+    return not any(words in verdict for words in _OVER)
+
+
+def _communication(error: RuntimeError) -> bool:
+    """Whether it says itself that ranks could not reach each other, or not in time."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
+
+
+@dataclass
+class _Look:
+    """A look at all ranks, since this one has been at something for long, and what came of it.
+
+    `number`: of what was being done, and `position` where. `is_author`: the verdict was its own,
+    and not just written by another one that waits.
+    """
+
+    number: int
+    position: Position
+    verdict: HangVerdict
+    is_author: bool
+    age_s: float = 0.0  # while this process ran
+
+
+@dataclass
+class _Watcher:
+    """The threads of a rank, and what the thread that trains asks when an exchange has failed."""
+
+    groups: Groups
+    doing: Doing
+    timeout_s: float
+    trains: int  # the thread
+    deadline: ExitDeadline
+    stop: StopSignal | None = None
+    interrupted: bool = False
+    hearing: threading.Lock = field(default_factory=threading.Lock)
+    failed: str | None = None
+    look: _Look | None = None  # of a wait that is not known to be over
+    answered: int = 0  # so many times all were asked how they stand
+    over: threading.Event = field(default_factory=threading.Event)
+    store_silent_s: float = 0.0  # since the store answered last, while this process ran
+    seen: tuple[int, str] | None = None  # the verdict that was in the store last
+    seen_s: float = 0.0  # since it is there
+
+    def __post_init__(self) -> None:
+        self.rank = self.groups.ranks.rank
+        self.everyone = range(self.groups.ranks.world_size)
+        # What was written while these ranks were watched before is none of this.
+        entries = self.groups.store.add(f"alive/entries/{self.rank}", 1)
+        self.store = PrefixStore(f"watch-{entries}", self.groups.store)
+        who = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.store.set(f"alive/who/{self.rank}", json.dumps(who))
+        # NCCL's watchdog ends a process at the limit, without asking who is to blame.
+        self.ends_silently = "nccl" in str(dist.get_backend_config())
+        self.beats = _Heartbeats(self.rank, len(self.everyone), self.timeout_s)
+        self.threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._run, "alive"), (self._watch_store, "store deadline"))
+        ]
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def close(self) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(_LOOK_S)  # or it waits for a host that is cut off
+
+    def _run(self) -> None:
+        """Answer, and look around where a step takes long, or a rank is not heard of."""
+        store: Any = self.store.clone()  # type: ignore[attr-defined]  # torch's stub
+        verdicts = HangVerdicts(store)
+        with suppress(RuntimeError):  # without the store's rank, those that wait find out
+            while not self.over.wait(_LISTEN_S):
+                if self.look is not None:
+                    self._follow(self.look, verdicts)
+                if (asks := store.add(_ASKS, 0)) > self.answered:
+                    self._answer(store, asks)
+                if self._long():
+                    self._look_at_wait(store)
+                elif self.beats.missed(store):
+                    self._look_for_lost(store)
+                self._heed_verdict(verdicts)
+                self._heed_interruption(store)
+                self.store_silent_s = 0.0
+            self._withdraw(verdicts)
+            self._heed_interruption(store)
+            self._await_knowing(store)
+            self.beats.end(store)
+
+    def _watch_store(self) -> None:
+        """End this process where the store does not answer: a thread that asks it waits."""
+        limit_s = self.timeout_s + 2 * _LOOK_S  # what takes that long in `_run` is looking around
+        while not self.over.wait(_LISTEN_S):
+            self.store_silent_s += _LISTEN_S  # counted, since this process may have been stopped
+            if self.store_silent_s > limit_s:
+                self.deadline.end_now(f"{self.doing.what}: {_STORE_LOST}", 1)
+                return
+
+    def _look_for_lost(self, store: Any) -> None:
+        """End the job where a rank is stopped, gone or cut off."""
+        verdict = self._look_around(store, doubtful=True, final=True)
+        if verdict is None:  # it was too busy for its heartbeat
+            self.beats.reset()
+        else:
+            self._end(verdict)
+
+    def _look_at_wait(self, store: Any) -> None:
+        """Look at all ranks before the time limit ends this one, which may be without a word."""
+        self.doing.limited_s = None  # once
+        number, position = self.doing.number, find_position(self.trains)
+        verdict = self._look_around(store, doubtful=False, final=False)
+        if verdict is not None:
+            self.look = _Look(number, position, verdict, verdict.by == self.rank)
+
+    def _follow(self, look: _Look, verdicts: HangVerdicts) -> None:
+        """Forget a look when its wait is over; end where nothing else ends that wait."""
+        look.age_s += _LISTEN_S
+        if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
+            self._withdraw(verdicts)
+            self._restart_clock(look, 0.0)
+        elif self.failed is not None:
+            return
+        elif look.age_s > self.timeout_s:
+            standing = verdicts.settle(look.verdict)
+            if standing is not None:
+                self._end(standing)
+            self.look = None
+        elif look.is_author and self.ends_silently and not look.verdict.final:
+            if look.age_s > (1 - _LONG) * self.timeout_s - 2 * _LISTEN_S:
+                look.verdict = verdicts.settle(look.verdict) or look.verdict
+        elif not look.is_author and verdicts.read() is None:  # its rank goes on, this one does not
+            self.look = None
+            self._restart_clock(look, self.timeout_s)
+
+    def _restart_clock(self, look: _Look, ago_s: float) -> None:
+        """Look again when what was being done at the look takes long again."""
+        if self.doing.number == look.number:
+            self.doing.limited_s = time.monotonic() - ago_s
+
+    def _withdraw(self, verdicts: HangVerdicts) -> None:
+        """Take the own verdict back, unless a rank has ended by it."""
+        look, self.look = self.look, None
+        if look is not None and look.is_author:
+            verdicts.replace(look.verdict, None)
+
+    def _heed_verdict(self, verdicts: HangVerdicts) -> None:
+        """End with the others where this rank does not find out by itself.
+
+        A verdict by which nobody ends is forgotten: the rank that asked is lost.
+        """
+        verdict = verdicts.read()
+        key = None if verdict is None else (verdict.number, verdict.sentence)
+        self.seen_s = self.seen_s + _LISTEN_S if key is not None and key == self.seen else 0.0
+        self.seen = key
+        if verdict is None or self.failed is not None:
+            return
+        if verdict.final and self.seen_s > self.timeout_s:
+            self._end(verdict)
+        elif not verdict.final and self.seen_s > self.timeout_s + 2 * _LOOK_S:
+            verdicts.replace(verdict, None)
+
+    def _heed_interruption(self, store: Any) -> None:
+        """Tell all that a signal ends this rank where it is, or hear of it."""
+        if self.stop is None or len(self.everyone) == 1:
+            return
+        with self.hearing:
+            if self.interrupted:
+                return
+            if self.stop.ends_at_once():
+                store.set(_INTERRUPTED, "1")
+            elif not store.check([_INTERRUPTED]):
+                return
+            self.interrupted = True
+            store.add(_KNOWING, 1)
+        if self.stop.interrupt():
+            self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
+
+    def _await_knowing(self, store: Any) -> None:
+        """Let rank 0, which may have the store, leave when all know that they are interrupted."""
+        until_s = time.monotonic() + _LOOK_S
+        while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
+            if store.add(_KNOWING, 0) >= len(self.everyone):
+                return
+            time.sleep(0.05)
+
+    def is_interrupted(self) -> bool:
+        """Whether a signal has ended another rank before its first step was done."""
+
+        def hear() -> None:
+            with suppress(RuntimeError):
+                self._heed_interruption(self.store)
+
+        _within(hear, _LOOK_S)
+        return self.interrupted
+
+    def _end(self, verdict: HangVerdict) -> None:
+        sentence = verdict.sentence
+        lost = RankLostError(f"{self.doing.what}: {sentence}", _is_standing(sentence))
+        self.deadline.end_now(str(lost), lost.exit_code)
+
+    def _long(self) -> bool:
+        since_s = self.doing.limited_s
+        return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
+
+    def _answer(self, store: Any, asks: int) -> None:
+        """Say how this rank stands, once for each time that all are asked."""
+        self.answered = asks
+        ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
+        first = self.rank - ranks.local_rank
+        for rank in range(first, first + ranks.local_world_size):
+            who = _who(store, rank)
+            if who.get("host") == host:
+                neighbours[rank] = int(who["pid"])
+        found = snapshot_rank(self.rank, self.trains, self.doing.what, neighbours, self.failed)
+        store.set(f"alive/stands/{self.rank}", found.model_dump_json())
+        store.set(f"alive/answered/{self.rank}", str(asks))
+
+    def verdict(self, lost: bool, why: str) -> str | None:
+        """Who is to blame, where an exchange has failed here.
+
+        None where nobody is, and it is not known otherwise that something is `lost`.
+        """
+        self.failed = f"an exchange that failed: {why}"
+        found: list[HangVerdict | None] = []
+
+        def look() -> None:
+            with suppress(RuntimeError):
+                found.append(self._look_around(self.store, doubtful=not lost, final=True))
+
+        _within(look, 4 * _LOOK_S)
+        if not found:
+            return _STORE_LOST if lost else None
+        (verdict,) = found
+        if verdict is None:
+            return None
+        # Where all fail by themselves, none does because of another.
+        if not lost and (_FAILED in verdict.sentence or self.rank in verdict.blamed):
+            return None
+        if self.rank == 0:
+            time.sleep(_LOOK_S)  # it may have the store, which others still ask
+        return verdict.sentence
+
+    def own(self, error: str) -> None:
+        """Say to those that will wait for this rank in vain that the fault is its own."""
+        sentence = f"rank {self.rank} on {socket.gethostname()} {_FAILED}{error}"
+        fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
+
+        def tell() -> None:
+            with suppress(RuntimeError):
+                HangVerdicts(self.store).put(fault, unless=lambda one: one.final)
+
+        _within(tell, _LOOK_S)
+
+    def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
+        """Ask all, and say who is to blame; the first to ask says it to the others.
+
+        None where all go on, or where it is `doubtful` and all are there. `final`: this rank ends
+        by the verdict, and so takes none that nobody has ended by: its rank may have come since.
+        """
+        verdicts = HangVerdicts(store)
+
+        def stands(one: HangVerdict) -> bool:
+            return one.final or not final
+
+        known = verdicts.read()
+        if known is not None and stands(known):
+            return known
+        asks, found = self._asked_all(store)
+        known = verdicts.read()
+        if known is not None and stands(known):
+            return known
+        guilty = [one for one in found if _is_lost(one)]
+        if not guilty and not doubtful:
+            # All are there, and what a verdict is about is still waited for.
+            settled = None if known is None else verdicts.settle(known)
+            if settled is not None:
+                return settled
+            guilty = blamed(found)
+        # An error that may be a rank's own is another's fault only where that one is gone.
+        if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
+            return None
+        verdict = HangVerdict(
+            sentence=_describe_lost(guilty),
+            by=self.rank,
+            blamed=tuple(one.rank for one in guilty),
+            number=asks,
+            final=final,
+        )
+        standing = verdicts.put(verdict, unless=stands)
+        if standing == verdict:
+            when = datetime.now(UTC).isoformat(timespec="seconds")
+            with suppress(Exception):  # how all stand is worth less than an end in order
+                report = HangReport(sentence=verdict.sentence, when=when, ranks=tuple(found))
+                self.doing.kept(report)
+        return standing
+
+    def _asked_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
+        """The number of the question, and how all ranks stand."""
+        asks = store.add(_ASKS, 1)
+        self._answer(store, asks)  # its thread may be the one that asks
+        until_s = time.monotonic() + _LOOK_S
+        missing = list(self.everyone)
+        while missing and time.monotonic() < until_s:
+            time.sleep(0.1)
+            missing = [rank for rank in missing if not _has_answered(store, rank, asks)]
+            if all(_never(_who(store, rank)) for rank in missing):
+                break
+        found = {
+            rank: RankSnapshot.model_validate_json(store.get(f"alive/stands/{rank}"))
+            for rank in self.everyone
+            if rank not in missing
+        }
+        for rank in missing:
+            found[rank] = _silent(rank, _who(store, rank), found.values())
+        return asks, [found[rank] for rank in self.everyone]
+
+
+class _Heartbeats:
+    """Signs of life in the store: each rank gives its own, and looks for that of the next.
+
+    So the store is asked as often as there are ranks, not as often as there are pairs. Seconds are
+    counted while this process runs: one that was stopped itself has missed nothing.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self._own, self._next = (f"alive/beat/{one % world_size}" for one in (rank, rank + 1))
+        self._alone = world_size == 1
+        self._limit_s = timeout_s
+        self._every_s = min(timeout_s / _BEATS, _MOST_BETWEEN_S)
+        self._number, self._since_own_s, self._since_next_s = 0, self._every_s, 0.0
+        self._last: bytes | None = None
+
+    def missed(self, store: Any) -> bool:
+        """Give the own sign of life when it is due; whether the next rank's is overdue."""
+        if self._alone:
+            return False
+        self._since_own_s += _LISTEN_S
+        self._since_next_s += _LISTEN_S
+        if self._since_own_s >= self._every_s:
+            self._since_own_s = 0.0
+            self._number += 1
+            store.set(self._own, str(self._number))
+            found = store.get(self._next) if store.check([self._next]) else None
+            if found != self._last or found == _ENDED:
+                self._last = found
+                self.reset()
+        return self._since_next_s >= self._limit_s
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._since_next_s = 0.0
+
+    def end(self, store: Any) -> None:
+        """No more are to come, and nothing is wrong."""
+        if not self._alone:
+            store.set(self._own, _ENDED)
+
+
+_ENDED = b"ended"
+
+
+def _within(ask: Callable[[], None], limit_s: float) -> None:
+    """Ask the store, which waits without limit for a host that is cut off."""
+    asking = threading.Thread(target=ask, name="asking the store", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+
+
+def _never(who: dict[str, Any]) -> bool:
+    """Whether a rank will not answer, as far as can be told from its process on this host."""
+    here = who.get("host") == socket.gethostname()
+    return here and process_state(int(who["pid"])) in _NOT_RUNNING
+
+
+def _has_answered(store: Any, rank: int, asks: int) -> bool:
+    key = f"alive/answered/{rank}"
+    return store.check([key]) and int(store.get(key)) >= asks
+
+
+def _who(store: Any, rank: int) -> dict[str, Any]:
+    key = f"alive/who/{rank}"
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
+
+
+def _silent(rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]) -> RankSnapshot:
+    """What those on its host say of the process of a rank that does not answer."""
+    host, pid = str(who.get("host", "")), int(who.get("pid", 0))
+    if host == socket.gethostname():
+        seen = process_state(pid)
+    else:
+        seen = next((one.processes[rank] for one in others if rank in one.processes), "unseen")
+    place = _NOT_RUNNING.get(seen, f"does not answer; its process is {seen}")
+    if seen == "unseen":
+        place = _UNSEEN
+    return RankSnapshot(rank=rank, host=host, pid=pid, state="silent", place=place)
+
+
+def _is_lost(one: RankSnapshot) -> bool:
+    """Whether a rank that is silent is so for good: not because it is too busy to answer."""
+    return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), _UNSEEN}
+
+
+def blamed(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Those that are silent; else those that have begun fewer exchanges than others, or none."""
+    silent = [one for one in found if one.state == "silent"]
+    if silent:
+        return silent
+    begun = [{each.group: each.number for each in one.collectives} for one in found]
+    most: dict[str, int] = {}
+    for its in begun:
+        for group, number in its.items():
+            most[group] = max(most.get(group, 0), number)
+    behind = [
+        one
+        for one, its in zip(found, begun, strict=True)
+        if any(number < most[group] for group, number in its.items())
+    ]
+    if behind and len(behind) < len(found):
+        # One that waits in another group may do so for one of those that work.
+        return [one for one in behind if one.state == "works"] or behind
+    working = [one for one in found if one.state == "works"]
+    return working if len(working) < len(found) else []
+
+
+def _describe_lost(guilty: Sequence[RankSnapshot]) -> str:
+    if not guilty:
+        return (
+            "all ranks are alive, but not all came to it in time: one hangs, or a connection "
+            "between two is broken"
+        )
+    one = guilty[0]
+    who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")
+    more = f" (and {len(guilty) - 1} more)" if len(guilty) > 1 else ""
+    if one.state == "silent":
+        return f"{who}{more} {one.place}"
+    return f"{who}{more} does not come to it: in {one.doing}, it stands at {one.place}"

@@ -1,0 +1,77 @@
+"""Looks at this process's memory while it trains, so that a run ends before the kernel ends it."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outpace.probing.hardware.process_memory import give_back_free
+
+# Allocating at 3 GB/s, a step of training takes some 60 MB between two looks.
+POLL_S = 0.02
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes that may grow to `soft_bytes`; above `hard_bytes` there is no time left for anything.
+
+    `limit` says which limit it is, as a person knows it, `limit_bytes` how much that is, and
+    `ranks` how many share it.
+    """
+
+    limit: str
+    limit_bytes: int
+    ranks: int
+    now: Callable[[], int]
+    soft_bytes: int
+    hard_bytes: int
+
+    def too_high(self) -> bool:
+        """Whether it is above, also when the C library has returned what it keeps for later."""
+        if self.now() <= self.soft_bytes:
+            return False
+        give_back_free()
+        return self.now() > self.soft_bytes
+
+
+class Interruption(BaseException):
+    """Raised in the thread that trains; no `except Exception` on the way may take it."""
+
+
+def interrupt(thread: int) -> None:
+    """Raise Interruption in a thread, as soon as it is back from what it does outside of Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(Interruption)
+    )
+
+
+def call_off(thread: int) -> None:
+    """Take an Interruption back that has not been raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+
+class Watch:
+    """A thread that calls `look` again and again, until it says that all is done, or `close`."""
+
+    def __init__(self, look: Callable[[], bool]) -> None:
+        self._look = look
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(POLL_S):
+            if self._look():
+                return
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a host that is cut off."""
+        self._closed.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+
+def first_too_high(readings: Sequence[Reading]) -> Reading | None:
+    """The first reading above what it may be."""
+    return next((reading for reading in readings if reading.too_high()), None)

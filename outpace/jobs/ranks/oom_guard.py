@@ -1,0 +1,303 @@
+"""Out of memory as an end in order: on all ranks, with the reason and what would fit.
+
+A rank that needs too much is noticed in one of two ways: an allocator raises, or a thread that
+looks at this process's memory finds it above a limit. Then the thread that trains is interrupted as
+soon as it is back in Python, and its unwinding leaves nothing half-written. Through the job's
+store the other ranks hear of it: their threads interrupt them too. A rank that cannot be
+interrupted, since it waits inside an exchange or computes on without end, is ended by its thread,
+where the process is ours to end (`end`).
+"""
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from outpace.jobs.ranks.memory_monitor import Reading, Watch, call_off, first_too_high, interrupt
+from outpace.probing.hardware.process_memory import anonymous_bytes, find_cgroup, give_back_free
+from outpace.records.errors import EXIT_OUT_OF_MEMORY, OutOfMemoryError, OutpaceError
+from outpace.records.ranks import Ranks
+from outpace.records.units import show_bytes
+
+# The thread that trains has so long to come back to Python; then the process is ended for it.
+GRACE_S = 5.0
+# From the shortage to the end of every rank at the latest, exchanges and predictions included.
+END_S = 120.0
+_HEAR_EVERY = 10  # looks at memory for each look at the store
+_SHORT, _ANSWER, _HEARD = "memory/short", "memory/answer", "memory/heard"
+_SHORT_ON_HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+_MIB = 1 << 20
+
+End = Callable[[str, int], NoReturn]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Where memory ran out, and what held it. `used_bytes`: a rank's share of what is limited."""
+
+    rank: int
+    sentence: str
+    used_bytes: int
+    anatomy: tuple[str, ...] = ()
+    advice: str = ""
+
+
+def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
+    """What to look at on this rank: its own memory on the host, and its control group's."""
+    found = []
+    if limit_bytes is not None and device.type == "cpu":
+        above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
+        own = Reading("--memory-limit", limit_bytes, 1, anonymous_bytes, limit_bytes, above)
+        found.append(own)
+    group = find_cgroup()
+    if group is not None and group.limit_bytes is not None:
+        room = min(max(64 * _MIB, group.limit_bytes // 32), group.limit_bytes // 8)
+        soft, hard = group.limit_bytes - room, group.limit_bytes - room // 2
+        name, share = "the control group's limit", ranks.local_world_size
+        found.append(Reading(name, group.limit_bytes, share, group.used_bytes, soft, hard))
+    return found
+
+
+class Guard:
+    """Around all that a rank does with memory: raises OutOfMemoryError for whatever runs out.
+
+    `answer` makes the message of a shortage, and `look_inside` lists what holds memory; both are
+    set as soon as a job knows them. `relieve` frees memory that training does without, where there
+    is any. `tidy` is told why, then `end` ends this process with a message and an exit code.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
+        self.look_inside: Callable[[int], tuple[str, ...]] = lambda used_bytes: ()
+        self.answer: Callable[[Shortage], str] = lambda shortage: shortage.sentence
+        self.tidy: Callable[[str], None] = lambda message: None
+        self.relieve: Callable[[], bool] = lambda: False
+        self._ranks = ranks
+        self._device = device
+        self._end = end
+        self._store: Store | None = None
+        self._readings: Sequence[Reading] = ()
+        self._watch: Watch | None = None
+        self._looks = 0
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._shortage: Shortage | None = None
+        self._since_s = 0.0
+        self._unwinding = False
+        self._answered: str | None = None
+
+    def watch(self, readings: Sequence[Reading], store: Store | None) -> None:
+        """Begin to look at memory, and to listen to the other ranks through the job's store."""
+        self._readings = readings
+        self._store = store if self._ranks.world_size > 1 else None
+        if readings or self._store is not None:
+            self._watch = Watch(self._look)
+
+    def close(self) -> None:
+        """The end of the job: nothing is looked at any more."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def __enter__(self) -> "Guard":
+        self._thread = threading.get_ident()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._unwinding = True
+            call_off(self._thread)
+            shortage = self._shortage
+        if shortage is None:
+            own = None if error is None else self._of_exception(error)
+            if own is not None:
+                shortage = self._agree(own)
+            elif error is not None and not isinstance(error, OutpaceError):
+                shortage = self._heard()  # an exchange breaks when another rank ends
+            if shortage is None:
+                return
+        traceback.clear_frames(trace)  # activations of the step that failed
+        give_back_free()
+        raise OutOfMemoryError(self._message(shortage)) from None
+
+    def _of_exception(self, error: BaseException) -> Shortage | None:
+        """A shortage that an allocator has noticed."""
+        if isinstance(error, torch.OutOfMemoryError) and self._device.type == "cuda":
+            return self._on_cuda(error)
+        on_host = isinstance(error, RuntimeError) and any(w in str(error) for w in _SHORT_ON_HOST)
+        if not on_host and not isinstance(error, MemoryError):
+            return None
+        used = anonymous_bytes()
+        return Shortage(
+            self._ranks.rank,
+            f"rank {self._ranks.rank} was refused memory by the system; its process holds "
+            f"{show_bytes(used)}",
+            used,
+            self.look_inside(used),
+        )
+
+    def _on_cuda(self, error: BaseException) -> Shortage:
+        stats = torch.cuda.memory_stats(self._device)
+        used, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+        first = str(error).split(". ")
+        asked = next((s for s in first if s.startswith("Tried to allocate")), "it asked for more")
+        return Shortage(
+            self._ranks.rank,
+            f"rank {self._ranks.rank}'s device is out of memory: {asked[0].lower()}{asked[1:]}; "
+            f"tensors hold {show_bytes(used)}, the allocator {show_bytes(reserved)}",
+            torch.cuda.max_memory_allocated(self._device),
+            self.look_inside(used),
+            fragmentation_advice(used, reserved, expandable_segments(self._device)),
+        )
+
+    # What follows runs in the thread that looks, or in both.
+
+    def _look(self) -> bool:
+        """One look; True when this process's end has been seen to."""
+        if self._shortage is None:
+            over = first_too_high(self._readings)
+            if over is not None and not self.relieve():
+                self._begin(self._agree(self._above(over)))
+            elif self._looks % _HEAR_EVERY == 0:
+                heard = self._heard()
+                if heard is not None:
+                    self._begin(heard)
+            self._looks += 1
+            return False
+        return self._see_to_the_end()
+
+    def _above(self, over: Reading) -> Shortage:
+        used, kept = over.now(), over.limit_bytes - over.soft_bytes
+        rest = f" less {show_bytes(kept)} to end in order" if kept else ""
+        return Shortage(
+            self._ranks.rank,
+            f"rank {self._ranks.rank} needs more memory than it may have: {show_bytes(used)} of "
+            f"{over.limit}, {show_bytes(over.limit_bytes)}{rest}",
+            used // over.ranks,
+            self.look_inside(anonymous_bytes()),
+        )
+
+    def _begin(self, shortage: Shortage) -> None:
+        with self._lock:
+            self._shortage, self._since_s = shortage, time.monotonic()
+            if not self._unwinding and self._thread:
+                interrupt(self._thread)
+
+    def _see_to_the_end(self) -> bool:
+        """Wait for the thread that trains; end the process where it does not come."""
+        assert self._shortage is not None
+        waited_s = time.monotonic() - self._since_s
+        pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
+        if pressed:
+            self.relieve()
+        late = waited_s > (END_S if self._unwinding else GRACE_S)
+        if self._end is not None and (late or (pressed and not self._unwinding)):
+            self._end_here(self._end, self._shortage, pressed)
+        return False
+
+    def _end_here(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
+        """End the process; under pressure at once, without asking what would fit."""
+        with self._lock:
+            message = self._answered
+        if message is None:
+            message = f"out of memory: {shortage.sentence}" if pressed else self._message(shortage)
+        with suppress(Exception):  # it has to end, whatever state the run is in
+            self.tidy(message)
+        end(message, EXIT_OUT_OF_MEMORY)
+
+    def _agree(self, own: Shortage) -> Shortage:
+        """The first shortage of the job: this one, or one that another rank has told before."""
+        if self._store is None:
+            return own
+        with suppress(Exception):  # a store that is gone has nobody left to tell
+            told = self._other_end().compare_set(_SHORT, "", json.dumps(asdict(own)))
+            return _parsed(told)
+        return own
+
+    def _heard(self) -> Shortage | None:
+        if self._store is None:
+            return None
+        try:
+            store = self._other_end()
+            return _parsed(store.get(_SHORT)) if store.check([_SHORT]) else None
+        except RuntimeError:
+            return None
+
+    def _other_end(self) -> Store:
+        """A connection of this thread's own: one that waits keeps the others waiting."""
+        assert self._store is not None
+        kept = threading.current_thread().__dict__
+        if "_outpace_store" not in kept or kept["_outpace_store"][0] is not self:
+            kept["_outpace_store"] = (self, self._store.clone())  # type: ignore[attr-defined]
+        store: Store = kept["_outpace_store"][1]
+        return store
+
+    def _message(self, shortage: Shortage) -> str:
+        """What every rank says: made by the one that ran out, and waited for by the others."""
+        if shortage.rank == self._ranks.rank:
+            message = self._own_message(shortage)
+        else:
+            message = self._others_message(shortage)
+        with self._lock:
+            self._answered = message
+        return message
+
+    def _own_message(self, shortage: Shortage) -> str:
+        try:
+            message = self.answer(shortage)
+        except Exception as error:  # the answer is worth less than an end in order
+            message = f"{shortage.sentence} (no proposals: {error})"
+        if self._store is not None:
+            with suppress(Exception):
+                store = self._other_end()
+                store.set(_ANSWER, message)
+                until_s = time.monotonic() + GRACE_S
+                others = self._ranks.world_size - 1
+                while store.add(_HEARD, 0) < others and time.monotonic() < until_s:
+                    time.sleep(0.05)
+        return message
+
+    def _others_message(self, shortage: Shortage) -> str:
+        with suppress(Exception):
+            store = self._other_end()
+            until_s = time.monotonic() + END_S - GRACE_S
+            while time.monotonic() < until_s:
+                if store.check([_ANSWER]):
+                    message: str = store.get(_ANSWER).decode()
+                    store.add(_HEARD, 1)
+                    return message
+                time.sleep(0.05)
+        return shortage.sentence
+
+
+def _parsed(told: bytes) -> Shortage:
+    values = json.loads(told)
+    return Shortage(**{**values, "anatomy": tuple(values["anatomy"])})
+
+
+def expandable_segments(device: torch.device) -> bool:
+    """Whether the CUDA allocator may grow its segments already."""
+    settings = torch.cuda.memory._snapshot(device)["allocator_settings"]
+    return bool(settings["expandable_segments"])
+
+
+def fragmentation_advice(used_bytes: int, reserved_bytes: int, expandable: bool) -> str:
+    """What helps where the allocator has much that no tensor could use; "" where it has not."""
+    unused = reserved_bytes - used_bytes
+    if expandable or unused < max(256 * _MIB, reserved_bytes // 10):
+        return ""
+    return (
+        f"The allocator holds {show_bytes(unused)} in pieces that were too small: try the same "
+        "command with PYTORCH_ALLOC_CONF=expandable_segments:True before it."
+    )

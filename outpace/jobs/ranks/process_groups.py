@@ -1,0 +1,306 @@
+"""The processes of a job as one: process groups, and doing a thing once for all."""
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _abort_process_group, _world
+from torch.distributed.rendezvous import rendezvous
+
+from outpace.jobs.ranks.session import agree_on_session
+from outpace.launch.launcher_env import init_method
+from outpace.launch.network_interfaces import LOOPBACK, listen, require_interfaces, use_interface
+from outpace.launch.rendezvous import store_on
+from outpace.parallel.leaving import leave_after_gloo
+from outpace.records.errors import BadInputError, OutpaceError
+from outpace.records.ranks import Ranks
+
+Result = TypeVar("Result")
+_PATIENCE = timedelta(hours=6)
+# torch's own limits come first, where it heeds them.
+_MARGIN_S = 10.0
+_LOOK_AGAIN_S = 0.1
+_MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # of torch's store, about a key of it
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`control` carries small host messages of each step; `saving` is for checkpoints alone.
+
+    `patient` waits for what rank 0 does alone, however long its disk takes; so does `saving`. The
+    death of a rank ends the others' waiting at once all the same. `store` is where they met, and
+    `variables` those of the environment that were set for as long as these groups live.
+    """
+
+    ranks: Ranks
+    store: Store
+    control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    patient: dist.ProcessGroup
+    variables: frozenset[str] = frozenset()
+
+    def once(self, action: Callable[[], Result]) -> Result:
+        """Do `action` on rank 0 and give its result to all; its OutpaceError is raised on all."""
+        outcome: list[object] = [None, None]
+        if self.ranks.rank == 0:
+            try:
+                outcome[0] = action()
+            except OutpaceError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, 0, group=self.patient)
+        if isinstance(outcome[1], OutpaceError):
+            outcome[1].on_all_ranks = True
+            raise outcome[1]
+        return outcome[0]  # type: ignore[return-value]
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has come here, however long that takes. Collective."""
+        dist.barrier(self.patient)
+
+    def require_same(self, facts: Mapping[str, object]) -> None:
+        """Refuse ranks that have settled on different things. Raises BadInputError on all."""
+        said: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(said, dict(facts), group=self.patient)
+        for rank, other in enumerate(said):
+            for what, value in said[0].items():
+                if other[what] != value:
+                    error = BadInputError(
+                        f"rank {rank} has another {what} than rank 0: {other[what]} instead of "
+                        f"{value}. All ranks need the same data, model and settings, and devices "
+                        "that can do the same."
+                    )
+                    error.on_all_ranks = True
+                    raise error
+
+
+def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
+    """torch's name for what carries tensors between ranks. Raises BadInputError if there is none.
+
+    By default NCCL between CUDA devices and gloo between processes on the CPU. Host messages go by
+    gloo, whatever carries the tensors.
+    """
+    on_cuda = device.type == "cuda"
+    if asked == "nccl" and not on_cuda:
+        raise BadInputError(
+            f"--backend nccl carries tensors of CUDA devices, but the device is {device.type}. Use "
+            "--backend gloo."
+        )
+    if asked == "nccl" and not dist.is_nccl_available():
+        raise BadInputError("--backend nccl: this torch has no NCCL. Use --backend gloo.")
+    if asked == "mpi" and not dist.is_mpi_available():
+        raise BadInputError(
+            "--backend mpi: this torch was built without MPI, as those that pip installs are. "
+            "Build torch from source where MPI is installed, or use --backend "
+            f"{'nccl' if on_cuda else 'gloo'}, which mpirun can start too."
+        )
+    if asked == "auto":
+        asked = "nccl" if on_cuda and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if asked == "nccl" else asked
+
+
+def _join(
+    backend: str, store: Store, ranks: Ranks, timeout: timedelta, device: torch.device
+) -> None:
+    """Make the default process group. Raises BadInputError where MPI counts otherwise.
+
+    NCCL is told its device, so that it connects at once, and not in the first collective, and
+    groups of some ranks are split from this one.
+    """
+    if backend != "mpi":
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
+        )
+        return
+    dist.init_process_group("mpi", timeout=timeout)
+    found = Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
+    if (found.rank, found.world_size) != (ranks.rank, ranks.world_size):
+        raise BadInputError(
+            f"--backend mpi: MPI says rank {found.rank} of {found.world_size}, the environment "
+            f"{ranks.rank} of {ranks.world_size}. Start all processes with one mpirun."
+        )
+    # MPI has no store, and torch keeps an empty one in its place; the gloo groups need this one.
+    everyone = dist.group.WORLD
+    _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
+
+
+def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> None:
+    """Destroy all groups; after a failure NCCL's are aborted.
+
+    They would be waited for: what others were to send does not come any more.
+    """
+    if failure is not None and "nccl" in backend:
+        _abort_process_group()  # destroy_process_group would wait
+    else:
+        dist.destroy_process_group()
+
+
+def _meet(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
+    """Where the ranks met: at their launcher's store, or at one that rank 0 has.
+
+    Rank 0 listens on MASTER_ADDR alone, as far as it is clear which address that is to the others.
+    Raises BadInputError where its port is another program's, and OutpaceError where the ranks do
+    not meet within `timeout`.
+    """
+    url = init_method(os.environ)
+    host, port = _place(url)
+    waited_s = _wait_for_name(host, timeout.total_seconds())
+
+    def connect() -> Store:
+        if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # Where the port is taken: by these ranks' own groups from before, which torch shares,
+            # or by another, as torch says.
+            with suppress(OSError):
+                bound = listen(host, port, apart)
+                if bound is not None:
+                    return store_on(bound, host, timeout)
+        found: Store = next(rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout))[0]
+        return found
+
+    return _in_time(connect, ranks, timeout, waited_s)
+
+
+def _wait_for_name(host: str, limit_s: float) -> float:
+    """Wait until the name of a host has an address, as that of a pod that starts; the seconds.
+
+    Raises BadInputError where it gets none within the limit.
+    """
+    began_s = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except (socket.gaierror, UnicodeError) as error:
+            if time.monotonic() - began_s >= limit_s:
+                raise BadInputError(
+                    f"environment: MASTER_ADDR = {host!r} has no address on this host after "
+                    f"{limit_s:.0f} s ({getattr(error, 'strerror', None) or error}). Set it to a "
+                    "name or an address of rank 0's host that this host knows."
+                ) from None
+        else:
+            return time.monotonic() - began_s
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _in_time(
+    action: Callable[[], Result], ranks: Ranks, timeout: timedelta, waited_s: float = 0.0
+) -> Result:
+    """Do what needs all ranks. Raises OutpaceError where they do not come within `timeout`.
+
+    In a thread, since torch's store waits without limit for a server that does not answer, and
+    since a signal is not heard while it waits.
+    """
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, name="rendezvous", daemon=True)
+    thread.start()
+    until_s = time.monotonic() + max(timeout.total_seconds() - waited_s, 0.0) + _MARGIN_S
+    while thread.is_alive() and time.monotonic() < until_s:
+        thread.join(_LOOK_AGAIN_S)
+    if errors and isinstance(errors[0], RuntimeError):  # of gloo, and torch's DistError
+        raise _not_met(errors[0], ranks, timeout) from None
+    if errors:
+        raise errors[0]
+    if not outcome:
+        silence = TimeoutError("what listens there does not answer as rank 0 does")
+        raise _not_met(silence, ranks, timeout)
+    return outcome[0]
+
+
+def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
+    if ranks.world_size == 1:
+        return error
+    host, port = _place(init_method(os.environ))
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return BadInputError(
+            f"the ranks cannot meet at {host}, port {port}: another program listens there. Start "
+            "them with another MASTER_PORT."
+        )
+    why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    missing = _MISSING_RANK.search(why)
+    if missing is not None:
+        why = f"rank {missing[1]} did not come"
+    elif "Ping failed" in why:  # torch's own words give bytes as numbers
+        why = "what listens there is another program"
+    return OutpaceError(
+        f"rank {ranks.rank} does not find the others at {host}, port {port} within "
+        f"{timeout.total_seconds():.0f} s ({why}). Look whether all {ranks.world_size} were "
+        "started, and whether that host and port can be reached from here."
+    )
+
+
+def _place(url: str) -> tuple[str, int]:
+    if url == "env://":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+@contextmanager
+def process_groups(
+    ranks: Ranks,
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None = None,
+) -> Iterator[Groups]:
+    """Join this job's processes and leave them at the end. `backend` is as `resolve_backend` says.
+
+    A job of one process gets a group too, so that nothing else has to tell the two apart. Each time
+    that ranks join they get names of their own in the store, where others before them may have left
+    theirs.
+    """
+    if dist.is_initialized():
+        raise BadInputError(
+            "torch.distributed is initialised already in this process; outpace makes its own "
+            "process group. Call outpace.train before init_process_group, or in another process."
+        )
+    require_interfaces(os.environ)
+    timeout = timedelta(seconds=timeout_s)
+    backend = backend or resolve_backend("auto", device)
+    apart = ranks.world_size > ranks.local_world_size
+    if ranks.world_size == 1:
+        store: Store = HashStore()
+        backend = "gloo"
+    else:
+        shared = _meet(ranks, timeout, apart)
+        name = _in_time(partial(agree_on_session, shared, ranks, timeout_s), ranks, timeout)
+        store = PrefixStore(f"outpace-{name}", shared)
+    with ExitStack() as stack:
+        own = frozenset[str]() if apart else stack.enter_context(use_interface(LOOPBACK))
+        _in_time(partial(_join, backend, store, ranks, timeout, device), ranks, timeout)
+        leave_after_gloo()
+        stack.push(partial(_leave, backend))
+
+        def make_groups() -> Groups:
+            patience = max(timeout, _PATIENCE)
+            return Groups(
+                ranks,
+                store=store,
+                control=dist.new_group(backend="gloo", timeout=timeout, group_desc="control"),
+                saving=dist.new_group(backend="gloo", timeout=patience, group_desc="saving"),
+                patient=dist.new_group(backend="gloo", timeout=patience, group_desc="patient"),
+                variables=own,
+            )
+
+        yield _in_time(make_groups, ranks, timeout)

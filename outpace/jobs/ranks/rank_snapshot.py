@@ -1,0 +1,126 @@
+"""Snapshot of this rank: its threads' stacks, and its collectives by torch's flight recorder."""
+
+import json
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from outpace.nn.torch_versions import flight_recorder_dumps
+from outpace.records.standstill import CollectiveEvent, RankSnapshot
+
+_LAST = 20  # exchanges that are kept
+_OPEN = "started"  # gloo's stay "scheduled", also when they are over
+# Where a thread is that waits for other ranks, or lets autograd do so.
+_WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/training/step.py")
+
+Position = tuple[FrameType | None, int, dict[str, int]]
+
+
+def snapshot_rank(
+    rank: int, thread: int, doing: str, neighbours: Mapping[int, int], failed: str | None
+) -> RankSnapshot:
+    """Snapshot this rank; `thread` is the ID of its training thread.
+
+    `neighbours`: process numbers by rank of this host. `failed`: where a collective has failed
+    already, in words.
+    """
+    frames = sys._current_frames()
+    exchanges = read_flight_recorder()
+    at = traceback.extract_stack(frames[thread])[-1] if thread in frames else None
+    open_ones = [one for one in exchanges if one.state == _OPEN]
+    waits = at is not None and any(word in at.filename for word in _WAITING)
+    last = (open_ones or exchanges)[-1:]
+    if failed is not None:
+        place = failed
+    elif (waits or open_ones) and last:
+        place = f"{last[0].name}, number {last[0].number} of {last[0].group}"
+    else:
+        place = "its main thread has ended" if at is None else _line(at)
+    return RankSnapshot(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=psutil.Process().pid,
+        doing=doing,
+        state="waits" if failed is not None or waits or open_ones else "works",
+        place=place,
+        processes={one: process_state(pid) for one, pid in neighbours.items()},
+        stacks=_stacks(frames, thread),
+        collectives=tuple(_latest(exchanges)),
+    )
+
+
+def process_state(pid: int) -> str:
+    """Return the state that the kernel gives: "running", "sleeping", "stopped", …; "gone"."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _line(at: traceback.FrameSummary) -> str:
+    """A place in the source, as a user would look for it."""
+    name = "/".join(Path(at.filename).parts[-2:])
+    return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
+
+
+def _latest(events: list[CollectiveEvent]) -> list[CollectiveEvent]:
+    """The last ones, and of every group the last."""
+    last = {one.group: place for place, one in enumerate(events)}
+    kept = {*last.values(), *range(len(events))[-_LAST:]}
+    return [events[place] for place in sorted(kept)]
+
+
+def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    said = []
+    for ident in sorted(frames, key=lambda one: one != main):
+        if ident == threading.get_ident() and ident != main:
+            continue
+        name = "the thread that trains" if ident == main else names.get(ident, "a thread")
+        said.append(f"{name}:\n{''.join(traceback.format_stack(frames[ident]))}")
+    return "\n".join(said)
+
+
+def find_position(thread: int) -> Position:
+    """Return where a thread of this rank is: equal for as long as it waits in one collective.
+
+    The recorder has no messages between two ranks; so the call that waits counts, too. A position
+    keeps what that call refers to alive.
+    """
+    frame = sys._current_frames().get(thread)
+    last = {one.group: one.number for one in read_flight_recorder()}
+    return frame, -1 if frame is None else frame.f_lasti, last
+
+
+def read_flight_recorder() -> list[CollectiveEvent]:
+    """Return what torch's flight recorder has of this rank; [] if it has nothing."""
+    found: list[CollectiveEvent] = []
+    for dump in flight_recorder_dumps():
+        with suppress(ValueError, KeyError, TypeError, RuntimeError):
+            found += _parse(json.loads(dump()).get("entries", ()))
+    return found
+
+
+def _parse(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
+    return [
+        CollectiveEvent(
+            group=_group(*one["process_group"]),
+            number=int(one["p2p_seq_id"] if one["is_p2p"] else one["collective_seq_id"]),
+            name=str(one["profiling_name"]).partition(":")[2] or str(one["profiling_name"]),
+            state=str(one["state"]),
+        )
+        for one in entries
+    ]
+
+
+def _group(name: str, described: str) -> str:
+    """Groups of one axis of a mesh share a description."""
+    return f"group {name}" if described in ("", "undefined") else f"{described} (group {name})"

@@ -1,0 +1,65 @@
+"""A name for the ranks that join now, in a store that may have been used by ranks before them.
+
+A launcher's store outlives its processes: those of an earlier training in the same processes, of
+before a restart, or of before hosts came or went. Their number tells nothing: torch's elastic
+agents count only the restarts that their own ranks were the cause of, each host for itself.
+"""
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from outpace.records.ranks import Ranks
+
+# Between two looks for ranks that come; longer and longer while none does.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
+    """Return a name that these ranks alone have. Collective.
+
+    Each rank shows a token, and takes the name that rank 0 gives for it; an older rank 0 gave none
+    for that. Rank 0 waits until all have taken it: a token that it finds may be an older one. It
+    asks the store a few times for each rank, and each rank a few times in all, however long they
+    wait. Raises RuntimeError where a rank does not come within `timeout_s`.
+    """
+    token = uuid.uuid4().hex
+    if ranks.rank == 0:
+        _invite(store, token, ranks.world_size, timeout_s)
+        return token
+    store.set(f"token/{store.add('tokens', 1)}", token)
+    invitation = f"session/{token}"
+    try:
+        store.wait([invitation], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        raise RuntimeError("rank 0 did not come") from None
+    name = store.get(invitation).decode()
+    if store.add(f"joined/{name}/{ranks.rank}", 1) == 1:
+        store.add(f"joined/{name}", 1)
+    return name
+
+
+def _invite(store: Store, name: str, world_size: int, timeout_s: float) -> None:
+    """Give the session's name to whoever shows a token, until all ranks have joined."""
+    seen, waiting = 0, set[int]()  # numbers of tokens; a rank counts first, and shows its own then
+    pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
+    while store.add(f"joined/{name}", 0) < world_size - 1:
+        count = store.add("tokens", 0)
+        waiting |= {*range(seen + 1, count + 1)}
+        shown = {number for number in waiting if store.check([f"token/{number}"])}
+        for number in shown:
+            store.set(f"session/{store.get(f'token/{number}').decode()}", name)
+        waiting -= shown
+        if time.monotonic() > until_s:
+            raise RuntimeError(_describe_missing(store, name, world_size))
+        pause_s = _FIRST_PAUSE_S if count > seen else min(2 * pause_s, _LONGEST_PAUSE_S)
+        seen = count
+        time.sleep(pause_s)
+
+
+def _describe_missing(store: Store, name: str, world_size: int) -> str:
+    missing = (rank for rank in range(1, world_size) if not store.check([f"joined/{name}/{rank}"]))
+    return f"rank {next(missing, world_size - 1)} did not come"

@@ -1,0 +1,63 @@
+"""Whether all hosts see the directory of a run: else nothing that they train can be saved."""
+
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.records.errors import BadInputError, OutpaceError
+from outpace.training.run_dir import TOKEN_PREFIX
+
+_LOOKS, _LOOK_AGAIN_S = 20, 0.5  # a network file system may show a file a little later
+
+
+def require_shared(groups: Groups, folder: Path) -> None:
+    """Raises BadInputError on all ranks where a host does not see what rank 0 writes there."""
+    ranks = groups.ranks
+    if ranks.world_size == ranks.local_world_size:
+        return
+    with _token(groups, folder) as name:
+        said: list[Any] = [None] * ranks.world_size
+        own = (socket.gethostname(), _sees(folder / name))
+        dist.all_gather_object(said, own, group=groups.patient)
+    blind = sorted({host for host, sees in said if not sees})
+    if blind:
+        raise BadInputError(
+            f"{folder} of {said[0][0]} is not seen on {', '.join(blind)}: checkpoints, to which "
+            "every host writes its part, would not be whole. Give --out on a path that all hosts "
+            "share, or --measure-only."
+        )
+
+
+@contextmanager
+def _token(groups: Groups, folder: Path) -> Iterator[str]:
+    """The name of a file that rank 0 writes there, until all have looked for it."""
+    token = folder / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
+
+    def write() -> str:
+        try:
+            token.write_text("seen?")
+        except OSError as error:
+            raise OutpaceError(f"nothing can be written in {folder}: {error.strerror}") from None
+        return token.name
+
+    try:
+        yield groups.once(write)
+    finally:
+        if groups.ranks.rank == 0:
+            with suppress(OSError):
+                token.unlink()
+
+
+def _sees(token: Path) -> bool:
+    for _ in range(_LOOKS):
+        if token.is_file():
+            return True
+        time.sleep(_LOOK_AGAIN_S)
+    return False

@@ -1,0 +1,1 @@
+"""Training: the job, its model and layout, its records and exports."""

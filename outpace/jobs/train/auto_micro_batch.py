@@ -1,0 +1,173 @@
+"""`--micro-batch auto`: the largest micro-batch that is predicted to fit, then tried.
+
+A trial is a job of its own with as many ranks, beside this one: each rank starts a child, and the
+children do two steps together and save. When one of them runs out of memory all of them end (see
+`oom`), or break off when it is killed. The ranks of this job wait for children and never for each
+other's steps, and agree on the outcome over a group of their own. So no rank ever waits in an
+exchange that another has left.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from outpace.jobs.memory.fit import Fitting
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.launch import slurm_env
+from outpace.launch.launcher_env import free_port
+from outpace.launch.network_interfaces import LOOPBACK
+from outpace.launch.parent_watch import PARENT
+from outpace.planner.fit.cost import Predict
+from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemoryError
+from outpace.records.interpreter import PYTHON
+from outpace.records.plan import POWERSGD_LEAST_START, Plan
+from outpace.records.settings import TrainSettings
+from outpace.training.callbacks import Callback, tell
+
+# The second step is the first with optimizer state from its beginning.
+TRIAL_STEPS = 2
+# A long run needs a little more than a short one, as free memory falls to pieces.
+OF_LIMIT = 0.95
+
+# Does two steps with these settings on a port of rank 0's host; the child's exit code and words.
+Try = Callable[[TrainSettings, int], tuple[int, str]]
+
+
+def sizes(plan: Plan) -> list[int]:
+    """Micro-batches that keep the global batch, the largest first: divisors of a rank's share."""
+    return [n for n in range(plan.micro_batch, 0, -1) if plan.micro_batch % n == 0]
+
+
+def with_size(plan: Plan, size: int) -> Plan:
+    """The plan with another micro-batch; more is accumulated."""
+    return plan.model_copy(update={"micro_batch": size})
+
+
+def predicted(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
+    """The largest that fits by the prediction, found by halving; all where there is none."""
+    known = sizes(plan)
+    if predict is None:
+        return known[0]
+    low, high = 0, len(known) - 1
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            fits = predict(with_size(plan, known[middle])).peak_memory_bytes <= limit_bytes
+        except BadInputError:
+            return known[0]  # what cannot be traced is tried
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return known[low]
+
+
+def find(
+    plan: Plan,
+    settings: TrainSettings,
+    fitting: Fitting,
+    groups: Groups,
+    attempt: Try | None,
+    callbacks: Sequence[Callback],
+) -> Plan:
+    """The plan with the largest micro-batch that fits, the same on all ranks.
+
+    Raises OutOfMemoryError where one sample does not fit, BadInputError where a trial fails
+    otherwise.
+    """
+    tell(callbacks, "on_stage", "predicting the largest micro-batch")
+    limit = fitting.limit.bytes
+    size = groups.once(lambda: predicted(plan, fitting.predict, limit))
+    if attempt is None:
+        return with_size(plan, size)
+    for size in [known for known in sizes(plan) if known <= size]:
+        tell(callbacks, "on_stage", f"trying micro-batch {size}")
+        port = groups.once(free_port)
+        code, words = attempt(_trial(settings, with_size(plan, size)), port)
+        outcomes: list[tuple[int, str]] = [(0, "")] * groups.ranks.world_size
+        dist.all_gather_object(outcomes, (code, words), group=groups.patient)
+        codes = [code for code, _ in outcomes]
+        if not any(codes):
+            return with_size(plan, size)
+        if not any(code in OUT_OF_MEMORY_CODES for code in codes):
+            said = next((words for _, words in outcomes if words), f"exit codes {codes}")
+            raise BadInputError(f"--micro-batch auto: the trial of {size} failed: {said}")
+    raise OutOfMemoryError(
+        "out of memory: not even a micro-batch of 1 sample fits. Use --checkpointing full, a "
+        "smaller --seq-len or model, or --strategy zero3 on more processes."
+    )
+
+
+def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
+    """A short run that needs what a long one needs."""
+    limit = settings.memory_limit
+    passes = min(2, plan.accumulation(settings.global_batch))
+    powersgd = plan.compress_gradients == "powersgd" and plan.world_size > 1
+    return settings.model_copy(
+        update={
+            "micro_batch": plan.micro_batch,
+            "memory_limit": None if limit is None else round(OF_LIMIT * limit),
+            "pp_microbatches": plan.pp_microbatches if plan.pp_microbatches > 1 else None,
+            "global_batch": plan.samples_per_pass * plan.data_parallel * passes,
+            "steps": POWERSGD_LEAST_START + 1 if powersgd else TRIAL_STEPS,
+            "tokens": None,
+            "epochs": None,
+            "warmup": None,
+            "powersgd_start": POWERSGD_LEAST_START if powersgd else None,
+            "padding": None if settings.task == "pretrain" else "fixed",  # the longest to come
+            "eval_every": 0,
+            "eval_batches": 1,
+            "save_every": 0,
+            "resume": False,
+            "log": (),
+            "profile": False,
+            "memory": False,
+            "memory_snapshot": False,
+            "nproc": None,
+        }
+    )
+
+
+def trier(environ: Mapping[str, str]) -> Try:
+    """Trials in children of this process, which has `environ`."""
+    kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
+    of_srun = slurm_env.variables(environ).get("MASTER_ADDR")
+
+    def attempt(settings: TrainSettings, port: int) -> tuple[int, str]:
+        # On the run's own disk: the system's temporary files may be memory.
+        beside = settings.offload_dir or (settings.out or Path("runs") / "trial").parent
+        beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".trial-", dir=beside) as folder:
+            own = settings.model_copy(update={"out": Path(folder) / "run"})
+            document = {
+                "settings": own.model_dump(mode="json"),
+                "origins": dict.fromkeys(TrainSettings.model_fields, "default"),
+                "progress": False,
+                "trial": True,
+            }
+            handed_over = Path(folder) / "settings.json"
+            handed_over.write_text(json.dumps(document), encoding="utf-8")
+            done = subprocess.run(
+                [*PYTHON, "-m", "outpace", "train", "--json", "--handed-over", handed_over],
+                env={
+                    "MASTER_ADDR": of_srun or LOOPBACK,
+                    **kept,
+                    "MASTER_PORT": str(port),
+                    PARENT: str(os.getpid()),
+                },
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        return done.returncode, _words(done.stdout)
+
+    return attempt
+
+
+def _words(output: str) -> str:
+    try:
+        return str(json.loads(output)["error"])
+    except (ValueError, KeyError, TypeError):
+        return ""

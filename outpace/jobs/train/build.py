@@ -1,0 +1,576 @@
+"""The live parts of a job on one rank: model, optimizer, checkpoints, data and the loop."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outpace.data.loader import Loader
+from outpace.data.padded import PaddedDataset
+from outpace.data.samples import TokenDataset
+from outpace.data.workers import worker_troubles
+from outpace.jobs.defaults import (
+    DEFAULT_EVAL_SAMPLES,
+    peak_flops_per_s,
+    takes_cuda_graphs,
+)
+from outpace.jobs.inputs.inputs import build_objective, weights_of
+from outpace.jobs.inputs.tasks import step_costs
+from outpace.jobs.ranks.oom_guard import Guard
+from outpace.jobs.ranks.shared_filesystem import require_shared
+from outpace.jobs.train.comm_stats import Weighing
+from outpace.jobs.train.context import Job
+from outpace.jobs.train.export import finish
+from outpace.jobs.train.oom_message import Answer
+from outpace.jobs.train.restore import continue_run, restore
+from outpace.jobs.train.run_record import claim, run_info, run_record
+from outpace.jobs.train.step_time_check import Promised
+from outpace.jobs.train.stragglers import Stragglers
+from outpace.jobs.train.utilisation import Recording
+from outpace.nn.compilation import compile_time_s
+from outpace.nn.extra_state import require_plain
+from outpace.nn.kernels import without_faulty_kernels
+from outpace.nn.lora import parameter_counts
+from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
+from outpace.nn.model_options import apply_options
+from outpace.nn.scratch import Scratch
+from outpace.nn.transformer import hold_masks
+from outpace.optim.build import leave_compiler_out, make_optimizer
+from outpace.parallel import Layout, Request, apply
+from outpace.parallel.batchnorm import require_run_once
+from outpace.parallel.fill import fill, fills_later, parts_of
+from outpace.parallel.first_batch import FirstBatch
+from outpace.parallel.module_state import preserved
+from outpace.parallel.offload import lies_on, place_optimizer
+from outpace.parallel.own import apply_own_levers, synchronise_statistics
+from outpace.parallel.sparse_gradients import refuse_sparse_gradients
+from outpace.parallel.state_check import StateCheck
+from outpace.parallel.tensors import make_equal
+from outpace.planner.model.flops import step_flops
+from outpace.records.errors import BadInputError, OutpaceError
+from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.run import RunRecord, resume_command
+from outpace.records.units import show_seconds
+from outpace.training.accounting import Costs, Ledger
+from outpace.training.callbacks import TRAINING, tell
+from outpace.training.checkpoint import (
+    Checkpointer,
+    Progress,
+    clear_partial,
+    step_of,
+    whole_checkpoints,
+)
+from outpace.training.evaluate import evaluate
+from outpace.training.guards import COLLECT_EVERY, StopSignal
+from outpace.training.loggers import LoggerContext, make_loggers
+from outpace.training.loop import Loop
+from outpace.training.memory import reset_peak_memory
+from outpace.training.profile import memory_history, profiler
+from outpace.training.run_dir import MetricsWriter
+from outpace.training.step import Stepper
+
+if TYPE_CHECKING:
+    from outpace.jobs.train.memory_report import Looker
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job with everything live and ready for its first step."""
+
+    job: Job
+    loop: Loop
+    parameters: int
+    initial: Evaluation | None
+    measure: Callable[[int], Evaluation | None]
+    looker: "Looker | None"
+    recording: Recording
+    weighing: Weighing | None
+    stragglers: Stragglers
+    began_s: float
+    compiled_s: float  # in the compiler, by this process before
+
+    def run(self) -> Measurement:
+        """Train to the end and sum up."""
+        tell(self.job.callbacks, "on_stage", TRAINING)
+        wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
+        self.recording.start()
+        began_s = time.perf_counter()
+        seen: dict[str, Any] = {}
+        try:
+            with (
+                worker_troubles(self.job.settings.workers, elsewhere=True),
+                memory_history(wanted, self.job.run_dir.path, rank),
+            ):
+                for step in self.loop.iterate():
+                    if not seen:
+                        seen |= self._first_step()
+                    self.stragglers.after(self.loop.stepper.heard)
+                    if self.weighing is not None:
+                        self.weighing.after(step)
+            train_s = time.perf_counter() - began_s
+        finally:
+            self.recording.close()
+        seen["utilisation"] = self.recording.averages()
+        if self.weighing is not None:
+            seen |= self.weighing.figures()
+        if self.looker is not None:
+            self.looker.finish()
+        # A rank that has passed this may be ended by a signal, and ends the others: all have saved
+        # by then, and say so.
+        self.loop.stop.message = self._interruption_message
+        self.job.groups.wait_for_all()
+        return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))
+
+    def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
+        """Measure the final loss, write the model and sum up. Collective."""
+        tell(self.job.callbacks, "on_stage", "measuring the final loss")
+        self.job.doing.at("the final evaluation")
+        final = self.measure(self.job.total_steps)
+        return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
+
+    @property
+    def _interruption_message(self) -> str:
+        """The sentence on a signal after the last step."""
+        if self.job.settings.measure_only:
+            return "interrupted after the last step; with --measure-only nothing was saved"
+        return (
+            f"interrupted, saved after step {self.job.total_steps}, the last one; the final loss "
+            "is not measured, or the model not written. Resume with: "
+            f"{resume_command(self.job.run_dir.path)}"
+        )
+
+    def _first_step(self) -> dict[str, Any]:
+        """What it took to come to the end of the first step; said where some was compiling."""
+        first_step_s = time.perf_counter() - self.began_s
+        compile_s = compile_time_s() - self.compiled_s
+        if self.job.plan.compile:
+            tell(
+                self.job.callbacks,
+                "on_hint",
+                f"the first step was done after {show_seconds(first_step_s)}, of which compiling "
+                f"took {show_seconds(compile_s)}",
+            )
+        return {"first_step_s": first_step_s, "compile_s": compile_s}
+
+
+def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
+    """Where masks may not be given to compiled kernels, or not to torch's choice of a kernel."""
+    if job.settings.compile is False:
+        hold_masks(objective)
+    if job.materials.own is not None and job.device.type == "cuda":
+        stack.enter_context(without_faulty_kernels(torch.backends.cudnn.version()))
+
+
+def assemble(
+    job: Job,
+    origins: dict[str, str],
+    command: list[str],
+    threads: int,
+    stop: StopSignal,
+    stack: ExitStack,
+    guard: Guard,
+    answer: Answer,
+    looker: "Looker | None",
+    began_s: float,
+) -> Prepared:
+    """Build what trains, on every rank: after this the first step can begin.
+
+    `began_s` is when the job began. A run that fails before its first step is done leaves nothing
+    behind.
+    """
+    settings, plan, device = job.settings, job.plan, job.device
+    compiled_s = compile_time_s()
+    tell(job.callbacks, "on_stage", "building the model")
+    own = job.materials.own is not None
+    mixed = make_mixed(
+        plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
+    )
+    objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
+    _choose_kernels(job, objective, stack)
+    if own and mixed.keeps_masters and plan.world_size > 1:
+        make_equal(objective)  # or the masters would be each rank's own
+    whole_values = lower_weights(objective, mixed)
+    parameters, trained = parameter_counts(objective.model)
+    record = run_record(job, origins, command, threads, parameters)
+    record = job.groups.once(lambda: claim(job, record, stack))
+    stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
+    guard.tidy = partial(_tidy, job)
+    if not settings.measure_only:
+        require_shared(job.groups, job.run_dir.path)
+    if not settings.resume:
+        _open_logs(job, record)
+    require_run_once(objective.model, plan.recomputes)
+    scratch = Scratch(settings.offload_dir or job.run_dir.path)
+    say = partial(tell, job.callbacks, "on_hint")
+    layout, first = _lay_out(job, objective, scratch, say)
+    wide_values = parts_of(layout, whole_values)
+    del whole_values
+    if job.materials.is_transformer and fills_later(plan):
+        wide_values = fill(
+            layout,
+            lies_on(plan, device),
+            weights_of(job.materials, settings, plan, device),
+            keeps_wide=mixed.keeps_masters,
+        )
+    optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
+    checkpointer = _checkpointer(job, mixed)
+    stack.callback(checkpointer.close)
+    progress = restore(job, checkpointer, *layout.saved(optimizer), mixed)
+    start_step = progress.step if progress else 0
+    recording = Recording(job, start_step)
+    guard.tidy = partial(_tidy, job, recording=recording)
+    guard.look_inside = partial(answer.anatomy, layout, optimizer)
+    layout.resume_from(start_step)
+    job.groups.once(lambda: continue_run(job, record, start_step))
+    if settings.resume:
+        _open_logs(job, record, start_step)
+    stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
+    stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
+    loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
+    stack.callback(loader.close)
+
+    def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
+        found = _evaluate(job, layout, mixed, step, stop if heeds_stop else None)
+        stepper.free_cache()
+        return found
+
+    tell(job.callbacks, "on_start", run_info(job, record, trained, start_step))
+    evaluate = partial(_initial_evaluation, job, start_step, measure, layout)
+    initial = stop.unless_ended(evaluate)
+    loop = Loop(
+        settings=settings,
+        stepper=stepper,
+        layout=layout,
+        optimizer=optimizer,
+        steps=iter(loader),
+        ledger=_ledger(job, progress, trained),
+        checkpointer=checkpointer,
+        evaluate=partial(measure, heeds_stop=True),
+        callbacks=job.callbacks,
+        stop=stop,
+        run_started=record.started,
+        random_rank=job.plan.random_rank(job.ranks.rank),
+        world_size=job.ranks.world_size,
+        total_steps=job.total_steps,
+        start_step=start_step,
+        device=device,
+        # Unknown code may leave large tensors in cycles, which only a collection frees.
+        collect_every=None if own else COLLECT_EVERY,
+        at=job.doing.at,
+        look=_make_look(first, layout, stepper, device, start_step),
+        watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
+        if settings.profile
+        else None,
+    )
+    if settings.expect_step_time_s is not None and job.ranks.rank == 0:
+        job.callbacks.append(Promised(loop.ledger, settings.expect_step_time_s, job.callbacks))
+    weighing = Weighing(job, start_step) if settings.measure_only else None
+    if looker is not None:
+        looker.follow(stepper, layout, optimizer, start_step)
+        loop.around = looker.around  # what is counted then would be looked at, too
+    elif weighing is not None:
+        loop.around = weighing.around
+    stragglers = Stragglers(job, recording)
+    return Prepared(
+        job, loop, parameters, initial, measure, looker, recording, weighing, stragglers, began_s,
+        compiled_s,
+    )  # fmt: skip
+
+
+def _lay_out(
+    job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
+) -> tuple[Layout, FirstBatch | StateCheck | None]:
+    """The objective with the plan's levers, on its ranks; of a user's model a look. Collective."""
+    own, plan = job.materials.own, job.plan
+    first: FirstBatch | StateCheck | None = None
+    if own is not None:
+        refuse_sparse_gradients(own.module)
+        if not job.settings.measure_only:
+            require_plain(own.module)
+        synchronise_statistics(own, plan)
+        if job.settings.check != "off" and plan.world_size == 1:
+            # Where nothing is saved there is nothing to be told.
+            first = None if job.settings.measure_only else StateCheck(plan, say, by_command=True)
+        elif job.settings.check != "off":
+            first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
+        apply_own_levers(own, plan, scratch, say)
+    else:
+        apply_options(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
+    layout = apply(
+        Request(
+            objective, plan, job.ranks, job.device, scratch=scratch,
+            blocks=None if own is None else own.blocks,
+            layouts=None if own is None else own.layouts,
+            cuda_graphs=takes_cuda_graphs(
+                job.settings, plan, job.device, own is not None, _dropout(job)
+            ),
+            on_failure=say,
+        )
+    )  # fmt: skip
+    return layout, first
+
+
+def _make_look(
+    first: FirstBatch | StateCheck | None,
+    layout: Layout,
+    stepper: Stepper,
+    device: torch.device,
+    start_step: int,
+) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
+    """Return the look at the first batch of a run that begins after `start_step`, where any is."""
+    if first is None:
+        return None
+    first.resumed = start_step > 0
+    return partial(_look, first, layout, stepper, device)
+
+
+def _look(
+    first: FirstBatch | StateCheck,
+    layout: Layout,
+    stepper: Stepper,
+    device: torch.device,
+    batches: list[Any],
+    reuse: bool,
+) -> torch.Tensor | None:
+    """Compare the first global batch with the plain module. Peaks of memory begin after it."""
+
+    def ready() -> None:
+        reset_peak_memory(device)
+        stepper.begin()
+
+    if isinstance(first, StateCheck):
+        totals = first.look(layout, batches, stepper.step_pass)
+    else:
+        step = stepper.forward_backward
+        totals = first.look(layout, batches, stepper.step_pass, step, reuse, ready)
+    if totals is None:
+        reset_peak_memory(device)
+    return totals
+
+
+def _dropout(job: Job) -> float:
+    """Of the package's own models."""
+    spec = job.materials.spec
+    return 0.0 if spec is None else spec.dropout
+
+
+def _optimizer(
+    job: Job,
+    layout: Layout,
+    scratch: Scratch,
+    mixed: Mixed,
+    wide_values: dict[str, torch.Tensor],
+) -> torch.optim.Optimizer:
+    if not job.plan.compile:
+        leave_compiler_out()
+    optimizer = make_optimizer(
+        layout.named_parameters(),
+        job.plan.optimizer,
+        job.settings,
+        partial(place_optimizer, layout, job.plan, scratch),
+        master_weights=mixed.keeps_masters,
+        wide_values=wide_values,
+        compiled=job.plan.compile and job.device.type == "cuda",
+    )
+    if job.plan.optimizer_in_backward:
+        _require_known_targets(job)
+        layout.step_in_backward(optimizer)
+    return optimizer
+
+
+def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
+    """Write what the run tells of itself from now on; on rank 0. `start_step`: of a resumed one."""
+    if job.ranks.rank == 0:
+        logged = LoggerContext(
+            job.run_dir, record, start_step, partial(tell, job.callbacks, "on_hint")
+        )
+        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(logged)])
+
+
+def _discard_unbegun(job: Job) -> None:
+    """Leave nothing of a run that failed before its first step was done."""
+    if job.ranks.rank == 0 and not job.settings.resume:
+        job.run_dir.discard_unbegun()
+
+
+def _end_early(job: Job, reason: str) -> None:
+    """Write down why a run ends, for who looks at its folder."""
+    if job.ranks.rank == 0:
+        with suppress(OSError):  # a full disk may be the reason
+            saved = whole_checkpoints(job.run_dir.checkpoints)
+            job.run_dir.end_early(reason, step_of(saved[0]) if saved else None)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
+
+
+def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
+    """What is left to do where a process is ended in the midst of training."""
+    tell(job.callbacks, "close")
+    if recording is not None:
+        recording.close()
+        _end_early(job, reason)
+    _discard_unbegun(job)
+    if job.ranks.rank == 0:
+        clear_partial(job.run_dir.checkpoints)
+
+
+def _stepper(
+    job: Job,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    mixed: Mixed,
+    on_gradients: Callable[[], None],
+) -> Stepper:
+    targets = job.materials.targets_per_sample
+    return Stepper(
+        layout=layout,
+        optimizer=optimizer,
+        mixed=mixed,
+        plan=job.plan,
+        clip=job.settings.clip,
+        device=job.device,
+        control=job.groups.control,
+        expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
+        targets_known=targets is not None,
+        on_gradients=on_gradients,
+    )
+
+
+def _require_known_targets(job: Job) -> None:
+    """The gradients' scale has to be right before the first parameter is stepped."""
+    if job.materials.targets_per_sample is None:
+        raise BadInputError(
+            "--optimizer-in-backward: how many targets a batch has, by which gradients are "
+            "divided, is known after its backward only with masked tokens and with losses of one's "
+            "own. Leave it out."
+        )
+
+
+def _checkpointer(job: Job, mixed: Mixed) -> Checkpointer:
+    own = job.materials.own is not None  # whose forward may change what it likes
+    return Checkpointer(
+        job.run_dir.checkpoints,
+        job.settings.keep,
+        job.ranks.rank,
+        job.groups.saving,
+        on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
+        on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
+        copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
+        lends=not job.plan.optimizer_in_backward and not own,
+        trained_only=job.plan.lora_rank is not None,
+        masters=mixed.keeps_masters,
+    )
+
+
+def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
+    spec, seq_len = job.materials.spec, job.materials.seq_len
+    samples = job.settings.global_batch
+    model_flops = hardware_flops = None
+    adapters = None if job.plan.lora_rank is None else trained
+    if spec is not None and seq_len is not None:
+        model_flops = step_flops(spec, seq_len, samples, adapters=adapters)
+        modes = job.plan.modes(spec.layers)
+        hardware_flops = step_flops(spec, seq_len, samples, modes, adapters)
+    costs = Costs(
+        samples=samples,
+        tokens=None if seq_len is None else samples * seq_len,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        peak_flops_per_s=peak_flops_per_s(job.plan, job.machine, job.device),
+    )
+    data, costs_of = job.materials.train_data, None
+    if isinstance(data, PaddedDataset):
+        labels, peak = job.materials.labels, costs.peak_flops_per_s
+        costs_of = step_costs(data, job.settings, job.plan, spec, labels, peak, adapters)
+    if progress is None:
+        return Ledger(costs, None if seq_len is None else 0, 0, costs_of=costs_of)
+    return Ledger(
+        costs,
+        tokens=progress.tokens,
+        samples=progress.samples,
+        skipped_steps=progress.skipped_steps,
+        loss_sum=progress.loss_sum,
+        first_loss=progress.first_loss,
+        costs_of=costs_of,
+    )
+
+
+def _loader(
+    job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
+) -> Loader:
+    """This rank's micro-batches of `data`, step by step, of a `batch` other than the global one."""
+    settings = job.settings
+    pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+    return Loader(
+        data,
+        seed=settings.seed,
+        global_batch=batch or settings.global_batch,
+        micro_batch=job.plan.samples_read,
+        rank=job.plan.data_rank(job.ranks.rank),
+        data_parallel=job.plan.readers,
+        start_step=start_step,
+        total_steps=total_steps,
+        workers=settings.workers,
+        pin_memory=pin,
+        device=job.device,
+        timeout_s=settings.comm_timeout_s,
+    )
+
+
+def _evaluate(
+    job: Job, layout: Layout, mixed: Mixed, step: int, stop: StopSignal | None
+) -> Evaluation | None:
+    """The held-out loss, and a task's metrics; None where there is no held-out data, or no wish.
+
+    Of outpace's own data each sample is used once, whatever the global batch and the ranks are; of
+    a user's data set what does not fill a batch of all ranks is left out.
+    """
+    data = job.materials.eval_data
+    if data is None or job.settings.eval_batches == 0:
+        return None
+    most = len(data) if job.materials.labels is not None else DEFAULT_EVAL_SAMPLES
+    if job.settings.eval_batches is not None:
+        most = job.settings.eval_batches * job.settings.global_batch
+    batch = job.plan.samples_read * job.plan.readers
+    if isinstance(data, (PaddedDataset, TokenDataset)):
+        data = data.each_once(most, batch)
+        most = len(data)
+    batches = max(1, min(most, len(data)) // batch)
+    loader = _loader(job, data, 0, batches, batch)
+    try:
+        return evaluate(
+            layout,
+            loader,
+            step=step,
+            mixed=mixed,
+            device=job.device,
+            group=job.groups.control,
+            stop=None if stop is None else lambda: stop.requested,
+        )
+    finally:
+        loader.close()
+
+
+def _initial_evaluation(
+    job: Job, start_step: int, measure: Callable[[int], Evaluation | None], layout: Layout
+) -> Evaluation | None:
+    """Before the first step; a resumed run finds it among its evaluations.
+
+    What it moves in a user's module is put back: the look before step 1 has copied it before.
+    """
+    if start_step > 0:
+        return job.groups.once(lambda: job.run_dir.evaluation(0))
+    tell(job.callbacks, "on_stage", "measuring the initial loss")
+    own = job.materials.own is not None
+    with preserved(layout.objective, job.device) if own else nullcontext():
+        initial = measure(0)
+    if initial is not None:
+        tell(job.callbacks, "on_eval", initial, False)
+    return initial

@@ -1,0 +1,70 @@
+"""What a step of a run sends, and for how long its ranks wait: for runs that are only measured.
+
+The steps that figures are of are not touched: the last step of the warm-up is counted, and clocks
+are read after it and after the last step of all.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outpace.jobs.train.context import Job
+from outpace.records.measurement import WARMUP_STEPS
+from outpace.training.step import Batch
+from outpace.training.timing import thread_busy_s
+from outpace.training.wire import Wire
+
+
+class Weighing:
+    """Of one run on this rank; its first step here is the one after `start_step`."""
+
+    def __init__(self, job: Job, start_step: int) -> None:
+        self._job = job
+        self._warm = start_step + WARMUP_STEPS
+        self._sent_bytes: int | None = None
+        self._began: tuple[float, float] | None = None
+        self._idle_share: float | None = None
+
+    @property
+    def _can_count(self) -> bool:
+        """Whether what a step sends passes by who watches operators, and is that of any step."""
+        plan = self._job.plan
+        begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
+        return begun and not plan.compile and plan.strategy != "horovod"
+
+    @contextmanager
+    def around(self, step: int, batches: list[Batch]) -> Iterator[None]:
+        """Around each step of the run."""
+        if step != self._warm or not self._can_count:
+            yield
+            return
+        # A backward on CUDA has a thread of its own, which a count does not see.
+        with Wire() as wire, torch.autograd.set_multithreading_enabled(False):
+            yield
+        self._sent_bytes = wire.tally.bytes
+
+    def after(self, step: int) -> None:
+        """A step of the run is done."""
+        # The main thread of a run on an accelerator launches work, and does none.
+        if self._job.device.type != "cpu" or step not in (self._warm, self._job.total_steps):
+            return
+        now = time.perf_counter(), thread_busy_s()
+        if self._began is not None:
+            took_s, busy_s = (end - begin for begin, end in zip(self._began, now, strict=True))
+            self._idle_share = min(1.0, max(0.0, 1 - busy_s / took_s))
+        self._began = now
+
+    def figures(self) -> dict[str, Any]:
+        """Of all ranks, by their names in a Measurement. Collective."""
+        said: list[Any] = [None] * self._job.ranks.world_size
+        mine = (self._sent_bytes, self._idle_share)
+        dist.all_gather_object(said, mine, group=self._job.groups.control)
+        sent, idle = zip(*said, strict=True)
+        return {
+            "sent_bytes": None if None in sent else sum(sent),
+            "idle_share": None if None in idle else sum(idle) / len(idle),
+        }

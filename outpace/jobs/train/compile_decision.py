@@ -1,0 +1,110 @@
+"""Whether a run compiles where that was not said: on CUDA, if it saves more than it takes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from outpace.jobs.planning.auto_plan import question, used_machine
+from outpace.planner.plan import estimate_plan
+from outpace.records.compiled import Region, compiled_region
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.units import show_seconds
+from outpace.training.run_dir import RunDir
+
+# Of one H200 (torch 2.11, 16 cores, nothing cached; 2026-11-27): GPT-2 by block was built, compiled
+# and trained for 30 steps in 6.8 s, of which compiling was some 4. As wholes Llama-3.2-1B's 16
+# layers took some 49 s and GPT-2's 12 some 24 (1.7 s a layer), in runs of 58 and 29 s.
+_COMPILER_S = 4.0
+_LAYER_S = 2.8
+# Of a model that the planner does not know: compiling pays back within so many steps if it takes
+# 20 s and saves 20 ms a step, where GPT-2 (16 x 1,024) saved 29 on that H200.
+_UNKNOWN_STEPS = 1000
+# Of a step at least: Llama-3.2-1B by block there, 177.7 to 155.7 ms.
+_SAVED_SHARE = 0.12
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to compile, and a sentence for a person, where there is something to say."""
+
+    compile: bool
+    sentence: str | None = None
+
+
+def expected_compile_s(layers: int, region: Region) -> float:
+    """Seconds that compiling takes at most: equal blocks share their code, a whole has all."""
+    return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
+
+
+def decide(
+    settings: TrainSettings,
+    plan: Plan,
+    device: torch.device,
+    machine: Machine,
+    ranks: Ranks,
+    total_steps: int,
+    layers: int | None,
+) -> Decision:
+    """For a plan that compiles by default: as before where a run is resumed, else by what it saves.
+
+    `layers` is None for a model that the planner does not know. A run that only measures is
+    compiled, as it stands for a longer one, and so is fp8, which is slow otherwise.
+    """
+    if settings.resume and settings.out is not None:
+        earlier = RunDir(settings.out).require_run()
+        if earlier.device == device.type:
+            return Decision(earlier.plan.compile)
+    if settings.measure_only:
+        return Decision(True)
+    if plan.precision == "fp8":
+        return Decision(True, "compile: yes, as float8 is slow without it")
+    if layers is None:
+        return _of_unknown(total_steps)
+    times = _step_times_s(settings, plan, device, machine, ranks)
+    if times is None:
+        return _of_unknown(total_steps)
+    return by_times(*times, expected_compile_s(layers, compiled_region(plan)), total_steps)
+
+
+def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
+    """By the seconds of a step, eager and compiled, and what compiling takes `once`."""
+    saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
+    steps = once_s / saved_s
+    expected = (
+        f"it is expected to take {show_seconds(once_s)} once and to save {show_seconds(saved_s)} "
+        f"of {show_seconds(eager_s)} a step, so that it pays back after {steps:,.0f} steps"
+    )
+    if steps < total_steps:
+        return Decision(True, f"compile: yes; {expected} of {total_steps:,} (or: --no-compile)")
+    return Decision(False, f"compile: no; {expected}, and the run has {total_steps:,} (--compile)")
+
+
+def _of_unknown(total_steps: int) -> Decision:
+    compiles = total_steps >= _UNKNOWN_STEPS
+    return Decision(
+        compiles,
+        f"compile: {'yes' if compiles else 'no'}; what it saves of this model is not known, and "
+        f"runs of {_UNKNOWN_STEPS:,} steps or more are compiled (or say --compile, --no-compile)",
+    )
+
+
+def _step_times_s(
+    settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine, ranks: Ranks
+) -> tuple[float, float] | None:
+    """Of the plan eager and compiled, as planned; None for what the planner does not know."""
+    asked = settings.model_copy(update={"plan": None})
+    try:
+        job = question(
+            asked, {}, used_machine(machine, device), plan.world_size, ranks.local_world_size
+        )
+        eager, compiled = (
+            estimate_plan(job, plan.model_copy(update={"compile": value})).estimate.step_time_s
+            for value in (False, True)
+        )
+    except BadInputError:
+        return None
+    return eager, compiled

@@ -1,0 +1,244 @@
+"""The end of a run: the model exported, a sample of its text, the result written."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from outpace.data.chat import ChatFormat
+from outpace.data.corpus import unigram_entropy
+from outpace.data.padded import PaddedDataset
+from outpace.data.tokenizer import Tokenizer, load_tokenizer
+from outpace.interop.classifier import write_classifier
+from outpace.interop.huggingface import write_model
+from outpace.interop.origin import tokenizer_writer
+from outpace.interop.own import write_own
+from outpace.interop.peft import write_adapter
+from outpace.jobs.inputs.inputs import DrawingPlace, initial_model
+from outpace.jobs.train.context import Job
+from outpace.nn.classifier import Classifier
+from outpace.nn.generate import generate
+from outpace.nn.transformer import Transformer
+from outpace.records.measurement import Evaluation, Measurement, TimeParts
+from outpace.records.optimizers import MASTERS
+from outpace.training.callbacks import tell
+from outpace.training.loop import Loop
+from outpace.training.run_dir import RESULT_FILE
+
+SAMPLE_PROMPT = "def "
+PROMPT_TOKENS = 6
+
+
+def finish(
+    job: Job,
+    loop: Loop,
+    parameters: int,
+    initial: Evaluation | None,
+    final: Evaluation | None,
+    train_s: float,
+    seen: Mapping[str, Any],
+) -> Measurement:
+    """Export, sample and sum up. Rank 0 writes; all ranks get the measurement. Collective.
+
+    `seen`: fields of it that were measured around the loop. Once the measurement is written the run
+    is complete, and a signal does not end it any more.
+    """
+    job.doing.at("writing the model")
+    if job.plan.precision in MASTERS:
+        loop.layout.raise_weights(loop.optimizer)
+    model = loop.layout.whole_model(job.ranks.rank == 0)
+    seen = {**seen, "parts_by_rank": _parts_by_rank(job, loop)}
+
+    def sum_up() -> Measurement:
+        assert model is not None
+        if final is not None:
+            tell(job.callbacks, "on_eval", final, True)
+        if not job.settings.measure_only:
+            tell(job.callbacks, "on_stage", "writing the model")
+            _export(job, model)
+        if loop.start_step == job.total_steps:
+            before = job.run_dir.history().measurement
+            if before is not None and before.steps == job.total_steps:
+                tell(
+                    job.callbacks,
+                    "on_hint",
+                    f"{job.run_dir.model} was written again; no step was done",
+                )
+                loop.stop.disarm()
+                return before
+        sample = _sample(job, model)
+        measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
+        measurement = measurement.model_copy(update=seen)
+        loop.stop.disarm()
+        measurement.save(job.run_dir.path / RESULT_FILE)
+        return measurement
+
+    measurement = job.groups.once(sum_up)
+    loop.stop.disarm()
+    job.groups.once(lambda: tell(job.callbacks, "on_end", measurement))
+    return measurement
+
+
+def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
+    """What each rank's own clock says of a step. Collective."""
+    said: list[Any] = [None] * job.ranks.world_size
+    dist.all_gather_object(said, loop.ledger.median_parts(), group=job.groups.control)
+    return tuple(said)
+
+
+def _export(job: Job, model: nn.Module) -> None:
+    tokenizer, directory = job.materials.tokenizer, job.run_dir.model
+    if isinstance(model, Classifier):
+        assert tokenizer is not None and job.materials.labels is not None
+        write_classifier(directory, model, model.state_dict(), job.materials.labels, tokenizer.save)
+        return
+    if isinstance(model, Transformer):
+        save, origin = _kept(job)
+        if job.plan.lora_rank is not None:
+            write_adapter(directory, model, job.plan, _base_weights(job), save)
+            return
+        dtype = model.head_weight.dtype  # 16 bits are not made more of
+        write_model(
+            directory, model.spec, model.state_dict(), save, dtype, origin=origin,
+            stop_ids=_stop_ids(job),
+        )  # fmt: skip
+        return
+    write_own(directory, model, job.settings.model)
+    if tokenizer is not None:
+        tokenizer.save(directory)
+
+
+def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
+    """What writes the run's tokenizer, and the folder whose special ids and settings are kept.
+
+    A tokenizer that came from a folder is copied as it is, a model's own also where the data are
+    tokens already; of another tokenizer nothing of the model's folder is kept.
+    """
+    tokenizer, opened = job.materials.tokenizer, job.materials.opened
+    folder = None if opened is None else opened.folder
+    own = None if opened is None else opened.tokenizer
+    if tokenizer is None:
+        return (None if own is None or folder is None else tokenizer_writer(own)), folder
+    for source, origin in ((own, folder), (Path(job.settings.tokenizer or ""), None)):
+        if source is None or not source.is_dir() or source == Path():
+            continue
+        theirs = load_tokenizer(str(source))
+        if theirs.fingerprint == tokenizer.fingerprint:
+            new = tokenizer.chat_template if theirs.chat_template is None else None
+            return tokenizer_writer(source, new), origin
+    return tokenizer.save, None
+
+
+def _stop_ids(job: Job) -> tuple[int, ...]:
+    """What ends an answer, where the model has learnt to answer."""
+    tokenizer = job.materials.tokenizer
+    if tokenizer is None or not isinstance(job.materials.train_data, PaddedDataset):
+        return ()
+    return (ChatFormat(tokenizer).stop_id,)
+
+
+def _base_weights(job: Job) -> Path:
+    """The directory of what adapters were trained beside; random weights are written to the run."""
+    opened, settings = job.materials.opened, job.settings
+    assert opened is not None and job.materials.spec is not None
+    if job.materials.starts_from_stored(settings):
+        assert opened.weights is not None
+        return opened.weights
+    drawn = initial_model(opened, job.materials.spec, settings, DrawingPlace())
+    write_model(job.run_dir.base, drawn.spec, drawn.state_dict(), None)
+    return job.run_dir.base
+
+
+def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
+    """The first words that were held out; of Python's own source the beginning of a function."""
+    corpus = job.materials.eval_corpus
+    if corpus is None or job.settings.data == ("stdlib",):
+        return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
+    ids = corpus.streams[0].read(0, min(PROMPT_TOKENS, len(corpus.streams[0]))).tolist()
+    while ids and ids[0] == tokenizer.eos_id:
+        ids.pop(0)
+    ends = [place for place, one in enumerate(ids) if one == tokenizer.eos_id]
+    first = ids[: ends[0]] if ends else ids
+    return first or [tokenizer.eos_id]
+
+
+def _sample(job: Job, model: nn.Module) -> str | None:
+    """Text that the model writes, where it is a causal one with a tokenizer."""
+    tokenizer, count = job.materials.tokenizer, job.settings.sample_tokens
+    if tokenizer is None or count == 0 or not isinstance(model, Transformer):
+        return None
+    if not model.spec.causal:
+        return None
+    prompt, stop_ids = _prompt(job, tokenizer), {tokenizer.eos_id}
+    held_out = job.materials.eval_data
+    if isinstance(held_out, PaddedDataset):
+        prompt = held_out.first_prompt()
+        stop_ids.add(ChatFormat(tokenizer).stop_id)
+    ids = generate(
+        model,
+        prompt,
+        max_new_tokens=count,
+        temperature=0.8,
+        top_k=50,
+        seed=job.settings.seed,
+        stop_ids=stop_ids,
+    )
+    return tokenizer.decode(ids)
+
+
+def _measurement(
+    job: Job,
+    loop: Loop,
+    parameters: int,
+    initial: Evaluation | None,
+    final: Evaluation | None,
+    train_s: float,
+    sample: str | None,
+) -> Measurement:
+    ledger = loop.ledger
+    costs, step_time_s = ledger.costs, ledger.median_step_time_s()
+    steps = job.total_steps - loop.start_step
+    corpus = job.materials.eval_corpus
+    last = ledger.steady[-1] if ledger.steady else None
+
+    def share(name: str) -> float | None:
+        peak, flops_per_s = costs.peak_flops_per_s, ledger.rate(name)
+        return None if peak is None or flops_per_s is None else flops_per_s / peak
+
+    return Measurement(
+        run=str(job.run_dir.path),
+        task=job.settings.task,
+        steps=job.total_steps,
+        tokens=ledger.tokens,
+        samples=ledger.samples,
+        parameters=parameters,
+        world_size=job.plan.world_size,
+        strategy=job.plan.strategy,
+        device=job.device.type,
+        step_time_s=step_time_s,
+        tokens_per_s=ledger.rate("tokens"),
+        samples_per_s=ledger.rate("samples"),
+        model_flops_per_s=ledger.rate("model_flops"),
+        hardware_flops_per_s=ledger.rate("hardware_flops"),
+        mfu=share("model_flops"),
+        hfu=share("hardware_flops"),
+        peak_memory_bytes=max(ledger.peak_memory_by_rank, default=None),
+        peak_memory_by_rank=ledger.peak_memory_by_rank,
+        parts=ledger.median_parts(),
+        first_loss=ledger.first_loss,
+        final_loss=last.loss if last else None,
+        initial_eval=initial,
+        final_eval=final,
+        unigram_entropy=unigram_entropy(corpus) if corpus is not None else None,
+        sample=sample,
+        skipped_steps=ledger.skipped_steps,
+        cache_freed_bytes=ledger.median_cache_freed_bytes(),
+        step_time_check=ledger.check_step_time(job.settings.expect_step_time_s),
+        start_step=loop.start_step,
+        train_runtime=train_s,
+        train_samples_per_second=steps * costs.samples / train_s,
+        train_steps_per_second=steps / train_s,
+        train_loss=ledger.loss_sum / job.total_steps,
+    )

@@ -1,0 +1,323 @@
+"""A training job on one rank, put together from its settings and taken to its end."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.models import names_code
+from outpace.jobs.defaults import (
+    resolve_device,
+    resolve_lr,
+    resolve_out,
+    resolve_plan,
+    resolve_steps,
+    takes_cuda_graphs,
+    with_axes_that_fit,
+    with_powersgd_start,
+)
+from outpace.jobs.inputs.inputs import Materials, gather
+from outpace.jobs.inputs.tasks import check_task
+from outpace.jobs.memory.fit import Fitting, limit_device
+from outpace.jobs.memory.trace_worker import Tracer
+from outpace.jobs.ranks.hang_watchdog import Doing, watched
+from outpace.jobs.ranks.oom_guard import End, Guard, readings
+from outpace.jobs.ranks.process_groups import Groups, process_groups, resolve_backend
+from outpace.jobs.train import auto_micro_batch
+from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS, Try
+from outpace.jobs.train.build import Prepared, assemble
+from outpace.jobs.train.context import Job
+from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
+from outpace.jobs.train.oom_message import Answer
+from outpace.jobs.train.run_record import with_earlier_precision
+from outpace.jobs.train.sample_check import check_samples
+from outpace.launch.exit_deadline import ExitDeadline
+from outpace.nn.compilation import compiler_cache, find_disabling_variable
+from outpace.nn.fp8 import require_fp8
+from outpace.nn.mixed import fp32_products
+from outpace.parallel import why_not
+from outpace.parallel.offload import require
+from outpace.probing.hardware.machine import identify, usable_cores
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.measurement import Measurement
+from outpace.records.model import ModelSpec
+from outpace.records.places import cache_folder
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.standstill import HangReport
+from outpace.training.callbacks import Callback, tell
+from outpace.training.cuda_allocator import grow_segments
+from outpace.training.guards import StopSignal, deterministic_kernels
+from outpace.training.heap import PagePrefaulter, keep_freed
+from outpace.training.loggers import require_loggers
+from outpace.training.run_dir import STANDSTILL_FILE, RunDir
+from outpace.training.threads import set_threads
+
+Explain = Callable[[Path], None]
+
+
+def train(
+    settings: TrainSettings,
+    *,
+    ranks: Ranks,
+    origins: dict[str, str],
+    command: list[str],
+    callbacks: Sequence[Callback] = (),
+    model: nn.Module | Callable[[], Any] | None = None,
+    end: End | None = None,
+    attempt: Try | None = None,
+    explain: Explain | None = None,
+    ahead: PagePrefaulter | None = None,
+) -> Measurement:
+    """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
+
+    `model` is a live module or a function that builds one, in place of `settings.model`.
+    `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise;
+    `attempt` tries settings in another; `explain` shows, of a file in the run's folder, how ranks
+    stood when some waited in vain; `ahead` is touching memory that this will use. Raises
+    BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError, RankLostError.
+    """
+    with prepared(
+        settings,
+        ranks=ranks,
+        origins=origins,
+        command=command,
+        callbacks=callbacks,
+        model=model,
+        end=end,
+        attempt=attempt,
+        explain=explain,
+        ahead=ahead,
+    ) as ready:
+        return ready.run()
+
+
+def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
+    """Do a few steps and save, as `train` would, in a place of its own. Raises what it raises."""
+    with prepared(settings, ranks=ranks, origins={}, command=[], end=end, foresee=False) as ready:
+        assert settings.steps == TRIAL_STEPS  # after the last of them it saves
+        ready.loop.run()
+
+
+@contextmanager
+def prepared(
+    settings: TrainSettings,
+    *,
+    ranks: Ranks,
+    origins: dict[str, str],
+    command: list[str],
+    callbacks: Sequence[Callback] = (),
+    model: nn.Module | Callable[[], Any] | None = None,
+    end: End | None = None,
+    attempt: Try | None = None,
+    explain: Explain | None = None,
+    foresee: bool = True,
+    ahead: PagePrefaulter | None = None,
+) -> Iterator[Prepared]:
+    """Everything up to the first step, as `train` does it, for who drives the loop by hand.
+
+    `foresee`: predict whether it fits.
+    """
+    began_s = time.perf_counter()
+    heard = list(callbacks) if ranks.rank == 0 else []
+    with ExitStack() as stack:
+        deadline = stack.enter_context(ExitDeadline(end))
+        stack.callback(lambda: tell(heard, "close"))
+        if ahead is not None:
+            stack.callback(ahead.end)
+        stop = stack.enter_context(StopSignal(partial(tell, heard, "on_hint")))
+        settings = with_earlier_precision(settings)
+        settings = with_axes_that_fit(settings, ranks, origins, partial(tell, heard, "on_hint"))
+        if settings.device in ("auto", "cuda"):
+            grow_segments(os.environ)  # before anything is on the device
+        device = resolve_device(settings, ranks)
+        stack.enter_context(deterministic_kernels(settings.deterministic, device, os.environ))
+        backend = resolve_backend(settings.backend, device)
+        threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size, os.environ)
+        machine = identify(find_accelerator)
+        plan = resolve_plan(settings, ranks, device, machine, custom_model=model is not None)
+        plan = _as_far_as_torch_compiles(settings, plan, heard)
+        if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
+            keep_freed(os.environ)
+        guard = Guard(ranks, device, end)
+        stack.callback(guard.close)
+        deadline.tidy = partial(_tidy_with, guard)
+        if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):
+            raise BadInputError(
+                "--micro-batch auto tries sizes in processes of their own, where a live model "
+                "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
+                "file, or use gloo or nccl."
+            )
+        stack.enter_context(fp32_products(plan.precision, device))
+        own_model = model is not None or names_code(settings.model)
+        _require_possible(settings, plan, ranks, device, own_model)
+        tell(heard, "on_stage", "preparing data")
+        cache_dir = cache_folder(settings.cache_dir, os.environ)
+        materials = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
+        foresee = foresee and materials.is_transformer  # a trace's head is over the vocabulary
+        settings = settings.model_copy(
+            update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
+        )
+        total_steps = resolve_steps(settings, len(materials.train_data), materials.seq_len)
+        plan = with_powersgd_start(plan, settings, total_steps)
+        groups = stack.enter_context(
+            process_groups(ranks, device, settings.comm_timeout_s, backend)
+        )
+        doing = Doing("the preparation")
+        with watched(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
+            guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
+            limit_device(settings.memory_limit, device)
+            spec, seq_len = materials.spec, materials.seq_len
+            tracer = Tracer()
+            stack.callback(tracer.close)
+            guard.relieve = tracer.give_up
+            account = tracer if foresee else None
+            with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
+                fitting = Fitting(
+                    settings, ranks, device, machine, spec, seq_len, account, ahead_bytes
+                )
+            if ahead is not None:
+                ahead.hand_over()
+            plan = groups.once(lambda: fitting.with_budget(plan))
+            plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
+            stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
+            if settings.micro_batch == "auto":
+                if can_try(plan, settings, device, materials.is_transformer):
+                    assert spec is not None and seq_len is not None
+                    take = device_steps(
+                        spec, seq_len, device, groups.control, fitting.limit.bytes,
+                        settings.memory_limit,
+                    )  # fmt: skip
+                    plan = find_on_device(plan, settings, take, heard)
+                else:
+                    plan = auto_micro_batch.find(plan, settings, fitting, groups, attempt, heard)
+                settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
+            _require_same(groups, settings, device, plan, total_steps, materials)
+            doing.at("comparing samples of the ranks' data sets")
+            check_samples(groups, settings, materials.own, heard)
+            doing.at("the preparation")
+            run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
+            doing.kept = partial(_keep, run_dir, explain)
+            job = Job(
+                settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir,
+                heard, doing,
+            )  # fmt: skip
+            answer = Answer(job, fitting, origins, command)
+            guard.answer = answer.of
+            groups.once(answer.beforehand)
+            looker = None
+            if settings.memory:
+                # For who asks for it: a trace is 30 MiB of code.
+                from outpace.jobs.train.memory_report import Looker
+
+                tell(heard, "on_stage", "tracing memory")
+                looker = Looker(job, fitting, tracer, stack)
+            tracer.close()  # its memory is for training now
+            ready = assemble(
+                job, origins, command, threads, stop, stack, guard, answer, looker, began_s
+            )
+            if ahead is not None:
+                ahead.end()
+            yield ready
+
+
+def _tidy_with(guard: Guard, message: str) -> None:
+    """Tidy up as the guard would then: what there is to tidy changes."""
+    guard.tidy(message)
+
+
+def _as_far_as_torch_compiles(
+    settings: TrainSettings, plan: Plan, heard: Sequence[Callback]
+) -> Plan:
+    """The plan, which is not compiled where the environment turns torch.compile off.
+
+    Raises BadInputError where it was to be compiled.
+    """
+    variable = find_disabling_variable(os.environ) if plan.compile else None
+    if variable is None:
+        return plan
+    if settings.compile:
+        raise BadInputError(
+            f"--compile, but the environment has {variable}, with which torch compiles nothing. "
+            "Unset it, or train with --no-compile."
+        )
+    tell(heard, "on_hint", f"compile: no, as the environment has {variable}")
+    return plan.model_copy(update={"compile": False})
+
+
+def _with_compile(
+    groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
+    total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
+) -> Plan:  # fmt: skip
+    """The plan with `compile` as it was said, else as it pays back within the run."""
+    if settings.compile is not None or not plan.compile:
+        return plan
+    # The planner is loaded where it is asked.
+    from outpace.jobs.train.compile_decision import decide
+
+    layers = None if spec is None else spec.layers
+    decision = groups.once(
+        lambda: decide(settings, plan, device, machine, groups.ranks, total_steps, layers)
+    )
+    if decision.sentence is not None:
+        tell(heard, "on_hint", decision.sentence)
+    return plan.model_copy(update={"compile": decision.compile})
+
+
+def _keep(run_dir: RunDir, explain: Explain | None, found: HangReport) -> None:
+    """Write down how ranks stood, where who resumes the run and who reports on it look."""
+    path = run_dir.path / STANDSTILL_FILE
+    found.save(path)
+    if explain is not None:
+        explain(path)
+
+
+def _require_possible(
+    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, own_model: bool
+) -> None:
+    """Refuse what cannot be before the data is prepared, which may take long."""
+    check_task(settings, plan)
+    takes_cuda_graphs(settings, plan, device, own_model)
+    require(plan, device)
+    if plan.precision == "fp8":
+        require_fp8(device)
+    lacking = why_not(plan.strategy, ranks, device)
+    if lacking is not None:
+        raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
+    require_loggers(settings.log)
+    if settings.out is not None and not settings.resume:
+        RunDir(settings.out).require_free()
+
+
+def _require_same(
+    groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
+    materials: Materials,
+) -> None:  # fmt: skip
+    """Refuse ranks that would not train the same."""
+    groups.require_same(
+        {
+            "answer to whether the run goes on": settings.resume,
+            "device": device.type,
+            "plan": plan.model_dump_json(),
+            "number of steps": total_steps,
+            "model": None if materials.spec is None else materials.spec.model_dump_json(),
+            "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
+            "training data": materials.train_fingerprint,
+            "validation data": materials.eval_fingerprint,
+            # A user's own data sets have no fingerprint, and the order of samples is over all of
+            # them; `check_samples` compares some of their contents.
+            "number of training samples": len(materials.train_data),
+            "number of validation samples": None
+            if materials.eval_data is None
+            else len(materials.eval_data),
+        }
+    )

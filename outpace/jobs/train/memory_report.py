@@ -1,0 +1,124 @@
+"""`outpace train --memory`: what a run was predicted to hold, beside what it held.
+
+One step is watched, tensor by tensor; all of them by what the allocator and the process took.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from outpace.jobs.memory.fit import Fitting
+from outpace.jobs.memory.trace_worker import Tracer
+from outpace.jobs.train.context import Job
+from outpace.parallel import Layout
+from outpace.records.base import write_atomic
+from outpace.records.errors import BadInputError
+from outpace.records.memory import MemoryAccount, MemoryUse
+from outpace.trace.account import summarise_strips
+from outpace.trace.allocation_tracer import AllocationTracer
+from outpace.trace.device import Rules
+from outpace.trace.extend import strip_of
+from outpace.trace.resident import resident_growth
+from outpace.trace.steps import states
+from outpace.training.callbacks import tell
+from outpace.training.step import Batch, Stepper
+
+MEMORY_FILE = "memory.json"
+# The first has no optimizer state to begin with, the second may still make buffers.
+_SETTLED = 3
+_LOOK_EVERY_S = 0.02
+
+
+class Looker:
+    """Follows the memory of one run on this rank, from before its model is built."""
+
+    def __init__(self, job: Job, fitting: Fitting, tracer: Tracer, stack: ExitStack) -> None:
+        self._job = job
+        self._grown = stack.enter_context(resident_growth(_LOOK_EVERY_S))
+        self._traced: MemoryAccount | None = job.groups.once(lambda: _trace(job, fitting, tracer))
+        self._watched: MemoryAccount | None = None
+        if job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(job.device)
+        tell(job.callbacks, "on_memory", job.plan, MemoryUse(traced=self._traced))
+
+    def follow(
+        self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
+    ) -> None:
+        """The live parts of the run, which is about to begin."""
+        self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
+        self._step = min(start_step + _SETTLED, self._job.total_steps)
+
+    @contextmanager
+    def around(self, step: int, batches: list[Batch]) -> Iterator[None]:
+        """Around each step of the run; one of them is watched."""
+        # What is compiled does not pass by who watches operators.
+        if step != self._step or self._job.plan.compile:
+            yield
+            return
+        watch = AllocationTracer()
+        # A backward on CUDA has a thread of its own, which a watch does not see.
+        with watch, torch.autograd.set_multithreading_enabled(False):
+            named = self._layout.named_parameters()
+            watch.know(self._layout.model, (parameter for _, parameter in named))
+            watch.call(states(self._optimizer), "optimizer state")
+            watch.call((x for x in tree_leaves(batches) if isinstance(x, Tensor)), "inputs")
+            watch.begin_step(step)
+            self._stepper.on_mark = watch.mark
+            try:
+                yield
+            finally:
+                self._stepper.on_mark = lambda part: None
+            segments = watch.segments
+        strips = [strip_of(segment) for segment in segments]
+        self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
+
+    def finish(self) -> None:
+        """Gather what the ranks measured; show and write the fullest one's. Collective."""
+        job = self._job
+        said: list[MemoryAccount | None] = [None] * job.ranks.world_size
+        dist.all_gather_object(said, self._measured(), group=job.groups.control)
+        if job.ranks.rank != 0:
+            return
+        there = [account for account in said if account is not None]
+        fullest = max(there, key=lambda account: account.peak_memory_bytes, default=None)
+        if self._traced is not None and said[self._traced.rank] is not None:
+            fullest = said[self._traced.rank]
+        use = MemoryUse(traced=self._traced, measured=fullest)
+        write_atomic(job.run_dir.path / MEMORY_FILE, use.model_dump_json(indent=2) + "\n")
+        tell(job.callbacks, "on_memory", job.plan, use)
+
+    def _measured(self) -> MemoryAccount | None:
+        if self._watched is None:
+            return None
+        device = self._job.device
+        seen: dict[str, object] = {"source": "measured", "device": device.type}
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            held = torch.cuda.memory_reserved(device)
+            seen["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+            seen["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+            seen["unseen_bytes"] = max(0, total - free - held)
+        elif self._grown:
+            seen["resident_bytes"] = self._grown[0]
+        return self._watched.model_copy(update=seen)
+
+
+def _trace(job: Job, fitting: Fitting, tracer: Tracer) -> MemoryAccount | None:
+    """The fullest rank's account; None where there is none."""
+    if job.materials.own is not None:
+        tell(
+            job.callbacks, "on_hint",
+            "--memory: a module of your own is measured, not predicted, in a run. To predict its "
+            "memory, use outpace memory --model FILE.py:FUNCTION with the same options.",
+        )  # fmt: skip
+        return None
+    try:
+        found = [tracer.whole(ask) for ask in fitting.asked(job.plan)]
+    except BadInputError as error:
+        tell(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
+        return None
+    return max(found, key=lambda account: account.needed_bytes, default=None)

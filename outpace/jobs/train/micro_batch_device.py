@@ -1,0 +1,100 @@
+"""`--micro-batch auto` of one process on a GPU: sizes are tried in this process, on random tokens.
+
+A GPU's allocator says at once what does not fit, and takes back what a failed try held, so that no
+prediction and no process of its own is needed: the steps that a try takes are all that it costs.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from outpace.jobs.memory.fit import limit_device
+from outpace.jobs.train.auto_micro_batch import OF_LIMIT, TRIAL_STEPS, sizes, with_size
+from outpace.records.errors import OutOfMemoryError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.training.callbacks import Callback, tell
+from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
+
+# Takes some steps by a plan on so many samples each; raises torch.OutOfMemoryError.
+Steps = Callable[[Plan, int], None]
+
+
+def can_try(
+    plan: Plan, settings: TrainSettings, device: torch.device, is_transformer: bool
+) -> bool:
+    """Whether a try in this process holds what training would hold."""
+    alone = plan.world_size == 1 and device.type == "cuda"
+    like_training = plan.lora_rank is None and not plan.optimizer_in_backward
+    like_training &= plan.offload_parameters != "disk" and not settings.document_attention
+    return alone and is_transformer and like_training
+
+
+def device_steps(
+    spec: ModelSpec,
+    seq_len: int,
+    device: torch.device,
+    control: dist.ProcessGroup,
+    limit_bytes: int,
+    asked_bytes: int | None,
+) -> Steps:
+    """Steps on the device under a little less than its limit.
+
+    `asked_bytes` is the limit that was asked for, which holds again afterwards.
+    """
+
+    def take(plan: Plan, samples: int) -> None:
+        limit_device(round(OF_LIMIT * limit_bytes), device)
+        try:
+            steps = SyntheticSteps(
+                plan, SyntheticTraining(spec, samples, seq_len), Ranks(), device, control
+            )
+            for _ in range(TRIAL_STEPS):
+                steps.step()
+            torch.cuda.synchronize(device)
+        finally:
+            limit_device(asked_bytes or _all_bytes(device), device)
+
+    return take
+
+
+def find_on_device(
+    plan: Plan, settings: TrainSettings, take: Steps, callbacks: Sequence[Callback]
+) -> Plan:
+    """The plan with the largest micro-batch that fits. Raises OutOfMemoryError where none does.
+
+    Tries are eager: each size would be compiled anew, and what is compiled needs no more memory.
+    """
+    for size in sizes(plan):
+        tell(callbacks, "on_stage", f"trying micro-batch {size}")
+        sized = with_size(plan, size)
+        passes = min(2, sized.accumulation(settings.global_batch))
+        eager = sized.model_copy(update={"compile": False})
+        fits = _fits(take, eager, sized.samples_per_pass * passes)
+        # What failed is held by nothing now, but for cycles and the allocator's cache.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if fits:
+            return sized
+    raise OutOfMemoryError(
+        "out of memory: not even a micro-batch of 1 sample fits. Use --checkpointing full, a "
+        "smaller --seq-len or model, --optimizer adamw-8bit, or --offload cpu."
+    )
+
+
+def _fits(take: Steps, plan: Plan, samples: int) -> bool:
+    try:
+        take(plan, samples)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _all_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)

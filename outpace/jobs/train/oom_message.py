@@ -1,0 +1,156 @@
+"""What is said when memory does not suffice: what holds it, and what would fit, to paste."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.jobs.memory.fit import SEARCH_BEFORE_S, SEARCH_S, Fitting
+from outpace.jobs.ranks.oom_guard import Shortage
+from outpace.jobs.train.context import Job
+from outpace.parallel import Layout
+from outpace.planner.fit.proposals import Change, Proposal
+from outpace.records.errors import OutOfMemoryError
+from outpace.records.units import show_bytes
+from outpace.training.callbacks import tell
+from outpace.training.memory_anatomy import holders
+
+_LARGEST = 4
+PYTHON = "python"  # the origin of settings that come from outpace.train
+
+
+class Answer:
+    """Answers for one job: to a shortage, and to a prediction of one."""
+
+    def __init__(
+        self, job: Job, fitting: Fitting, origins: Mapping[str, str], command: Sequence[str]
+    ) -> None:
+        self._job = job
+        self._fitting = fitting
+        self._origins = origins
+        self._command = command
+        self._before_bytes = fitting.held_bytes
+
+    def beforehand(self) -> None:
+        """Warn of a plan that is predicted not to fit; raise OutOfMemoryError where it cannot."""
+        short = self._fitting.shortage(self._job.plan)
+        if short is None:
+            return
+        text = self.of(short, search_s=SEARCH_BEFORE_S)
+        if self._fitting.is_certain(self._job.plan):
+            raise OutOfMemoryError(text)
+        tell(self._job.callbacks, "on_hint", f"this may run {text}")
+
+    def of(self, short: Shortage, search_s: float = SEARCH_S) -> str:
+        """The message of a shortage."""
+        run = self._job.run_dir.path if self._job.run_dir.has_steps else None
+        proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
+        return sentence(short, proposals, self._command, self._origins, run)
+
+    def anatomy(
+        self, layout: Layout, optimizer: torch.optim.Optimizer, used_bytes: int
+    ) -> tuple[str, ...]:
+        """What holds this rank's memory now."""
+        return anatomy(layout, optimizer, self._before_bytes, used_bytes)
+
+
+def anatomy(
+    layout: Layout, optimizer: torch.optim.Optimizer | None, before_bytes: int, used_bytes: int
+) -> tuple[str, ...]:
+    """Lines: memory by kind, and the largest tensors that outlive a step.
+
+    `before_bytes` were there before the model. What is left is of the step itself: activations,
+    temporary and communication buffers.
+    """
+    found = holders(layout, optimizer)
+    kinds: dict[str, int] = {}
+    for kind, _, size in found:
+        kinds[kind] = kinds.get(kind, 0) + size
+    rest = max(0, used_bytes - before_bytes - sum(kinds.values()))
+    kinds["activations and buffers"] = rest
+    if before_bytes:
+        kinds["the process itself"] = before_bytes
+    width = max(map(len, kinds))
+    lines = [f"  {kind:<{width}}  {show_bytes(size):>12}" for kind, size in kinds.items()]
+    largest = sorted(found, key=lambda holder: -holder[2])[:_LARGEST]
+    named = ", ".join(f"{kind} {name} {show_bytes(size)}" for kind, name, size in largest)
+    return (*lines, *([f"  largest that outlive a step: {named}"] if named else []))
+
+
+def sentence(
+    short: Shortage,
+    proposals: Sequence[Proposal],
+    command: Sequence[str],
+    origins: Mapping[str, str],
+    run: Path | None,
+) -> str:
+    """The whole answer. `run` is the directory to go on in; None where nothing was trained."""
+    lines = [f"out of memory: {short.sentence}.", *short.anatomy]
+    lines += [short.advice] if short.advice else []
+    if not proposals:
+        return "\n".join([*lines, _without_proposals()])
+    lines.append("What would fit, the cheapest first, as predicted:")
+    for number, proposal in enumerate(proposals, 1):
+        lines.append(f"{number}. {_described(proposal)}")
+        lines.append(f"   {changed_command(command, origins, proposal.settings, run)}")
+    return "\n".join(lines)
+
+
+def _without_proposals() -> str:
+    return (
+        "No change, and no two of them together, is predicted to fit. Use several: "
+        "--micro-batch 1, --checkpointing full, --optimizer adamw-8bit, --offload disk; or a "
+        "smaller --seq-len or model, or --strategy zero3 on more devices or hosts."
+    )
+
+
+def _described(proposal: Proposal) -> str:
+    what = " and ".join(f"{name.replace('_', '-')} {v}" for name, v in proposal.settings.items())
+    slower = f"{abs(proposal.slowdown):.0%} {'slower' if proposal.slowdown >= 0 else 'faster'}"
+    return f"{what}: {show_bytes(proposal.peak_memory_bytes)}, {slower}{_caution(proposal)}"
+
+
+def _caution(proposal: Proposal) -> str:
+    if proposal.exact:
+        return ""
+    optimizer = str(proposal.settings.get("optimizer", "adamw"))
+    if not optimizer.startswith("adamw"):
+        return " (another optimizer, with a learning rate of its own: leave --lr out)"
+    return " (other rounding: not the same numbers)"
+
+
+def changed_command(
+    command: Sequence[str], origins: Mapping[str, str], change: Change, run: Path | None
+) -> str:
+    """The command with settings changed, to paste; from Python, the call's keywords."""
+    values: dict[str, Any] = dict(change)
+    if run is not None:
+        values = {**values, "out": str(run), "resume": True}
+    if PYTHON in origins.values():
+        words = [f"{name}={value!r}" for name, value in values.items()]
+        return f"outpace.train(…, {', '.join(words)})"
+    words = _without(command, [flag(name) for name in values])
+    for name, value in values.items():
+        words += [flag(name)] if value is True else [flag(name), str(value)]
+    return shlex.join(words)
+
+
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def _without(command: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A command's words without some flags and their values."""
+    kept: list[str] = []
+    dropping = False
+    for word in command:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in flags
+        if not dropping:
+            kept.append(word)
+        elif "=" in word:
+            dropping = False
+    return kept

@@ -1,0 +1,82 @@
+"""Memory that a training will need, made ready while its modules are loaded.
+
+Before torch is there: what is imported here must not import it.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from outpace.catalog.models import PRESETS, named_model
+from outpace.planner.model.flops import parameter_count
+from outpace.probing.hardware.cpus import usable_cpus
+from outpace.probing.hardware.process_memory import free_bytes
+from outpace.records.optimizers import LEVELS, WEIGHTS
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.training.heap import PagePrefaulter
+
+_FP32_BYTES = 4
+# Of their size: themselves, gradients and AdamW's two moments; and what bf16's products read.
+_OF_WEIGHTS, _OF_CASTS = 4, 0.5
+_OF_FREE = 0.5
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
+
+
+def touching(
+    settings: TrainSettings, ranks: Ranks, environment: Mapping[str, str]
+) -> PagePrefaulter | None:
+    """Touch what training in this process will surely need, beginning now.
+
+    On a CPU alone, by a core that would be idle: not beside other ranks.
+    """
+    if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
+        return None
+    needed, free = needed_bytes(settings), free_bytes()
+    if needed == 0 or needed > free:  # it will be refused, which says what to do
+        return None
+    return PagePrefaulter(min(needed, int(_OF_FREE * free)), environment).start()
+
+
+def needed_bytes(settings: TrainSettings) -> int:
+    """Of fp32 weights with gradients and AdamW's moments, on a CPU; 0 where there are others.
+
+    Of a preset, or of a directory with weights, whose files are in fp32 or smaller. The head that a
+    classifier leaves out of what it reads counts as well.
+    """
+    precision = settings.precision or "fp32"
+    others = (
+        settings.optimizer not in (None, "adamw-fused", "adamw-foreach", "adamw-for-loop"),
+        LEVELS.get(precision, precision) in WEIGHTS,
+        settings.optimizer_in_backward,
+        settings.lora_rank is not None,
+        {settings.offload, settings.offload_parameters, settings.offload_optimizer}
+        - {None, "none"},
+        settings.memory_limit is not None,  # memory that nobody uses counts, too
+        settings.micro_batch == "auto",  # trials are processes that need it
+        settings.workers > 0,  # a process that is forked keeps what was touched, and it is copied
+        settings.memory,
+        settings.empty_cache,
+    )
+    if any(others):
+        return 0
+    times = _OF_WEIGHTS + _OF_CASTS * (precision == "bf16")
+    return int(times * _weights_bytes(settings.model))
+
+
+def _weights_bytes(reference: str) -> int:
+    name = reference if Path(reference).exists() else named_model(reference)
+    if name in PRESETS:
+        return _FP32_BYTES * parameter_count(PRESETS[name].spec)
+    # Whoever opens the model says what is wrong with it.
+    with suppress(OSError):
+        single = Path(reference) / "model.safetensors"
+        files = [single] if single.is_file() else Path(reference).glob("model-*.safetensors")
+        return sum(path.stat().st_size for path in files)
+    return 0
+
+
+def _on_cpu(settings: TrainSettings) -> bool:
+    """Whether it will be one, as far as can be said without asking torch."""
+    found = any(Path(one).exists() for one in _ACCELERATORS)
+    return settings.device == "cpu" or (settings.device == "auto" and not found)

@@ -1,0 +1,126 @@
+"""A run that is resumed: what is left of it is read first, and only then changed."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from outpace.jobs.train.context import Job
+from outpace.jobs.train.run_record import changed_settings
+from outpace.nn.mixed import Mixed
+from outpace.records.errors import BadInputError
+from outpace.records.run import RunRecord
+from outpace.training.callbacks import tell
+from outpace.training.checkpoint import (
+    PROGRESS_FILE,
+    Checkpointer,
+    Progress,
+    newest_intact,
+    put_later_aside,
+)
+from outpace.training.run_dir import History, model_damage
+
+
+def restore(
+    job: Job,
+    checkpointer: Checkpointer,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    mixed: Mixed,
+) -> Progress | None:
+    """Load the newest intact checkpoint of a run that is resumed; None: it begins at step 0.
+
+    Changes nothing in the run. Collective. Raises BadInputError where beginning at step 0 would
+    write over work that was done.
+    """
+    if not job.settings.resume:
+        return None
+    say = partial(tell, job.callbacks, "on_hint")
+    folder = job.groups.once(lambda: _checkpoint(job, say))
+    if folder is None:
+        say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
+        return None
+    progress = checkpointer.load(folder, model, optimizer)
+    if mixed.scaler is not None and progress.scaler is not None:
+        mixed.scaler.load_state_dict(progress.scaler)
+    return progress
+
+
+def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
+    chosen = newest_intact(job.run_dir.checkpoints, say)
+    if chosen is None:
+        _require_unsaved(job, job.run_dir.require_run(), job.run_dir.history())
+    else:
+        _require_saved_by(chosen, job.run_dir.require_run())
+    return chosen
+
+
+def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
+    """Refuse a checkpoint that another run has saved: its weights and data are that run's."""
+    of = Progress.load(checkpoint / PROGRESS_FILE).run_started
+    if of is not None and of != run.started:
+        raise BadInputError(
+            f"checkpoint {checkpoint} was saved by another run, which was started at {of}; the run "
+            f"that you resume was started at {run.started}. Move it out of {checkpoint.parent} to "
+            "resume from this run's own checkpoints, or resume the run that it is from."
+        )
+
+
+def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
+    """Refuse to begin at step 0 where a checkpoint was whole once, or the run was finished."""
+    sign = _sign_of_checkpoints(earlier, history)
+    if sign is None:
+        return
+    run = job.run_dir.path
+    model = f"start another run from its model with --model {run}, " if history.has_model else ""
+    raise BadInputError(
+        f"{job.run_dir.checkpoints} holds no checkpoint, but {sign}: to resume would begin at step "
+        f"0 and write over that. Bring the checkpoints back, {model}or start anew with another "
+        "--out."
+    )
+
+
+def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
+    """In words, what shows that the run had a checkpoint, or came to its end without."""
+    if history.is_finished:
+        return "the run was finished once"
+    resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)
+    if resumed > 0:
+        return f"the run was resumed from one of step {resumed}"
+    saved = history.failure.checkpoint_step if history.failure is not None else None
+    if saved is not None:
+        return f"there was one of step {saved}"
+    every, done = earlier.settings.save_every, history.steps.last_step
+    # The second save waits until the first is on the disk.
+    if every and not earlier.settings.measure_only and done > 2 * every:
+        return f"{done} steps were done, and one was saved every {every}"
+    return None
+
+
+def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
+    """Write down that a run is resumed after `start_step`; refuse one with nothing left to do.
+
+    On rank 0, when all that is needed has been read.
+    """
+    if not job.settings.resume:
+        return
+    run_dir, say = job.run_dir, partial(tell, job.callbacks, "on_hint")
+    history = run_dir.history()
+    finished = history.measurement is not None and history.measurement.steps == start_step
+    whole = finished and model_damage(run_dir.model) is None
+    if (whole and start_step == job.total_steps) or start_step > job.total_steps:
+        raise BadInputError(
+            f"{run_dir.path} has {start_step} of {job.total_steps} steps done already. "
+            f"Train it further with --steps above {start_step}, or start another run from its "
+            f"weights with --model {run_dir.path}."
+        )
+    run_dir.put_damaged_models_aside(say)
+    change = changed_settings(run_dir.require_run(), job, start_step)
+    if change is not None:
+        say(change)
+    put_later_aside(run_dir.checkpoints, start_step, say)
+    run_dir.continue_from(start_step, job.total_steps, history, say)
+    resumes = [*record.resumes[:-1], {**record.resumes[-1], "step": start_step}]
+    run_dir.begin(record.model_copy(update={"resumes": tuple(resumes)}))

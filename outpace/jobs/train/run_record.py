@@ -1,0 +1,353 @@
+"""A job in writing: its run.json, and what is shown before the first step."""
+
+import math
+import os
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from outpace.data.samples import TokenDataset
+from outpace.interop.own_file import code_fingerprint
+from outpace.interop.weights import fingerprint
+from outpace.jobs.train.context import Job
+from outpace.probing.hardware.versions import changes, commit, variables, versions
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import WARMUP_STEPS, RunInfo
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import MEANS, PURE
+from outpace.records.plan import POWERSGD_LEAST_START, Plan
+from outpace.records.run import RunRecord
+from outpace.records.settings import TrainSettings
+from outpace.records.units import show_count, show_seconds
+from outpace.records.version import __version__
+from outpace.training.accounting import OPENING_STEPS
+from outpace.training.callbacks import tell
+from outpace.training.precision import float8_hints, shape_hints
+from outpace.training.run_dir import RUN_FILE, RunDir
+from outpace.training.run_lock import lock_run
+from outpace.training.schedule import learning_rate, warmup_steps
+
+# What may be another when a run is resumed, and changes what it learns, or is evaluated on.
+_MAY_CHANGE = (
+    "lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay", "eval_batches",
+)  # fmt: skip
+# fp16 matrix products on a CPU take over a hundred times as long as bf16's.
+_LARGE_RATE = 0.1  # of AdamW and its kind, whose steps are of about that size
+# Fewer move weights of a model of any size too little, at a twentieth of the rate they had.
+_FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
+_TOY_PARAMETERS = 1_000_000
+# Up to so many passes repeated data is about as good as new (Muennighoff et al., arXiv 2305.16264).
+_USEFUL_PASSES = 4
+
+
+def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
+    """On rank 0: make the directory this run's, or see that it can be taken up again.
+
+    Until `stack` is closed no other training can. Returns the run's record. That of a resumed run
+    is not written yet: more may stand against it. Its command, and who gave what, stay those of its
+    start, as that is what repeats it.
+    """
+    if not job.settings.resume:
+        job.run_dir.require_free()
+        job.run_dir.begin(record)
+        stack.enter_context(lock_run(job.run_dir.path, 0.0))
+        return record
+    job.run_dir.require_run()  # before anything is opened: no link leads out; the record may change
+    # Within this limit ranks notice that others are gone, as those before a restart may have to.
+    stack.enter_context(
+        lock_run(
+            job.run_dir.path, job.settings.comm_timeout_s,
+            lambda sentence: tell(job.callbacks, "on_hint", sentence),
+        )
+    )  # fmt: skip
+    earlier = job.run_dir.require_run()
+    _require_same_materials(earlier, record, job.run_dir)
+    _require_same_weights(earlier.plan, record.plan, job.run_dir)
+    resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
+    kept = {name: earlier.origins.get(name, where) if where == RUN_FILE else where
+            for name, where in record.origins.items()}  # fmt: skip
+    return record.model_copy(
+        update={
+            "started": earlier.started, "command": earlier.command, "origins": kept,
+            "resumes": (*earlier.resumes, resumed),
+        }
+    )  # fmt: skip
+
+
+def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
+    """Refuse to go on with another model, other samples, or ids that mean something else."""
+    code = (earlier.model_code, now.model_code)
+    changed = [
+        what
+        for what, was, is_now in (
+            (_model_change(earlier.model, now.model), earlier.model, now.model),
+            ("the code of your model", *(code if all(code) else (None, None))),
+            ("the tokenizer", earlier.tokenizer, now.tokenizer),
+            ("the training data", earlier.train_data, now.train_data),
+            ("the validation data", earlier.eval_data, now.eval_data),
+            ("what the adapters are trained beside", earlier.base_weights, now.base_weights),
+        )
+        if was != is_now
+    ]
+    if changed:
+        raise BadInputError(
+            f"the run in {run_dir.path} cannot go on as it began: since then {changed[0]} has "
+            "changed. Bring it back as it was, or start another run from its weights with "
+            f"--model {run_dir.path}."
+        )
+
+
+def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
+    """The model, with what of it is another now."""
+    if was is None or now is None:
+        return "the model"
+    earlier, later = was.model_dump(), now.model_dump()
+    changes = [
+        f"{name} was {value}, is {later[name]}"
+        for name, value in earlier.items()
+        if later[name] != value
+    ]
+    return f"the model ({'; '.join(changes)})"
+
+
+def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | None:
+    """What a resumed run does otherwise from here on, and what that makes of its learning rate."""
+    before, now = earlier.settings, job.settings
+    changes = [
+        f"--{name.replace('_', '-')} was {getattr(before, name)}, is {getattr(now, name)}"
+        for name in _MAY_CHANGE
+        if getattr(before, name) != getattr(now, name)
+    ]
+    if earlier.total_steps != job.total_steps:
+        changes.insert(0, f"the run had {earlier.total_steps} steps, has {job.total_steps}")
+    if earlier.plan.precision != job.plan.precision:
+        changes.append(f"precision was {earlier.plan.precision}, is {job.plan.precision}")
+    if not changes:
+        return None
+    rates = [
+        learning_rate(settings, start_step, steps)
+        for settings, steps in ((before, earlier.total_steps), (now, job.total_steps))
+        if settings.lr is not None
+    ]
+    said = f"resumed with other settings: {'; '.join(changes)}"
+    if len(rates) == 2 and not math.isclose(*rates, rel_tol=1e-6):
+        said += (
+            f". The learning rate of step {start_step + 1} would have been {rates[0]:.3g}, and "
+            f"is {rates[1]:.3g}"
+        )
+    return said
+
+
+def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
+    """Refuse a precision that keeps weights, or the optimizer's state, in another form."""
+    was, is_now = earlier.precision, now.precision
+    if was != is_now and {was, is_now} & set(PURE):
+        raise BadInputError(
+            f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
+            "them keeps weights in 16 bits only, the other in fp32. "
+            "Leave --precision out to go on, or start another run from its weights with --model "
+            f"{run_dir.path}."
+        )
+
+
+def _base(job: Job) -> Path | None:
+    """The directory of the weights that adapters are trained beside; None of random ones."""
+    opened = job.materials.opened
+    assert opened is not None
+    return opened.weights if job.materials.starts_from_stored(job.settings) else None
+
+
+def _base_fingerprint(job: Job) -> str | None:
+    base = None if job.plan.lora_rank is None else _base(job)
+    return None if base is None else fingerprint(base)
+
+
+def run_record(
+    job: Job, origins: dict[str, str], command: list[str], threads: int, parameters: int
+) -> RunRecord:
+    """Everything that determines the run."""
+    materials, (head, dirty) = job.materials, commit()
+    return RunRecord(
+        outpace=__version__,
+        command=tuple(command),
+        settings=job.settings,
+        origins=origins,
+        plan=job.plan,
+        identity=job.plan.identity(job.settings.global_batch),
+        model=materials.spec,
+        model_code=None if materials.own is None else code_fingerprint(job.settings.model),
+        parameters=parameters,
+        total_steps=job.total_steps,
+        seq_len=materials.seq_len,
+        tokenizer=materials.tokenizer.fingerprint if materials.tokenizer else None,
+        train_data=materials.train_fingerprint,
+        eval_data=materials.eval_fingerprint,
+        base_weights=_base_fingerprint(job),
+        versions=versions(),
+        commit=head,
+        uncommitted_changes=dirty,
+        changes=changes() if dirty else None,
+        machine=job.machine,
+        device=str(job.device.type),
+        threads=threads,
+        environment=variables(
+            {k: v for k, v in os.environ.items() if k not in job.groups.variables}
+        ),
+        load_before=psutil.getloadavg()[0],
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _computation(job: Job, parameters: int) -> list[str]:
+    """What another size or precision would make faster on this device."""
+    hints = []
+    if job.device.type != "cpu":  # whose products want no such sizes
+        hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
+    hints += float8_hints(job.plan)
+    slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
+    if slow and parameters > _TOY_PARAMETERS:
+        hints.append(
+            "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
+            "--precision bf16"
+        )
+    return hints
+
+
+def _unlikely(settings: TrainSettings, plan: Plan) -> list[str]:
+    """What was asked for and does nothing, or hardly ever trains."""
+    hints = []
+    if plan.world_size == 1 and settings.strategy not in (None, "single"):
+        hints.append(
+            f"--strategy {settings.strategy} on one process splits nothing: --nproc N starts "
+            "several, and so does torchrun"
+        )
+    if settings.lr is not None and settings.lr > _LARGE_RATE and settings.optimizer != "sgd":
+        hints.append(
+            f"--lr {settings.lr:g} is large: each step moves weights by about as much, and rates "
+            f"above {_LARGE_RATE:g} hardly ever train; usual are 1e-5 to 1e-3"
+        )
+    return hints
+
+
+def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
+    """Say that weights of a run at a high rate hardly move in a few steps at the default one."""
+    settings = job.settings
+    chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
+    if start_step or chosen or not job.materials.starts_from_stored(settings):
+        return []
+    found = _origin_of_weights(job)
+    if found is None or job.total_steps > _FEW_STEPS:
+        return []
+    run, earlier = found
+    before, now = earlier.settings.lr or 0.0, settings.lr or 0.0
+    if before < _MUCH_HIGHER * now or earlier.settings.lora_rank is not None:
+        return []
+    return [
+        f"the weights are of {run}, which was trained with --lr {before:g}. This run takes "
+        f"{now:g}, the default from stored weights, for {job.total_steps:,} steps: its loss may "
+        f"hardly move. Say --lr, up to {before:g}, to learn faster"
+    ]
+
+
+def _origin_of_weights(job: Job) -> tuple[Path, RunRecord] | None:
+    """The run whose weights are trained further, where the model is named by its folder."""
+    opened = job.materials.opened
+    named = (opened.folder if opened is not None else None) or Path(job.settings.model)
+    for run in (named, named.parent):
+        with suppress(BadInputError):
+            return run, RunDir(run).require_run()
+    return None
+
+
+def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
+    """What is about to be trained, with hints on what may be better otherwise."""
+    parameters = record.parameters
+    hints = [*job.materials.hints, *_repetitions(job)]
+    hints += _computation(job, parameters) + _unlikely(job.settings, job.plan)
+    hints += _low_rate(job, record, start_step)
+    if job.plan.lora_rank is not None:
+        form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
+        base = _base(job)
+        weights = "the random weights" if base is None else f"the weights in {base}"
+        hints.append(
+            f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
+            f"({trained / parameters:.2%}); {weights} stay {form}"
+        )
+    level = job.settings.precision
+    if level is not None and level in MEANS:
+        hints.append(
+            f"--precision {level} stands for {job.plan.precision} with {job.plan.optimizer}: "
+            f"{MEANS[level]}"
+        )
+    warmup = warmup_steps(job.settings, job.total_steps)
+    if warmup > job.total_steps:
+        hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
+    if job.plan.compress_gradients == "powersgd" and start_step:
+        hints.append(
+            "what PowerSGD had left out of the gradients so far is not in checkpoints: it begins "
+            f"anew, after {POWERSGD_LEAST_START} steps that exchange whole gradients at least"
+        )
+    if job.device.type == "cpu" and "cpu" in (
+        job.plan.offload_parameters, job.plan.offload_optimizer
+    ):  # fmt: skip
+        hints.append(
+            "on a CPU everything lies in host memory: offloading there shows that it works, and "
+            "costs memory. --offload disk frees some"
+        )
+    if job.ranks.local_world_size % job.plan.tp:
+        hints.append(
+            f"tp {job.plan.tp} does not divide the {job.ranks.local_world_size} ranks of a host: "
+            "some of its groups lie across hosts, whose network every layer waits for"
+        )
+    expected_s, left = job.settings.expect_step_time_s, job.total_steps - start_step
+    if expected_s is not None and left <= WARMUP_STEPS:
+        hints.append(
+            f"a step should take {show_seconds(expected_s)}, which will not be checked: the first "
+            f"{WARMUP_STEPS} steps are warm-up, and {left} are left to do. Use --steps "
+            f"{start_step + WARMUP_STEPS + OPENING_STEPS} or more"
+        )
+    name = job.device.type
+    if job.device.type == "cuda":
+        name = job.machine.devices[job.device.index or 0].name
+    return RunInfo(
+        run=str(job.run_dir.path),
+        plan=job.plan,
+        identity=record.identity,
+        model=job.materials.name,
+        parameters=parameters,
+        device=name,
+        total_steps=job.total_steps,
+        start_step=start_step,
+        hosts=math.ceil(job.ranks.world_size / job.ranks.local_world_size),
+        hints=tuple(hints),
+    )
+
+
+def _repetitions(job: Job) -> list[str]:
+    """What of the data is used more often than its share of a run looks like."""
+    data, batch = job.materials.train_data, job.settings.global_batch
+    hints = []
+    if batch > len(data):
+        hints.append(
+            f"the global batch of {batch} is more than the {len(data)} samples of the data: a step "
+            f"has each of them up to {math.ceil(batch / len(data))} times"
+        )
+    if isinstance(data, TokenDataset) and job.settings.data_weights is not None:
+        passes = data.passes(job.total_steps * batch)
+        hints += [
+            f"{source} is gone through {count:,.0f} times by its weight; beyond "
+            f"{_USEFUL_PASSES} times more data helps more"
+            for source, count in zip(job.settings.data, passes, strict=True)
+            if count > _USEFUL_PASSES
+        ]
+    return hints
+
+
+def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
+    """A resumed run keeps its precision, also on a machine for which another would be chosen."""
+    if not settings.resume or settings.precision is not None or settings.out is None:
+        return settings
+    earlier = RunDir(settings.out).require_run()
+    return settings.model_copy(update={"precision": earlier.plan.precision})

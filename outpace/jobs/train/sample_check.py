@@ -1,0 +1,72 @@
+"""Comparison of the ranks' own data sets before step 1, by a few samples of each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from outpace.data.sample_digests import SampleDigests, digest_samples, find_difference
+from outpace.interop.own import OwnModel
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.records.errors import BadInputError
+from outpace.records.settings import TrainSettings
+from outpace.training.callbacks import Callback, tell
+
+
+def check_samples(
+    groups: Groups, settings: TrainSettings, custom: OwnModel | None, heard: Sequence[Callback]
+) -> None:
+    """Refuse ranks whose own data sets hold different samples; say what cannot be repeated.
+
+    However long a rank reads, the others wait for it. Raises BadInputError on all ranks.
+    """
+    if custom is None or custom.dataset is None or settings.check != "on":
+        return
+    for name, dataset in (("dataset", custom.dataset), ("eval_dataset", custom.eval_dataset)):
+        if dataset is not None:
+            _check_dataset(groups, settings, name, dataset, heard)
+
+
+def _check_dataset(
+    groups: Groups, settings: TrainSettings, name: str, dataset: Any, heard: Sequence[Callback]
+) -> None:
+    mine = digest_samples(dataset, settings.seed, settings.workers, settings.comm_timeout_s)
+    found: list[Any] = [mine] * groups.ranks.world_size
+    if groups.ranks.world_size > 1:
+        dist.all_gather_object(found, mine, group=groups.patient)
+    difference = find_difference(found)
+    if difference is not None and difference.most:
+        error = BadInputError(
+            f"sample {difference.index} of the {name} is another on rank {difference.rank} than on "
+            f"rank 0, as are most of those compared, though both have {len(dataset)} samples. Give "
+            "every rank the same, whole data set, not a part cut by its rank: outpace shares the "
+            "samples of each step out among the ranks itself. If they have to differ, --check "
+            "model takes them as they are (and compares the first batch all the same)."
+        )
+        error.on_all_ranks = True
+        raise error
+    if difference is not None:
+        said = (
+            f"sample {difference.index} of the {name} is another on rank {difference.rank} than on "
+            "rank 0, though most of those compared are alike. Ranks should have the same data set"
+        )
+        tell(heard, "on_hint", said)
+    if any(one.unsteady for one in found):
+        tell(heard, "on_hint", describe_unsteady(name, found))
+    unread = [(rank, one.unread) for rank, one in enumerate(found) if one.unread]
+    if unread and len(found) > 1:
+        rank, why = unread[0]
+        said = f"samples of the {name} were not compared between ranks: on rank {rank}, {why}"
+        tell(heard, "on_hint", said)
+
+
+def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
+    """Say that samples depend on more than their index and the seeds."""
+    index = min(one.unsteady[0] for one in found if one.unsteady)
+    ranks = ", and cannot be compared between ranks" if len(found) > 1 else ""
+    return (
+        f"sample {index} of the {name} is another each time that it is read{ranks}: it depends on "
+        "a random generator of its own, on the time or on earlier reads. A resumed run then learns "
+        "other samples than a whole one, and ranks and loading processes may draw the same. Draw "
+        "from torch's, NumPy's or random's own functions, which outpace seeds for each sample"
+    )

@@ -1,0 +1,29 @@
+"""Says during a run when its first steps take longer than was expected of them."""
+
+from collections.abc import Sequence
+
+from outpace.records.measurement import StepRecord
+from outpace.training.accounting import OPENING_STEPS, Ledger
+from outpace.training.callbacks import Callback, tell
+
+
+class Promised(Callback):
+    """Looks once, as soon as enough steps are done; the end of the run says it in any case."""
+
+    def __init__(self, ledger: Ledger, expected_s: float, heard: Sequence[Callback]) -> None:
+        self._ledger, self._expected_s, self._heard = ledger, expected_s, heard
+        self._looked = False
+
+    def on_step(self, record: StepRecord) -> None:
+        """Look at the first steps."""
+        if self._looked or len(self._ledger.opening_s) < OPENING_STEPS:
+            return
+        self._looked = True
+        found = self._ledger.check_step_time(self._expected_s)
+        if found is not None and found.slower:
+            tell(
+                self._heard,
+                "on_hint",
+                f"{found.words}: the machine does something else now, or another plan is faster "
+                "here. Tune again: outpace tune",
+            )

@@ -1,0 +1,135 @@
+"""Finds, while training, a rank that is steadily slower than those that do the same work."""
+
+import socket
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outpace.jobs.train.context import Job
+from outpace.jobs.train.utilisation import Recording
+from outpace.probing.collectives.stragglers import Slow, slow_ranks
+from outpace.records.plan import Plan
+from outpace.records.utilisation import Load
+from outpace.training.callbacks import tell
+from outpace.training.step import RankReports
+
+# The median of so many steps is a look; so many looks are judged at once, and then forgotten. Who
+# was slow twice running is named: chance alone would name somebody in a long run.
+_STEPS, _LOOKS = 5, 8
+_MORE_CORES = 0.25  # of other programs than elsewhere
+_SLOWER_CLOCK = 0.93
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a rank, what may make it slow. `others_cores`: what other programs use of its host."""
+
+    host: str
+    processor: str
+    threads: int
+    others_cores: float | None = None
+    clock_hz: float | None = None
+
+
+class Stragglers:
+    """Of one run. Every rank hears the same, and finds the same at the same step."""
+
+    def __init__(self, job: Job, recording: Recording) -> None:
+        self._job = job
+        self._recording = recording
+        self._alike = alike(job.plan)
+        self._steps: list[tuple[float, ...]] = []
+        self._looks: list[tuple[float, ...]] = []
+        self._before: set[int] = set()
+        self._told: set[int] = set()
+
+    def after(self, heard: RankReports | None) -> None:
+        """A step is done. Collective where a straggler is found."""
+        if heard is None or not heard.busy_s or not self._alike:
+            return
+        self._steps.append(heard.busy_s)
+        if len(self._steps) < _STEPS:
+            return
+        self._looks.append(tuple(map(median, zip(*self._steps, strict=True))))
+        self._steps = []
+        if len(self._looks) < _LOOKS:
+            return
+        looks, self._looks = self._looks, []
+        now: set[int] = set()
+        for ranks in self._alike:
+            for slow in slow_ranks({rank: [look[rank] for look in looks] for rank in ranks}):
+                now.add(slow.who)
+                if slow.who in self._before - self._told:
+                    self._told.add(slow.who)
+                    self._tell(slow, ranks)
+        self._before = now
+
+    def _tell(self, slow: Slow[int], ranks: tuple[int, ...]) -> None:
+        said: list[Any] = [None] * self._job.ranks.world_size
+        group = self._job.groups.control
+        dist.all_gather_object(said, (self._facts(), self._recording.latest), group=group)
+        known = _with_loads(said)
+        others = [known[rank] for rank in ranks if rank != slow.who]
+        its = known[slow.who]
+        tell(
+            self._job.callbacks, "on_hint",
+            f"rank {slow.who} on {its.host} is a straggler: a step takes it {slow.times:.2g} times "
+            f"as long as the others, by its own work, and they wait for it. {cause(its, others)}.",
+        )  # fmt: skip
+
+    def _facts(self) -> Facts:
+        machine, device = self._job.machine, self._job.device
+        at = machine.cpu or "an unknown processor"
+        if device.type == "cuda":
+            at = machine.devices[device.index or 0].name
+        return Facts(socket.gethostname(), at, torch.get_num_threads())
+
+
+def alike(plan: Plan) -> list[tuple[int, ...]]:
+    """Ranks that do the same work: those of one pipeline stage. Servers do other work."""
+    if plan.servers:
+        return []
+    size = plan.world_size // plan.pp
+    stages = [tuple(range(stage * size, (stage + 1) * size)) for stage in range(plan.pp)]
+    return [ranks for ranks in stages if len(ranks) > 1]
+
+
+def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
+    """Each rank's facts with what was seen on its host, which one rank there has."""
+    loads = {facts.host: load for facts, load in said if load is not None}
+    found = []
+    for facts, _ in said:
+        load = loads.get(facts.host)
+        if load is None:
+            found.append(facts)
+            continue
+        host = load.host
+        busy = None if host.utilisation is None else host.utilisation * len(host.cores)
+        others = None if busy is None or host.run_cores is None else busy - host.run_cores
+        found.append(Facts(facts.host, facts.processor, facts.threads, others, host.clock_hz))
+    return found
+
+
+def cause(its: Facts, others: list[Facts]) -> str:
+    """What is likely to make it slow: in what its host differs from the others'."""
+    used = its.others_cores
+    elsewhere = [one.others_cores for one in others if one.others_cores is not None]
+    if used is not None and elsewhere and used > median(elsewhere) + _MORE_CORES:
+        return f"Other programs use {used:.1f} cores of its host: end them"
+    clocks = [one.clock_hz for one in others if one.clock_hz is not None]
+    if its.clock_hz is not None and clocks and its.clock_hz < _SLOWER_CLOCK * median(clocks):
+        return (
+            f"Its cores run at {its.clock_hz / 1e9:.2f} GHz, the others' at "
+            f"{median(clocks) / 1e9:.2f}: look at its cooling and its power settings"
+        )
+    if its.threads < min((one.threads for one in others), default=its.threads):
+        return f"It computes with {its.threads} threads, and the others with more"
+    if all(one.processor != its.processor for one in others):
+        return f"It has another processor than the others: {its.processor}"
+    return (
+        "Nothing that is seen of its host explains it: outpace doctor there, or outpace probe "
+        "--nproc, measures each part alone"
+    )

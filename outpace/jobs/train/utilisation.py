@@ -1,0 +1,77 @@
+"""Lets a run record how busy its hosts and devices are: one thread on each host."""
+
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from outpace.jobs.train.context import Job
+from outpace.probing.utilisation.recorder import LoadRecorder
+from outpace.probing.utilisation.sampler import Sampler, open_nvml
+from outpace.records.measurement import StepRecord
+from outpace.records.utilisation import Load
+from outpace.training.callbacks import Callback, tell
+from outpace.training.run_dir import UTILISATION_FOLDER
+
+
+class Recording:
+    """The recording of one run on this rank's host; the host's first rank does it for all there."""
+
+    def __init__(self, job: Job, start_step: int) -> None:
+        self._job = job
+        self._resumed = f"-from-step-{start_step}" if start_step else ""
+        self._recorder: LoadRecorder | None = None
+
+    def start(self) -> None:
+        """Begin to record. Collective."""
+        job = self._job
+        places: list[Any] = [None] * job.ranks.world_size
+        dist.all_gather_object(
+            places, (socket.gethostname(), os.getpid()), group=job.groups.control
+        )
+        hosts = list(dict.fromkeys(host for host, _ in places))
+        mine, _ = places[job.ranks.rank]
+        pids = [pid for host, pid in places if host == mine]
+        if pids[0] != os.getpid():
+            return
+        node = hosts.index(mine)
+        path = job.run_dir.path / UTILISATION_FOLDER / f"host-{node}{self._resumed}.json"
+        self._recorder = LoadRecorder(Sampler(pids, nvml=open_nvml(), node=node), path)
+        job.callbacks.append(_Curves(job, self._recorder))
+        self._recorder.start()
+
+    @property
+    def latest(self) -> Load | None:
+        """What this rank's host did of late; None on all but its first rank."""
+        return None if self._recorder is None else self._recorder.latest
+
+    def close(self) -> None:
+        """Write what was recorded, however the run ended."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def averages(self) -> tuple[Load, ...]:
+        """Of each host over the run, on all ranks. Collective; after `close`."""
+        found = self._recorder.series if self._recorder is not None else None
+        said: list[Any] = [None] * self._job.ranks.world_size
+        dist.all_gather_object(
+            said, None if found is None else found.average(), group=self._job.groups.control
+        )
+        return tuple(load for load in said if load is not None)
+
+
+class _Curves(Callback):
+    """Passes new loads on with the step they belong to, in the thread that trains."""
+
+    def __init__(self, job: Job, recorder: LoadRecorder) -> None:
+        self._job = job
+        self._recorder = recorder
+        self._told: Load | None = None
+
+    def on_step(self, record: StepRecord) -> None:
+        """Tell of a load that is new."""
+        load = self._recorder.latest
+        if load is not None and load is not self._told:
+            self._told = load
+            tell(self._job.callbacks, "on_load", load, record.step)

@@ -1,0 +1,140 @@
+"""Ranks forked from their launcher, which has imported what all of them need.
+
+A rank that is started as a command imports torch by itself, and so do all others beside it: a
+second for each core of a host. Forked they begin with it, and share its memory. Only where no
+accelerator is used, whose libraries do not survive a fork, and on Linux.
+"""
+
+import atexit
+import ctypes
+import gc
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from outpace.records.ranks import RANK_NAME
+
+_NAP_S = 0.02
+_SET_NAME = 15  # prctl's PR_SET_NAME
+
+Begin = Callable[[], NoReturn]
+
+
+def can_fork(device: str) -> bool:
+    """Whether ranks that compute on `device` ("auto": what torch finds) may be forked."""
+    import torch
+
+    built_for = torch.accelerator.current_accelerator()  # asks no driver
+    return sys.platform == "linux" and (device == "cpu" or built_for is None)
+
+
+def name_rank(rank: int) -> None:
+    """Let this process be known as a rank, in `top` and to `outpace watch`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
+
+
+@contextmanager
+def fork_ranks(begin: Begin) -> Iterator[None]:
+    """Have torch's launcher fork each rank, which runs `begin`, instead of starting a command.
+
+    Restarted ranks, too. It has no public API for it.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    api: Any = import_module("torch.distributed.elastic.multiprocessing.api")
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            return Fork(begin, env)
+
+    before, frozen = api.get_subprocess_handler, gc.get_freeze_count()
+    api.get_subprocess_handler = Handler
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = before
+        if not frozen:
+            gc.unfreeze()
+
+
+class Fork:
+    """A forked process, as torch's launcher uses subprocess.Popen."""
+
+    def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # a collection would write to shared pages, and may end what a fork has not
+        self.returncode: int | None = None
+        # A signal between fork and the end of ours would be handled as the launcher does.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():  # torch's store has a thread, which waits
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+            if self.pid == 0:
+                _run_fork(begin, environ, held)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code. Raises TimeoutExpired."""
+        end_s = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(_NAP_S)
+        return code
+
+
+def _run_fork(
+    begin: Begin, environ: Mapping[str, str], held: set[int | signal.Signals]
+) -> NoReturn:
+    """Run `begin` in the fork, after letting go of the launcher's things."""
+    try:
+        os.setsid()
+        _forget_handlers()
+        _close_sockets()
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(environ)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        begin()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _forget_handlers() -> None:
+    """Signals mean what they do to a process that has just been started."""
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            signal.signal(signum, default)
+
+
+def _close_sockets() -> None:
+    """The launcher's: whoever waits for one of them to close would wait for this process, too."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():
+                os.close(int(path.name))

@@ -1,0 +1,132 @@
+"""Variables by which launchers tell a process its rank, read from a mapping that is given."""
+
+import socket
+from collections.abc import Mapping
+
+from outpace.launch import slurm_env
+from outpace.launch.launchers import HYDRA, LAUNCHERS, PMI, RANK_ALONE, Launcher
+from outpace.records.errors import BadInputError
+from outpace.records.ranks import Ranks
+
+_LAST_PORT = 65535
+
+_SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
+    """The ranks that torchrun, or a launcher like it, an MPI, horovodrun or srun has set.
+
+    None outside of one. Raises BadInputError when they contradict each other, are no numbers, or
+    leave open which processes share a host or where they meet.
+    """
+    for launcher in LAUNCHERS:
+        if environ.get(launcher.rank) or environ.get(launcher.world_size):
+            return _read(launcher, environ)
+    of_pmi = environ.get("PMI_SIZE", "1") != "1"
+    if of_pmi and environ.get(HYDRA.local_world_size):  # which srun may have started, host by host
+        return _read(HYDRA, environ)
+    if environ.get("SLURM_STEP_NUM_TASKS"):  # srun has PMI's variables as well
+        of_srun = slurm_env.variables(environ)
+        return _read(_SRUN, of_srun) if of_srun else None
+    if of_pmi:
+        return _read(PMI, environ)
+    _require_alone(environ)
+    return None
+
+
+def _require_alone(environ: Mapping[str, str]) -> None:
+    """Refuse a process that is one of several, of which nobody says how many there are."""
+    for name in RANK_ALONE:
+        if environ.get(name, "0") != "0":
+            raise BadInputError(
+                f"environment: {name} = {environ[name]!r}: this is one of several processes, and "
+                "each would train by itself. Let your launcher start `torchrun` once on each host, "
+                "or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT for each process."
+            )
+
+
+def init_method(environ: Mapping[str, str]) -> str:
+    """Return where the processes find each other, as torch.distributed's `init_method`."""
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return "env://"
+    of_srun = slurm_env.variables(environ)
+    return f"tcp://{of_srun['MASTER_ADDR']}:{of_srun['MASTER_PORT']}" if of_srun else "env://"
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
+    numbers = {name: _number(name, environ[name]) for name in launcher.names if environ.get(name)}
+    for needed in (launcher.rank, launcher.world_size):
+        if needed not in numbers:
+            raise BadInputError(
+                f"the environment has {' and '.join(sorted(numbers))} but not {needed}. "
+                f"{launcher.name} sets both {launcher.rank} and {launcher.world_size}; unset them "
+                "to train on one process."
+            )
+    world_size = numbers[launcher.world_size]
+    if world_size == 1:  # alone on its host, too
+        numbers = {launcher.local_rank: 0, launcher.local_world_size: 1, **numbers}
+    missing = [name for name in launcher.names if name not in numbers]
+    if missing:
+        raise BadInputError(
+            f"the environment has {launcher.rank} and {launcher.world_size} but not "
+            f"{' and '.join(missing)}, so it is open which of the {world_size} processes share a "
+            f"host. Start with torchrun, or set {launcher.local_rank} to the process's number on "
+            f"its host and {launcher.local_world_size} to how many there are."
+        )
+    if world_size > 1:
+        _require_master_address(launcher, environ)  # srun's always has one
+    rank, _, local_rank, local_world_size = (numbers[name] for name in launcher.names)
+    return Ranks.parse(
+        {
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": local_rank,
+            "local_world_size": local_world_size,
+        },
+        f"environment ({launcher.rank}, {launcher.world_size}, …)",
+    )
+
+
+def _require_master_address(launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Require the address at which torch.distributed finds the other processes."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if not missing:
+        require_port(environ["MASTER_PORT"])
+        return
+    how = "as torchrun does"
+    if launcher.name == "Open MPI":
+        how = "with mpirun -x MASTER_ADDR=… -x MASTER_PORT=29500 …"
+    elif launcher in (HYDRA, PMI):
+        how = "with mpiexec -genv MASTER_ADDR … -genv MASTER_PORT 29500 …, or exported before it"
+    elif launcher.name == "horovodrun":
+        how = "before horovodrun, which passes them on"
+    raise BadInputError(
+        f"the environment has {launcher.rank} but not {' and '.join(missing)}, so the processes "
+        f"cannot find each other. Set both, to the host of rank 0 and a free port there, {how}."
+    )
+
+
+def require_port(text: str) -> None:
+    """Raises BadInputError for a MASTER_PORT that is none."""
+    port = _number("MASTER_PORT", text)
+    if not 1 <= port <= _LAST_PORT:
+        raise BadInputError(
+            f"environment: MASTER_PORT = {text!r} is no port: those go from 1 to {_LAST_PORT}. Set "
+            "it to one that is free on rank 0's host, the same on all ranks."
+        )
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadInputError(f"environment: {name} = {text!r} is not a whole number") from None

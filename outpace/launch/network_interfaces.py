@@ -1,0 +1,103 @@
+"""The interface on which ranks listen for each other, and no other.
+
+gloo and NCCL take its name from the environment. Left alone, gloo listens where this host's own
+name leads: for most hosts an address that others reach.
+"""
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+from outpace.records.errors import BadInputError
+
+LOOPBACK = "127.0.0.1"
+# NCCL takes a name for the beginning of one, but after an equals sign.
+_TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+
+
+def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which gloo and NCCL use this address's interface, unless set already."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
+    return {}
+
+
+def require_interfaces(environ: Mapping[str, str]) -> None:
+    """Raises BadInputError where GLOO_SOCKET_IFNAME names an interface that this host lacks."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "")
+    there = psutil.net_if_addrs()
+    lacking = [name for name in named.split(",") if name not in there]
+    if len(named) > 1 and lacking:  # gloo passes over one letter
+        raise BadInputError(
+            f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network interface "
+            f"{lacking[0]!r}: it has {', '.join(sorted(there))}. gloo takes whole names, and not "
+            "NCCL's patterns (^lo, =eth0). Name the one that leads to the other ranks, or unset it."
+        )
+
+
+def require_address(address: str) -> None:
+    """Raises BadInputError where no interface of this host has an address that ranks need."""
+    there = psutil.net_if_addrs()
+    if not any(one.address == address for found in there.values() for one in found):
+        raise BadInputError(
+            f"this host has no network interface with the address {address}, at which ranks on it "
+            f"meet (it has {', '.join(sorted(there)) or 'none'}). In a network namespace of its "
+            "own, as of `unshare --net` and many sandboxes, the loopback is down at first: `ip "
+            "link set lo up`, as root there, or start outside of it."
+        )
+
+
+@contextmanager
+def use_interface(address: str) -> Iterator[frozenset[str]]:
+    """Make groups on this address's interface meanwhile; yield the variables set for that.
+
+    Raises BadInputError where there is no such interface.
+    """
+    require_address(address)
+    own = variables_for(address, os.environ)
+    os.environ.update(own)
+    try:
+        yield frozenset(own)
+    finally:
+        for variable in own:
+            os.environ.pop(variable, None)
+
+
+def listen(host: str, port: int, apart: bool) -> socket.socket | None:
+    """Return a socket bound to the address of `host`, which is this one, as other ranks find it.
+
+    None where that is open: `apart` are ranks of other hosts, who may find another address by this
+    name, or by a name that is loopback here. Raises OSError where the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    places = sorted({(entry[0], entry[4]) for entry in found}, key=lambda place: -place[0])
+    if apart and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
+        return None
+    # torch's clients try IPv6 first, and go on to IPv4 only where there is no such address.
+    for family, place in places:
+        try:
+            return _bind(family, place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return None
+
+
+def _bind(family: int, place: tuple[object, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(place)
+    except OSError:
+        made.close()
+        raise
+    return made

@@ -1,0 +1,181 @@
+"""Asks hosts, before a training is started on them, whether it can be.
+
+Nothing that the user typed is put into a remote command line: it goes through standard input.
+"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.launch.network_interfaces import LOOPBACK
+from outpace.launch.ssh_agent import MARK
+from outpace.records.errors import BadInputError
+from outpace.records.hosts import Host, HostFacts, HostQuery
+from outpace.records.interpreter import PYTHON
+from outpace.training.run_dir import TOKEN_PREFIX
+
+_SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
+        "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
+        "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
+_ANSWER_S = 90  # imports torch
+_CLOCK_S = 5.0
+# What must be the same everywhere, for ranks to talk to each other and to compute the same.
+_SAME = ("python", "outpace", "torch")
+
+
+@dataclass(frozen=True)
+class HostCheck:
+    """Check of a host: its facts, or in `away` why there are none.
+
+    `against`: what of the facts stands against a training there.
+    """
+
+    host: Host
+    facts: HostFacts | None
+    unreachable: str = ""
+    obstacles: tuple[str, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether ranks can run there."""
+        return self.facts is not None and not self.obstacles
+
+    @property
+    def problems(self) -> list[str]:
+        """Problems of the host, for the user."""
+        return [f"{self.host.name}: {one}" for one in (*self.obstacles, self.unreachable) if one]
+
+
+def check_hosts(
+    hosts: Sequence[Host], question: HostQuery, out: Path, like: HostCheck | None = None
+) -> list[HostCheck]:
+    """Check each host by the question, and whether it sees the folder of `out`.
+
+    What must be the same is compared with `like`, or the first that answers. Raises BadInputError
+    where nothing can be written there.
+    """
+    with _token(out) as token:
+        asked = question.model_copy(update={"seen": (*question.seen, str(token))})
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            answers = list(pool.map(lambda host: _ask(host, asked), hosts))
+    found = []
+    first = None if like is None or like.facts is None else (like.host, like.facts)
+    for host, (answer, between) in zip(hosts, answers, strict=True):
+        if isinstance(answer, str):
+            found.append(HostCheck(host, None, unreachable=answer))
+            continue
+        first = first or (host, answer)
+        against = tuple(_find_obstacles(answer, first, between, {str(token): out}))
+        found.append(HostCheck(host, answer, obstacles=against))
+    return found
+
+
+@contextmanager
+def _token(out: Path) -> Iterator[Path]:
+    """A file in this folder, or where it will be, to be seen by all who share it; it is removed.
+
+    A run takes an empty folder for its own while hosts that are away are asked: it passes over it.
+    """
+    places = (out.absolute(), *out.absolute().parents)
+    try:  # also to look: the disk may be gone
+        token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
+        token.write_text("seen?")
+    except OSError as error:
+        raise BadInputError(
+            f"--out {out}: nothing can be written there: {error.strerror}"
+        ) from None
+    try:
+        yield token
+    finally:
+        with suppress(OSError):
+            token.unlink()
+
+
+def _find_obstacles(
+    answer: HostFacts,
+    first: tuple[Host, HostFacts],
+    between: tuple[float, float],
+    tokens: dict[str, Path],
+) -> Iterator[str]:
+    """Yield what stands against a training on a host. `tokens`: files that stand for folders."""
+    for name in _SAME:
+        its, other = answer.versions.get(name), first[1].versions.get(name)
+        if its != other:
+            yield f"it has {name} {its}, and {first[0].name} has {other}; install the same"
+    off = max(between[0] - answer.time_s, answer.time_s - between[1])
+    if off > _CLOCK_S:
+        yield f"its clock is {off:.0f} s off; set it by NTP"
+    if answer.left:
+        yield f"ranks of an earlier start are still there (process {answer.left[0]})"
+    for path in answer.unseen:
+        if path in tokens:
+            yield (
+                f"it does not see {tokens[path]}, where the run is to be kept. Name a folder that "
+                "all hosts share with --out"
+            )
+        else:
+            yield f"there is no {path}"
+
+
+def _ask(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
+    """A host's answer or why there is none; times between which it was given."""
+    began_s = time.time()
+    try:
+        done = subprocess.run(
+            remote(host, Path(question.folder), "check"), input=question.model_dump_json() + "\n",
+            capture_output=True, text=True, errors="replace", env=local_environment(),
+            timeout=_ANSWER_S, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return "there is no ssh on this host to reach it with", (began_s, began_s)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_ANSWER_S} s", (began_s, began_s)
+    found = read_marked(done.stdout)
+    if done.returncode == 0 and found is not None:
+        with suppress(BadInputError):
+            return HostFacts.parse(found, host.name), (began_s, time.time())
+        return "it has another version of outpace; install the same", (began_s, began_s)
+    said = next(iter(reversed(done.stderr.strip().splitlines())), "it said nothing")
+    why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
+    return f"{why}: {said}", (began_s, began_s)
+
+
+def remote(host: Host, folder: Path, what: str) -> list[str]:
+    """The command that starts the agent on a host; this one needs no ssh."""
+    words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
+    if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
+        return words
+    found = os.environ.get("PYTHONPATH")  # where outpace may be, and is in the same place there
+    if found:
+        words = ["env", f"PYTHONPATH={found}", *words]
+    return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
+
+
+def local_environment() -> dict[str, str]:
+    """Return this process's environment, except where the user came from by ssh."""
+    return {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
+
+
+def read_marked(output: str) -> dict[str, Any] | None:
+    """Return what an agent said last: a login may print what it likes before."""
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    with suppress(ValueError, IndexError):
+        found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+        return found
+    return None
+
+
+def addresses(facts: Sequence[HostFacts]) -> list[str]:
+    """Return the addresses by which hosts reach each other."""
+    asking = next((one.asked_from for one in facts if one.asked_from), None)
+    return [one.address or asking or LOOPBACK for one in facts]

@@ -1,0 +1,129 @@
+"""Rendezvous of a job's ranks: torch's store, on one address of the first host.
+
+Left alone, torch's store listens on every interface, whichever address it is given.
+"""
+
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+
+from outpace.launch.network_interfaces import listen
+
+NAME = "outpace"  # among the ways to meet that torch's elastic launcher knows
+_CONNECT = timedelta(seconds=60)
+_JOIN_S = 600.0
+_LOOK_AGAIN_S = 0.05
+
+
+def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
+    """A store that others reach at `host`, listening on a socket that it takes over."""
+    port = bound.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout,
+        multi_tenant=True, master_listen_fd=bound.detach(),
+    )  # fmt: skip
+
+
+class StaticRendezvousHandler(RendezvousHandler):
+    """Hosts that know how many they are, and each its place: none joins later or comes back.
+
+    The first has the store, which ranks use too.
+    """
+
+    def __init__(self, place: int, hosts: int, endpoint: str, run_id: str) -> None:
+        self._place, self._hosts, self._run_id = place, hosts, run_id
+        host, _, port = endpoint.rpartition(":")
+        self._host, self._port = host.removeprefix("[").removesuffix("]"), int(port)
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Return the name by which the launcher knows it."""
+        return NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use the same store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet. Raises RendezvousError where that cannot be, or not all have come in time."""
+        self._store = self._open()
+        store = PrefixStore(self._run_id, self._store)
+        self._await_all(store)
+        known = RendezvousStoreInfo(self._host, self._store.port)
+        return RendezvousInfo(store, self._place, self._hosts, known)
+
+    def _open(self) -> TCPStore:
+        if self._place > 0:
+            try:
+                return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
+            except DistError:
+                raise RendezvousConnectionError(
+                    f"{self._host}, port {self._port}, where all meet, is not reached from here "
+                    f"within {_CONNECT.total_seconds():.0f} s: a firewall may be between"
+                ) from None
+        try:
+            bound = listen(self._host, self._port, apart=False)
+        except OSError as error:
+            raise RendezvousConnectionError(f"{self._format_failure()}: {error.strerror}") from None
+        if bound is None:
+            raise RendezvousConnectionError(
+                f"{self._format_failure()}: it is no address of this host, though others know it "
+                "by that. Start from a host that all others reach directly"
+            )
+        return store_on(bound, self._host, _CONNECT)
+
+    def _format_failure(self) -> str:
+        return f"cannot listen on {self._host}, port {self._port}"
+
+    def _await_all(self, store: Store) -> None:
+        """Poll until all hosts are there: a signal is not handled while torch waits."""
+        store.add("hosts", 1)
+        late_s = time.monotonic() + _JOIN_S
+        while (come := store.add("hosts", 0)) < self._hosts:
+            if time.monotonic() > late_s:
+                raise RendezvousTimeoutError(f"{come} of {self._hosts} hosts came in {_JOIN_S} s")
+            time.sleep(_LOOK_AGAIN_S)
+
+    def is_closed(self) -> bool:
+        """Never: nobody is let in later."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """None."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the run's ID as it was given."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """The store ends with its last user."""
+        self._store = None
+        return True
+
+
+def _make_handler(asked: RendezvousParameters) -> RendezvousHandler:
+    return StaticRendezvousHandler(
+        asked.get("place"), asked.max_nodes, asked.endpoint, asked.run_id
+    )
+
+
+def register() -> None:
+    """Make it known to torch's elastic launcher, by NAME."""
+    rendezvous_handler_registry.register(NAME, _make_handler)

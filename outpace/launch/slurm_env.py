@@ -1,0 +1,100 @@
+"""Variables that SLURM's srun sets for each of its tasks, in torchrun's words.
+
+The names are those of "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script has some of them,
+too, and is no rank: only what srun starts has those of a step.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from outpace.launch.host_list import expand
+from outpace.records.errors import BadInputError
+
+# Below what systems give out by themselves (from 32768), above what services use.
+_PORTS = range(15000, 30000)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
+_WITH_VALUE = ("--rcfile", "--init-file")  # bash(1)
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE and so on of a task; empty outside of a step of several tasks.
+
+    Empty also in a shell that has a terminal of srun's, where `--nproc` starts ranks. Raises
+    BadInputError where srun has left something out.
+    """
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
+        return {}
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE",
+              "SLURM_STEP_NODELIST", "SLURM_JOB_ID")  # fmt: skip
+    missing = [name for name in needed if not environ.get(name)]
+    if missing:
+        raise BadInputError(
+            f"the environment has SLURM_STEP_NUM_TASKS but not {' and '.join(missing)}. srun sets "
+            "all of them; unset SLURM_STEP_NUM_TASKS to train on one process."
+        )
+    counts = list(_counts(environ["SLURM_STEP_TASKS_PER_NODE"]))
+    node = environ["SLURM_NODEID"]
+    if not node.isdigit() or int(node) >= len(counts):
+        raise BadInputError(
+            f"environment: SLURM_NODEID = {node!r} is not one of the {len(counts)} nodes of "
+            f"SLURM_STEP_TASKS_PER_NODE = {environ['SLURM_STEP_TASKS_PER_NODE']!r}"
+        )
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(counts[int(node)]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or next(expand(environ["SLURM_STEP_NODELIST"])),
+        "MASTER_PORT": environ.get("MASTER_PORT") or _port(environ),
+    }
+
+
+def _in_shell(environ: Mapping[str, str]) -> bool:
+    """Whether the user types into the shell that srun has started as this task.
+
+    `srun --pty -n 4 bash` gives task 0 the terminal, and nobody types into the other three shells.
+    One that runs a script does so in every task.
+    """
+    if not environ.get("SLURM_PTY_PORT"):
+        return False
+    try:
+        text = Path("/proc", environ["SLURM_TASK_PID"], "cmdline").read_text(errors="replace")
+    except (KeyError, OSError, ValueError):
+        return False
+    name, *words = text.split("\0")[:-1] or [""]
+    if name.rpartition("/")[2].removeprefix("-") not in _SHELLS:
+        return False
+    while words:
+        word = words.pop(0)
+        if word in _WITH_VALUE:
+            del words[:1]
+        elif not word.startswith("-") or (not word.startswith("--") and "c" in word):
+            return False  # a script, or a command
+    return True
+
+
+def _counts(text: str) -> Iterator[int]:
+    """Expand counts: of '4(x2),3' yield 4, 4, 3."""
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        if found is None:
+            raise BadInputError(
+                f"environment: SLURM_STEP_TASKS_PER_NODE = {text!r} is not of the form 4(x2),3"
+            )
+        yield from [int(found[1])] * int(found[2] or 1)
+
+
+def _port(environ: Mapping[str, str]) -> str:
+    """One that srun has reserved (--resv-ports), else one that follows from job and step."""
+    reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved is not None:
+        return reserved[0]
+    job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
+    if not (job.isdigit() and step.isdigit()):
+        raise BadInputError(
+            f"environment: SLURM_JOB_ID = {job!r} and SLURM_STEP_ID = {step!r} are no numbers; "
+            "set MASTER_PORT to a free port of the first node"
+        )
+    return str(_PORTS[(7 * int(job) + int(step)) % len(_PORTS)])

@@ -1,0 +1,403 @@
+"""Trains on several hosts from one: over ssh, with torch's elastic agent on each of them.
+
+A training goes in rounds: each is one start on the hosts that are ready, and resumes from the last
+checkpoint of the one before. A rank or host that is lost ends a round, and so does one that comes
+back.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from outpace.launch import preflight
+from outpace.launch.local import (
+    RANK_PREFIX,
+    RUN_ID_PREFIX,
+    SAME_SIGNAL_S,
+    RankReport,
+    RanksEnd,
+    WorkerError,
+    conclude,
+    signals_to,
+)
+from outpace.launch.preflight import HostCheck
+from outpace.launch.restarts import Restarts
+from outpace.launch.ssh_agent import MARK, SILENCE_S
+from outpace.probing.hardware.versions import variables
+from outpace.records.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInputError
+from outpace.records.hosts import Elastic, Host, HostCommand, HostFacts, HostQuery
+from outpace.records.run import resume_command
+
+_OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
+        "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
+# After the first host has ended in failure, the others have so long to find out by themselves.
+_LEFT_S = 30.0
+_LOOK_OUT_S = 30.0  # between looks at hosts that are away
+_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # where too few are left
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training to start on hosts.
+
+    `command`: of a rank; `again`: of one that resumes the run. `paths` must be there on all
+    hosts; `out` is where the run lies, in a folder that they share. `rounds` are the names of those
+    there were, with the one that runs.
+    """
+
+    command: list[str]
+    again: list[str]
+    paths: Sequence[str]
+    out: Path
+    elastic: Elastic
+    folder: Path = field(default_factory=Path.cwd)
+    rounds: tuple[str, ...] = ()
+
+    def check(
+        self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
+    ) -> list[HostCheck]:
+        """Check the hosts; ranks of the last round are no earlier ones `during` it."""
+        rounds = self.rounds[:-1] if during else self.rounds
+        question = HostQuery(
+            folder=str(self.folder),
+            seen=tuple(self.paths),
+            earlier=tuple(f"{RUN_ID_PREFIX}{name}" for name in rounds),
+        )
+        return preflight.check_hosts(hosts, question, self.out, like)
+
+
+def start(hosts: Sequence[Host], training: Training) -> None:
+    """Train on the hosts, to the end.
+
+    Raises BadInputError for what stands against it, WorkerError with what the rank that failed
+    first said.
+    """
+    elastic = training.elastic
+    answers = training.check(hosts)
+    _require_start(answers, elastic)
+    kept = Path("runs") / f"output-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    _make(kept)
+    restarts, most = Restarts(elastic.max_restarts, training.out, _say), len(hosts)
+    while True:
+        training = replace(training, rounds=(*training.rounds, uuid.uuid4().hex))
+        using = [one for one in answers if one.ready][: min(most, elastic.max_nodes)]
+        away = [one.host for one in answers if not one.ready]
+        _say(f"{_format_hosts(using, hosts)}; what each rank writes is in {kept}")
+        try:
+            back = _round(using, away, training, kept)
+        except WorkerError as error:
+            unfit = len(training.rounds) > 1 and error.exit_code == EXIT_BAD_INPUT
+            if unfit and elastic.min_nodes < len(using) < len(hosts):
+                most = len(using) - 1
+                _say(f"{error} Trying it with {most} of the hosts")
+            else:
+                restarts.count(error)
+        else:
+            if back is None:
+                return
+            most = len(hosts)
+            _say(f"{back} is back, and is taken in")
+        answers = _wait_for_hosts(hosts, training, using[0])
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise BadInputError(
+            f"what ranks write is kept in {folder}, and that cannot be made in {Path.cwd()}: "
+            f"{error.strerror}. Start from a folder of your own"
+        ) from None
+
+
+def _say(sentence: str) -> None:
+    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
+
+
+def _format_hosts(using: Sequence[HostCheck], hosts: Sequence[Host]) -> str:
+    names = ", ".join(one.host.name for one in using)
+    return (
+        f"{len(using)} hosts answer"
+        if len(using) == len(hosts)
+        else f"on {names} of {len(hosts)} hosts"
+    )
+
+
+def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
+    """Raises BadInputError unless all are ready, or some are away and as many as needed are."""
+    problems = [one for answer in answers for one in answer.problems]
+    wrong = any(answer.obstacles for answer in answers)
+    ready = sum(answer.ready for answer in answers)
+    if problems and (wrong or ready < elastic.min_nodes):
+        raise BadInputError(
+            "the hosts are not ready, and nothing was started:\n  " + "\n  ".join(problems)
+        )
+    for problem in problems:
+        _say(f"{problem}. Beginning without it")
+
+
+def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) -> list[HostCheck]:
+    """Check until enough hosts are ready. Raises WorkerError if they do not become so."""
+    until_s, waited = time.monotonic() + _PATIENCE_S, False
+    while True:
+        try:
+            answers = training.check(hosts, like)
+            problems = "\n  ".join(one for answer in answers for one in answer.problems)
+        except BadInputError as error:  # the disk may have been the lost host's
+            answers, problems = [], str(error)
+        ready = sum(one.ready for one in answers)
+        if ready >= training.elastic.min_nodes:
+            return answers
+        few = f"{ready} of {len(hosts)} hosts are ready, and --min-nodes is "
+        few += f"{training.elastic.min_nodes}:\n  {problems}"
+        if time.monotonic() > until_s:
+            raise WorkerError(f"{few}\nResume with: {resume_command(training.out)}", 1)
+        if not waited:
+            _say(f"waiting for hosts: {few}")
+        waited = True
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _round(
+    using: Sequence[HostCheck], away: Sequence[Host], training: Training, kept: Path
+) -> str | None:
+    """Start it on these hosts, and wait for its end.
+
+    Returns the name of a host that was away and is back, for which the ranks have saved and ended.
+    """
+    parts = _parts(using, training, kept)
+    asked = _Asked(parts)
+
+    def pass_on(signum: int, received: list[int]) -> None:
+        asked.end(signal.Signals(signum), again=len(received) > 1)
+
+    wanted = away if len(using) < training.elastic.max_nodes else ()
+    with (
+        signals_to(pass_on) as signals,
+        _watch_for_return(wanted, training, using[0], asked) as back,
+    ):
+        _wait(parts)
+    try:
+        _conclude(parts, signals)
+    except WorkerError as error:
+        # Ranks that were still starting have nothing to save.
+        ended = error.lost or error.exit_code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM)
+        if back and not signals and ended:
+            return back[0]
+        raise
+    return None
+
+
+@dataclass
+class _Asked:
+    """Whether the ranks of these hosts have been asked to end: a second time ends them at once."""
+
+    parts: "Sequence[_Part]"
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, signum: signal.Signals, again: bool = False) -> bool:
+        """Ask, unless it was done before; whether it was done now."""
+        if self.over.is_set() and not again:
+            return False
+        self.over.set()
+        for part in self.parts:
+            part.say(signum.name)
+        return True
+
+
+def _parts(using: Sequence[HostCheck], training: Training, kept: Path) -> "list[_Part]":
+    facts: list[HostFacts] = [one.facts for one in using if one.facts is not None]
+    at = preflight.addresses(facts)
+    first = f"[{at[0]}]" if ":" in at[0] else at[0]
+    endpoint = f"{first}:{facts[0].port}"
+    command = training.command if len(training.rounds) == 1 else training.again
+    return [
+        _Part(one.host, HostCommand(
+            folder=str(training.folder), command=tuple(command), slots=one.host.slots,
+            nodes=len(using), node=place, endpoint=endpoint, run_id=training.rounds[-1],
+            address=at[place], environment=_passed_variables(),
+        ), kept)
+        for place, one in enumerate(using)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _watch_for_return(
+    away: Sequence[Host], training: Training, like: HostCheck, asked: _Asked
+) -> Iterator[list[str]]:
+    """Ask the ranks to save and end when one of these hosts is ready again; yields its name."""
+    back: list[str] = []
+    said: set[str] = set()
+
+    def look() -> None:
+        while not asked.over.wait(_LOOK_OUT_S):
+            with suppress(BadInputError):  # the run's disk is not there: not a time to begin anew
+                answers = training.check(away, like, during=True)
+                unfit = {problem for one in answers if one.obstacles for problem in one.problems}
+                for problem in sorted(unfit - said):
+                    _say(f"{problem}. It is back, and is not taken in like this")
+                said.update(unfit)
+                ready = [one.host.name for one in answers if one.ready]
+                if ready and asked.end(signal.SIGTERM):
+                    back.append(ready[0])
+
+    looking = threading.Thread(target=look, name="hosts away", daemon=True)
+    if away:
+        looking.start()
+    yield back
+    asked.over.set()
+
+
+def _passed_variables() -> dict[str, str]:
+    """Variables that change how something computes, but for what each host has of its own."""
+    return {name: value for name, value in variables(os.environ).items() if name not in _OWN}
+
+
+@dataclass
+class _Part:
+    """A host's part that runs. `ended`: what its agent said at the end."""
+
+    host: Host
+    work: HostCommand
+    kept: Path
+    ended: dict[str, Any] | None = None
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.process = subprocess.Popen(
+            preflight.remote(self.host, Path(self.work.folder), "run"), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True, env=preflight.local_environment(),
+        )  # fmt: skip
+        self.say(self.work.model_dump_json())
+        outputs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self.readers = [
+            threading.Thread(target=self._read, args=pair, daemon=True) for pair in outputs
+        ]
+        for reader in self.readers:
+            reader.start()
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Close its input, which every listener there takes for the end."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over, and not well."""
+        if self.process.poll() is None:
+            return False
+        for reader in self.readers:
+            reader.join()
+        return self.ended is None or bool(self.ended["error"] or self.ended["failures"])
+
+    def _read(self, lines: IO[str], shown: IO[str]) -> None:
+        for line in lines:
+            if line.startswith(MARK):
+                self.ended = preflight.read_marked(line)
+            elif line != "\n":
+                with suppress(OSError, ValueError):  # nobody reads it any more, or the disk is full
+                    self._pass_on(line, shown)
+
+    def _pass_on(self, line: str, shown: IO[str]) -> None:
+        """Keep what a rank or its agent writes, and show it."""
+        rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
+        if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
+            self.errors.append(line.rstrip())
+            self._keep(f"host-{self.work.node}", line)
+            return
+        if rank == "0":  # as if it were here: tables, and --json's document
+            shown.write(rest)
+        else:
+            sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
+        shown.flush()
+        self._keep(f"rank-{rank}", rest)  # last: the disk may be full
+
+    def _keep(self, name: str, line: str) -> None:
+        with (self.kept / f"{name}.txt").open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _wait(parts: Sequence[_Part]) -> None:
+    """Wait until all have ended; end those that are left long after one has failed.
+
+    They cannot save any more: a step needs all ranks.
+    """
+    failed_s, said_s = None, time.monotonic()
+    while any(part.process.poll() is None for part in parts):
+        time.sleep(0.05)
+        if time.monotonic() - said_s > SILENCE_S / 12:
+            said_s = time.monotonic()
+            for part in parts:
+                part.say("")
+        if failed_s is None and any(part.failed for part in parts):
+            failed_s = time.monotonic()
+        if failed_s is not None and time.monotonic() - failed_s > _LEFT_S:
+            failed_s = float("inf")
+            _end(parts)
+    for part in parts:
+        for reader in part.readers:
+            reader.join()
+
+
+def _end(parts: Sequence[_Part]) -> None:
+    """End all at once, with a second signal that is not waited for."""
+    for part in parts:
+        part.say(signal.SIGTERM.name)
+    time.sleep(2 * SAME_SIGNAL_S)
+    for part in parts:
+        part.say(signal.SIGTERM.name)
+
+
+def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
+    """Raise the WorkerError that says why it ended, if it did not end well."""
+    lost = [part for part in parts if part.ended is None]
+    if lost and not signals:
+        said = lost[0].errors[-1] if lost[0].errors else "it said nothing"
+        raise WorkerError(
+            f"{lost[0].host.name} was lost: {said}. The ranks of the other hosts were ended", 1,
+            lost=True,
+        )  # fmt: skip
+    failures: dict[int, int] = {}
+    reports: list[RankReport] = []
+    names: dict[int, str] = {}
+    errors: list[tuple[bool, str]] = []
+    for part in parts:
+        if part.ended is None:
+            continue
+        # What we have ended at once ourselves is not what went wrong.
+        ours = len(part.ended["signals"]) > 1
+        its = {
+            int(rank): code
+            for rank, code in part.ended["failures"].items()
+            if not (ours and code == -signal.SIGKILL)
+        }
+        said_by = [RankReport(**one) for one in part.ended["reports"]]
+        names |= dict.fromkeys([*its, *(one.rank for one in said_by)], part.host.name)
+        failures |= its
+        reports += said_by
+        if part.ended["error"]:
+            told = bool(part.ended["signals"])
+            errors.append((told, f"{part.host.name}: {part.ended['error']}"))
+    conclude(RanksEnd(failures, reports, signals, names))
+    if signals and (lost or errors):
+        name = signal.Signals(signals[0]).name
+        raise WorkerError(f"stopped by {name} before training began", 128 + signals[0])
+    if errors:  # who was told to end is not to blame
+        raise WorkerError(min(errors, key=lambda error: error[0])[1], 1, lost=True)

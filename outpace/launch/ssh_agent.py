@@ -1,0 +1,146 @@
+"""A host's part of a training on several, started there over ssh by `launch.ssh`.
+
+    python -m outpace.launch.ssh_agent check  a Question on standard input, Facts on standard output
+    python -m outpace.launch.ssh_agent run    Work on standard input; starts its ranks
+
+While ranks run, each further line of the input names a signal to pass on to them, or nothing: that
+says that whoever started this is there. Where the input ends, or nothing comes for SILENCE_S, the
+ranks are asked to end, as by SIGTERM. The last line of the output, after MARK, says how they ended.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+import psutil
+
+from outpace.launch.launcher_env import free_port
+from outpace.launch.network_interfaces import variables_for
+from outpace.probing.hardware.versions import versions
+from outpace.records.errors import OutpaceError
+from outpace.records.hosts import HostCommand, HostFacts, HostQuery
+
+MARK = "outpace-agent: "
+SILENCE_S = 60.0  # of a host that is lost no end of the input is seen
+_AT_ONCE_S = 15.0  # in which a second signal ends them
+_GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
+
+
+def main(argv: list[str]) -> int:
+    """Do what is asked; returns 0 where an answer was given."""
+    line = sys.stdin.readline()
+    if argv == ["check"]:
+        print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())
+    else:
+        run(HostCommand.parse(json.loads(line), "work"))
+    return 0
+
+
+def check(asked: HostQuery) -> HostFacts:
+    """Return the facts of this host."""
+    now_s = time.time()
+    client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
+    folder = Path(asked.folder)
+    paths = {path: folder / path for path in asked.seen}
+    return HostFacts(
+        versions=versions(),
+        time_s=now_s,
+        address=server or None,
+        asked_from=client or None,
+        unseen=tuple(path for path, whole in paths.items() if not whole.exists()),
+        port=free_port(),
+        left=tuple(_processes_of(asked.earlier)) if asked.earlier else (),
+    )
+
+
+def _processes_of(runs: Sequence[str]) -> Iterator[int]:
+    """Ranks that torch's agents have started under these names, and that are still there."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if "RANK" in environment and environment.get("TORCHELASTIC_RUN_ID") in runs:
+                yield process.pid
+
+
+def run(work: HostCommand) -> NoReturn:
+    """Start the ranks, wait for them, and say how they ended."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    from outpace.launch import local
+
+    os.chdir(work.folder)
+    os.environ.update(work.environment)
+    os.environ.update(variables_for(work.address, os.environ))
+    threading.Thread(target=_listen, daemon=True).start()
+    meeting = local.HostRendezvous(work.nodes, work.node, work.endpoint, work.run_id, work.address)
+    error = None
+    ended = local.RanksEnd({}, [], [])
+    try:
+        ended = local.run_ranks(work.slots, list(work.command), host_rendezvous=meeting)
+    except local.WorkerError as found:  # told to end before its ranks were there
+        error, ended = str(found), local.RanksEnd({}, [], [found.exit_code - 128])
+    except OutpaceError as found:
+        error = str(found)
+    except RendezvousConnectionError as found:
+        error = str(found)
+    except Exception as found:  # of the rendezvous, in torch's words
+        error = f"{type(found).__name__}: {found}"
+    _finish({**asdict(ended), "error": error})
+
+
+def _finish(said: dict[str, Any]) -> NoReturn:
+    """Say how it ended, and end: Python does not do so in order while a thread reads the input."""
+    sys.stdout.flush()
+    print("\n" + MARK + json.dumps(said), flush=True)  # a rank may have died within a line
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _listen() -> None:
+    """Signals named by the lines of standard input go to this process, and on to the ranks."""
+    told = 0
+    for line in _lines():
+        with suppress(KeyError):
+            os.kill(os.getpid(), signal.Signals[line.strip()])
+            told += 1
+        if told == 2:
+            break
+    else:
+        if told == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+    # The second ends them at once; but torch's agent may wait, deaf, for a host that is cut off.
+    time.sleep(_AT_ONCE_S)
+    for rank in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
+    _finish({"failures": {}, "reports": [], "signals": [], "error": "it had to be ended"})
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input as they come."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    with suppress(Empty):
+        while (line := lines.get(timeout=SILENCE_S)) is not None:
+            yield line
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

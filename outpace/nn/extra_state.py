@@ -1,0 +1,93 @@
+"""Extra state of a module's parts (`get_extra_state`), in a form that files hold whole.
+
+As it is, DCP would write the entries of a dict one by one, and read those alone that a module just
+built has too.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.records.errors import BadInputError
+
+_KEY = "_extra_state"  # the last part of its name in a state dict
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of a part's extra state, not of a tensor."""
+    return name.rpartition(".")[2] == _KEY
+
+
+def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and parts that have a `get_extra_state` of their own."""
+    for name, part in module.named_modules(remove_duplicate=True):
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            yield name, part
+
+
+def pack(state: dict[str, Any]) -> dict[str, Any]:
+    """Let each extra state in a module's state dict be the bytes of torch.save; returns the dict.
+
+    In place, as a state dict says more than its items (`_metadata`). Raises BadInputError for what
+    cannot be written.
+    """
+    for name, value in state.items():
+        if is_extra_state(name):
+            state[name] = _to_bytes(value, name)
+    return state
+
+
+def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Undo `pack`, in place; returns the dict. What was on a GPU is put on `device`.
+
+    What is no bytes is left as it is. Raises BadInputError for what is no plain value.
+    """
+    for name, value in state.items():
+        if is_extra_state(name) and type(value) is bytes:
+            state[name] = from_bytes(value, name, device)
+    return state
+
+
+def require_plain(module: nn.Module) -> None:
+    """Refuse extra state that cannot be written, or not be read without running code.
+
+    Raises BadInputError.
+    """
+    for name, part in parts_with_extra_state(module):
+        shown = name or type(part).__name__
+        from_bytes(_to_bytes(part.get_extra_state(), shown), shown)
+
+
+def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
+    """Return the value of which `pack` made bytes. Raises BadInputError for no plain value."""
+    place = partial(_place, device=device or torch.device("cpu"))
+    try:
+        return torch.load(io.BytesIO(data), map_location=place, weights_only=True)
+    except pickle.UnpicklingError:
+        raise _refusal(name, "and reading such a file could run code") from None
+
+
+def _refusal(name: str, why: str) -> BadInputError:
+    return BadInputError(
+        f"get_extra_state of {name.removesuffix('.' + _KEY)} returns what is no plain value, "
+        f"{why}. Return tensors, numbers, texts, and lists and dicts of them."
+    )
+
+
+def _to_bytes(value: Any, name: str) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # a lambda, a lock
+        raise _refusal(name, f"and no file can hold it ({error})") from None
+    return file.getvalue()
+
+
+def _place(storage: Any, location: str, device: torch.device) -> Any:
+    """Leave a tensor's memory on the CPU if it was there; else move it to `device`."""
+    return storage if location == "cpu" or device.type == "cpu" else storage.to(device=device)

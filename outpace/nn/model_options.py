@@ -1,0 +1,244 @@
+"""Options of any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
+
+All work in place and leave parameter names as they are. Float8 products take the place of modules,
+so they come first; then checkpointing, so that the compiler sees what is recomputed, and
+offloading last, which takes what a compiled block keeps by hooks that are outside of it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from outpace.nn.attention import attention
+from outpace.nn.block import Block
+from outpace.nn.compilation import compile_forwards
+from outpace.nn.fp8 import apply_fp8
+from outpace.nn.kept_products import can_keep_products, keep_products
+from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
+from outpace.nn.recomputed_buffers import BufferKeeper
+from outpace.nn.scratch import Scratch
+from outpace.records.compiled import compiled_region
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Checkpointing, Plan
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model.
+
+    Of all ModuleLists, and Sequentials with a class that occurs more than once, the one whose
+    members of its commonest class hold the most parameters. Members without a forward, such as
+    lists, stand for the modules in them. Raises BadInputError if there is none.
+    """
+    found: list[nn.Module] = []
+    for container in module.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            blocks = _most_common_members(container)
+            if len(blocks) > isinstance(container, nn.Sequential) and _size(blocks) > _size(found):
+                found = blocks
+    if not found:
+        raise BadInputError(
+            f"{type(module).__name__} has no repeated blocks: checkpointing and compilation work "
+            "on the members of an nn.ModuleList or nn.Sequential; put the model's layers into "
+            "one, or use neither"
+        )
+    return [block for member in found for block in _callable(member)]
+
+
+def _most_common_members(container: nn.Module) -> list[nn.Module]:
+    """The members of the class that most members with parameters have."""
+    members = [child for child in container.children() if _callable(child)]
+    # Each module with a parametrization has a class of its own.
+    kinds = [type_before_parametrizations(child) for child in members]
+    commonest = Counter(kinds).most_common(1)
+    return [c for c, kind in zip(members, kinds, strict=True) if kind is commonest[0][0]]
+
+
+def _callable(module: nn.Module) -> list[nn.Module]:
+    """A module with parameters, or where it has no forward (lists), those in it that have."""
+    if not _size([module]):
+        return []
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        return [module]
+    return [part for child in module.children() for part in _callable(child)]
+
+
+def _size(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def apply_checkpointing(
+    module: nn.Module,
+    mode: Checkpointing | Sequence[Checkpointing],
+    blocks: Sequence[nn.Module] | None = None,
+    by_policy: bool = False,
+) -> None:
+    """Let blocks recompute their activations in the backward instead of keeping them.
+
+    `mode` is that of all blocks, or of each. `blocks` are found, where they are not given.
+
+    Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "attention" also keeps the
+    output of fused attention. "selective" keeps the outputs of matrix products too, and recomputes
+    what is cheap between them (Korthikanti et al., arXiv 2205.05198, §5, with the choice turned
+    round: fused attention keeps no scores, so its output is cheap to keep). Random numbers are
+    drawn alike again. For our own blocks "selective" needs no policy (`kept_products`), which a
+    host asks about each operator; `by_policy` says that it is asked all the same, as offloading
+    wants, which has to see all that is saved.
+    """
+    if mode == "none":
+        return
+    blocks = blocks or find_blocks(module)
+    modes = [mode] * len(blocks) if isinstance(mode, str) else mode
+    for block, own in zip(blocks, modes, strict=True):
+        if own != "none":
+            keeper = BufferKeeper(block)
+            kept = (
+                keeper.change_once if keeper.has_buffers and not isinstance(block, Block) else None
+            )
+            checkpointed = partial(
+                _run_checkpointed, block.forward, _checkpoint_arguments(own, block), kept
+            )
+            alone = own == "selective" and not by_policy
+            if alone and isinstance(block, Block) and not _draws(block):
+                checkpointed = partial(_kept_or_checkpointed, block, checkpointed)
+            block.forward = checkpointed
+
+
+def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
+    """Return the arguments of torch's checkpoint.
+
+    Our own blocks do the same again each time, and draw nothing without dropout: the generators'
+    states need not be kept then, nor shapes be compared.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(block, Block):
+        options = {"preserve_rng_state": _draws(block), "determinism_check": "none"}
+    if mode == "full":
+        return options
+    kept = _ATTENTION if mode == "attention" else _SELECTED
+    return {**options, "context_fn": partial(_selective_contexts, kept)}
+
+
+def _draws(block: Block) -> bool:
+    """Whether a block, or an adapter in it, draws random numbers."""
+    if block.attention.spec.dropout > 0:
+        return True
+    kept = [getattr(part, "dropout", None) for part in block.modules()]
+    return any(isinstance(rate, float) and rate > 0 for rate in kept)
+
+
+def _run_checkpointed(
+    forward: Callable[..., Any],
+    options: dict[str, Any],
+    once: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if once is not None and not torch.compiler.is_compiling():
+        forward = once(forward)
+    if not torch.compiler.is_compiling():
+        args, kwargs = _without_caches(args, kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Drop caches of keys and values, to which a recomputation would add a second time."""
+    given = (*args, *kwargs.values())
+    if not any(_is_cache(value) for value in given):
+        return args, kwargs
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is a cache of a transformers model, which fills one in training too."""
+    if value is None or isinstance(value, torch.Tensor):
+        return False
+    kinds = type(value).__mro__
+    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers.") for k in kinds)
+
+
+def _kept_or_checkpointed(
+    block: Block, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if torch.is_grad_enabled() and not kwargs and can_keep_products(block, *args):
+        return keep_products(block, *args)
+    return checkpointed(*args, **kwargs)
+
+
+def _selective_contexts(kept: frozenset[Any]) -> Contexts:
+    """Keep the outputs of these operators, which are dear to compute again."""
+
+    def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Contexts = create_selective_checkpoint_contexts(choose)
+    return contexts
+
+
+# Batched products are left out on purpose: where attention is not fused they make the scores,
+# (B, H, S, S), which is what checkpointing is to be rid of.
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+_ATTENTION = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        # Seen where it is compiled with what is around it; what is compiled by itself is not, and
+        # is computed again.
+        torch.ops.higher_order.flex_attention,
+        attention.overload,
+    }
+)
+_SELECTED = _ATTENTION | _PRODUCTS  # one set for all blocks, for the compiler tells sets apart
+
+
+def apply_options(
+    module: nn.Module,
+    plan: Plan,
+    blocks: Sequence[nn.Module] | None = None,
+    scratch: Scratch | None = None,
+    on_failure: Callable[[str], None] | None = None,
+) -> None:
+    """Apply what a plan says of the blocks of a model, in the one order in which it works.
+
+    `scratch` takes what is offloaded to disk (None: the system's place for temporary files).
+    `on_failure` is told why the model is not compiled where the compiler fails on it.
+    """
+    if plan.precision == "fp8":
+        apply_fp8(blocks or find_blocks(module))
+    if plan.recomputes:
+        blocks = blocks or find_blocks(module)
+        by_policy = plan.offload_activations != "none" and not plan.compile
+        apply_checkpointing(module, plan.modes(len(blocks)), blocks, by_policy=by_policy)
+    if plan.compile:
+        whole = compiled_region(plan) == "whole"
+        compile_forwards([module] if whole else blocks or find_blocks(module), on_failure)
+    if plan.offload_activations != "none":
+        on_disk = plan.offload_activations == "disk"
+        device = next(module.parameters()).device
+        require_place(plan.offload_activations, device)
+        place = OnDisk(scratch or Scratch()) if on_disk else OnHost(device)
+        offload_activations(blocks or find_blocks(module), place)

@@ -1,0 +1,59 @@
+"""Steps of parameters, each as one compiled function, for a GPU: single operators pass over memory.
+
+Numbers that change from step to step are given as tensors, so nothing is compiled again for them. A
+function is compiled for each kind of tensors (dtypes, values that share a scale); how many there
+are of them is dynamic, so a model has few kinds.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from outpace.nn.compilation import copy_with_code
+from outpace.records.errors import error_summary
+
+
+class CompiledStep:
+    """`function`, compiled for each kind of arguments; itself where the compiler fails on it.
+
+    Tensors among the arguments may differ between calls of a kind in the first of their dimensions.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._compiled: dict[Hashable, Callable[..., None]] = {}
+        self._fails = False
+
+    def __call__(self, kind: Hashable, *arguments: Any) -> None:
+        """Step one parameter."""
+        if self._fails:
+            self._function(*arguments)
+        elif kind in self._compiled:
+            self._compiled[kind](*arguments)
+        else:
+            self._first(kind, *arguments)
+
+    def _first(self, kind: Hashable, *arguments: Any) -> None:
+        from torch._dynamo import maybe_mark_dynamic
+        from torch._dynamo.exc import TorchDynamoException
+
+        for tensor in tree_leaves(arguments):
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] > 1:
+                maybe_mark_dynamic(tensor, 0)
+        self._compiled[kind] = torch.compile(copy_with_code(self._function), fullgraph=True)
+        try:
+            self._compiled[kind](*arguments)  # compiles before it changes anything
+        except TorchDynamoException as error:
+            self._fails = True
+            inner = getattr(error, "inner_exception", None) or error
+            reason = error_summary(inner)
+            warnings.warn(
+                f"torch.compile fails on the optimizer's step ({reason}), which continues without. "
+                "Leave the attempt out with --no-compile.",
+                stacklevel=2,
+            )
+            self._function(*arguments)

@@ -1,0 +1,213 @@
+"""Difference of a batch's loss and that of its parts: what ranks and micro-batches change.
+
+A loss that is no mean over samples, or samples that see each other (batch normalisation, negatives
+in a batch), make one process over the whole batch train otherwise than several.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from outpace.parallel.batches import concatenate, cut, samples_in, take_first
+from outpace.parallel.comparison import difference, largest, relative
+from outpace.parallel.kept_state import Totals
+from outpace.parallel.layout import Batch, Pass
+from outpace.parallel.module_state import preserved
+from outpace.parallel.moved_parameters import keep_values
+from outpace.parallel.plain import without_dropout
+from outpace.parallel.plain_copy import model_of
+from outpace.records.plan import Plan
+
+Names = tuple[str, ...]
+_FEW = 2  # samples
+_MOST_NAMED = 32  # of buffers that are tried one by one
+_MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
+
+
+@dataclass(frozen=True)
+class First:
+    """The first piece: `mean`, its loss, and of its `halves` sum and count, where they are known.
+
+    `drops`: whether the module drops anything, which halves' losses leave out. `buffers` are the
+    saved ones that the piece has moved.
+    """
+
+    piece: Batch
+    mean: float | None
+    halves: tuple[Totals, Totals] | None
+    drops: bool
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CutDifference:
+    """Difference of a batch's `loss` and its parts', and the `buffers` that they move otherwise.
+
+    `read`: those on which the loss depends, as running statistics of BatchNorm in training are not.
+    """
+
+    loss: float = 0.0
+    buffers: Names = ()
+    read: Names = ()
+
+
+def compare_cut(
+    plain: nn.Module,
+    plan: Plan,
+    first: First | None,
+    passes: Sequence[Batch],
+    given: Pass,
+    synchronised: bool,
+    tolerance: float,
+) -> CutDifference:
+    """Return how far the loss of a batch is from that of its two halves; nothing where none is cut.
+
+    What halves leave in buffers is compared where they have the same loss.
+
+    `first` is the first piece of `passes`; None on a rank that has not run it. The run takes no
+    halves, so that what they raise (BatchNorm, of one sample) is no fault.
+    """
+    if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
+        return CutDifference()
+    if first is None:
+        return CutDifference()
+    mean_of = partial(_mean_of, plain, given, first.drops)
+    ways: tuple[Callable[[], float | None], ...] = (
+        lambda: _compare_halves(mean_of, first),
+        lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
+        # Not where only some ranks might have two that can be one.
+        lambda: None if synchronised else _compare_passes(mean_of, passes, plan),
+    )
+    for compare in ways:
+        try:
+            with keep_values(model_of(plain).named_parameters()):
+                apart = compare()
+        except Exception:
+            continue
+        if apart is not None:
+            break
+    else:
+        apart = 0.0
+    if apart > tolerance:
+        return CutDifference(apart)
+    read = _find_read(mean_of, plain, first.buffers, take_first(first.piece, _FEW))
+    if not read:
+        return CutDifference(apart)
+    return CutDifference(apart, _compare_buffers(plain, first, given, tolerance), read)
+
+
+def _find_read(
+    mean_of: _MeanOf, plain: nn.Module, moved: Mapping[str, Tensor], few: Batch
+) -> Names:
+    """Return which of the buffers that a piece has moved give a few samples another loss."""
+    if not moved:
+        return ()
+    held = dict(model_of(plain).named_buffers())
+    device = next(plain.parameters()).device
+
+    def mean_with(names: Iterable[str]) -> float:
+        with preserved(plain, device), torch.no_grad():
+            for name in names:
+                held[name].copy_(moved[name])
+            return mean_of([few])
+
+    try:
+        with keep_values(model_of(plain).named_parameters()):
+            before = mean_with(())
+            if mean_with(moved) == before:
+                return ()
+            some = list(moved)[:_MOST_NAMED]
+            return tuple(name for name in some if mean_with([name]) != before) or tuple(moved)
+    except Exception:  # normalisation of a few samples, say
+        return ()
+
+
+def _compare_buffers(plain: nn.Module, first: First, given: Pass, tolerance: float) -> Names:
+    """Return the floating-point buffers that the first piece moves otherwise than its halves.
+
+    Counters of calls are moved once by the one, and twice by the other.
+    """
+    if first.drops or samples_in(first.piece) % 2:
+        return ()
+    device = next(plain.parameters()).device
+    apart = []
+    kept = keep_values(model_of(plain).named_parameters())
+    with kept, preserved(plain, device), torch.no_grad(), suppress(Exception), given.cast():
+        for piece in cut(first.piece, 2):
+            plain(piece)
+        halves = dict(model_of(plain).named_buffers())
+        floating = {n: b for n, b in first.buffers.items() if b.is_floating_point()}
+        for name, whole in floating.items():
+            off = relative(halves[name], whole, largest(whole))
+            if off is None or off > tolerance:
+                apart.append(name)
+    return tuple(apart)
+
+
+def _compare_halves(mean_of: _MeanOf, first: First) -> float | None:
+    """Compare the first piece with its halves; None where it cannot be halved.
+
+    Where its loss is not known, half of it with its quarters, which takes no longer.
+    """
+    piece, mean, halves = first.piece, first.mean, first.halves
+    if samples_in(piece) % 2:
+        return None
+    if mean is None and samples_in(piece) % 4 == 0:
+        piece, halves = cut(piece, 2)[0], None
+        mean = _mean(*first.halves[:1]) if first.halves else None
+    if mean is None:
+        mean = mean_of([piece])
+    return _difference(mean, _mean(*halves) if halves else mean_of(cut(piece, 2)))
+
+
+def _mean(*totals: Totals) -> float:
+    count = sum(one for _, one in totals)
+    return sum(one for one, _ in totals) / count if count else math.nan
+
+
+def _compare_pair(
+    mean_of: _MeanOf, first: First, passes: Sequence[Batch], micro_batches: int
+) -> float | None:
+    """Compare a pipeline's first two pieces with both in one; None where there are none."""
+    samples, size = samples_in(passes[0]), 2 * samples_in(first.piece)
+    if micro_batches == 1 or samples % size:
+        return None
+    pair = cut(passes[0], samples // size)[0]
+    means = [mean_of(pieces) for pieces in ([pair], cut(pair, 2))]
+    return _difference(*means)
+
+
+def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
+    """Compare the first two of several passes with both in one; None where there are none.
+
+    Of a sample each, or of an odd number, which have no halves.
+    """
+    if plan.pp_microbatches > 1 or len(passes) == 1:
+        return None
+    both = concatenate(passes[0], passes[1])
+    if both is None:
+        return None
+    return _difference(*[mean_of(one) for one in ([both], passes[:2])])
+
+
+def _mean_of(plain: nn.Module, given: Pass, drops: bool, pieces: Sequence[Batch]) -> float:
+    """Return the mean loss of several pieces. Nothing is dropped, and all is as it was."""
+    device = next(plain.parameters()).device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    dropping = without_dropout(plain) if drops else nullcontext()
+    with torch.no_grad(), dropping, preserved(plain, device):
+        for piece in pieces:
+            with given.cast():
+                loss_sum, count, *_ = plain(piece)
+            totals += torch.stack((loss_sum.double(), count.double()))
+    return float(totals[0] / totals[1])
+
+
+def _difference(whole_mean: float, halves_mean: float) -> float:
+    apart = difference(whole_mean, halves_mean)
+    return apart if math.isfinite(apart) else 0.0

@@ -1,0 +1,535 @@
+"""State that a user's module or loss keeps from step to step, and that no checkpoint holds.
+
+Running means, counters, recurrent state and generators in plain attributes, in buffers that are not
+saved, in globals and in what functions enclose: a resumed run and an exported model begin without,
+and each rank has its own. What each forward only sets once more (an auxiliary loss, a cache), and
+what no loss depends on (logs), is no such state. Found by losses, so that what nobody can name is
+found, too.
+"""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import add
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.nn.extra_state import parts_with_extra_state
+from outpace.parallel.batches import concatenate, cut, samples_in, take_first
+from outpace.parallel.comparison import difference
+from outpace.parallel.layout import Batch, Pass
+from outpace.parallel.module_state import (
+    change_counters,
+    is_generator,
+    kept_attributes,
+    preserved,
+    shapes_in,
+    undo_draws,
+    unsaved_kind,
+)
+from outpace.parallel.moved_parameters import MovedParameters
+from outpace.parallel.plain import random_state, set_random_state, without_dropout
+from outpace.records.errors import first_names
+
+_FEW = 2  # samples
+_FORWARDS = 9  # in a row, as of a queue that is used once it has some entries
+_LATER = (17, 107, 709, 1_009, 10_007)  # calls, which a counter is taken to have had, too
+_MULTIPLE = 252_000  # of 1 to 10, and of 100 and 1,000
+_ROUNDING = 1e-4  # of losses that kernels do not repeat to the bit
+_OF_NOISE = 10  # times what the same pass is off by is no noise
+
+
+Totals = tuple[float, float]  # sum of a loss, and count
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """State on which the loss depends, and generators of its own, by names of `kept_attributes`.
+
+    `found`: whether the loss of samples changes with what was before them, though all that a
+    checkpoint holds is the same; `unseen`: whether by what outpace could not put back (so that it
+    may be numbers drawn each time). `apart`: by how much it changes with other samples before,
+    which data-parallel ranks have: 0 for counters, and for recurrent state, of which each sample
+    has its own. `failure`: why it could not be found out, though the samples have a loss.
+    `writes`: whether a forward writes to parameters or saved buffers, or none came to its end.
+    `halves`: sum and count of the loss of each half of the piece, if they are known, and the first
+    half leaves nothing of which the other one's could depend.
+    """
+
+    found: bool = False
+    names: tuple[str, ...] = ()
+    generators: tuple[str, ...] = ()
+    unseen: bool = False
+    apart: float = 0.0
+    failure: str = ""
+    writes: bool = False
+    halves: tuple[Totals, Totals] | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is something to say."""
+        return self.found or bool(self.generators or self.failure)
+
+
+class _FirstForwardError(Exception):
+    """A forward fails with nothing before it, as training's will."""
+
+
+def find_kept_state(
+    plain: nn.Module,
+    piece: Batch,
+    given: Pass,
+    *,
+    alone: bool,
+    other: Batch | None = None,
+    writes: bool = False,
+    drops: bool = True,
+    in_halves: bool = False,
+    share: tuple[int, int] = (0, 1),
+) -> KeptState:
+    """Return the state that an objective keeps, by forwards of a few samples of a micro-batch.
+
+    `other` is another micro-batch, where there is one: before a single sample comes its.
+
+    The loss of samples is compared with their loss after others, with the same buffers, parameters
+    and random numbers. `alone`: there is one process; then what get_extra_state returns is in its
+    checkpoints as buffers are (of several ranks it would be that of one). `writes`: outpace itself
+    writes to parameters. `drops`: dropout may have to be left out. All is as it was afterwards, but
+    for what cannot be reached. `in_halves`: by the halves of the micro-batch, whose losses the
+    caller needs. `share`: a rank's number among those that look, and how many there are: each does
+    a part of what shows state that matters later.
+
+    Not seen is what matters after more than eight calls and is no counter, and counters that matter
+    at a few calls only, such as 200 to 500, or at every 37th.
+    """
+    failure: Exception | None = None
+    halved = in_halves and samples_in(piece) % 2 == 0
+    for batch, before in _choose_samples(piece, other, halved):
+        try:
+            found = _Comparison(plain, given, alone, writes, drops, share)
+            state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
+            halves = None if found.saw_writes or not halved else found.first_totals
+            return replace(state, writes=found.saw_writes, halves=halves)
+        except Exception as error:  # normalisation of a few samples, say
+            failure = error
+        halved = False
+    if failure is None or isinstance(failure, _FirstForwardError):
+        return KeptState(writes=True)
+    said = str(failure).strip().splitlines() or [""]
+    return KeptState(failure=f"{type(failure).__name__}: {said[0][:200]}", writes=True)
+
+
+def _choose_samples(
+    piece: Batch, other: Batch | None, halved: bool
+) -> Iterator[tuple[Batch, Batch]]:
+    """Yield samples and others that come before them, few where the module can do with few.
+
+    `halved`: halves are the first.
+    """
+    samples = samples_in(piece)
+    if halved:
+        half, other_half = cut(piece, 2)
+        yield half, other_half
+    if samples % _FEW == 0 and samples >= 2 * _FEW:
+        few = cut(piece, samples // _FEW)
+        yield few[0], few[1]
+    if samples % 2 == 0:
+        half, other_half = cut(piece, 2)
+        yield half, other_half
+    elif samples > 1:
+        one, another, *_ = cut(piece, samples)
+        yield one, another
+    if other is not None:
+        yield piece, other
+    yield piece, piece
+
+
+class _Comparison:
+    """Losses of one objective, after other samples and after none."""
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        given: Pass,
+        alone: bool,
+        writes: bool,
+        drops: bool,
+        share: tuple[int, int],
+    ) -> None:
+        self._plain, self._given, self._alone = plain, given, alone
+        self._writes, self._drops, self._share = writes, drops, share
+        self._totals: list[Totals] = []
+        self.first_totals: tuple[Totals, Totals] | None = None  # of samples, and of the others
+        self._model: nn.Module = plain.model  # type: ignore[assignment]
+        self._watch: MovedParameters | None = None
+        self.saw_writes = False  # to parameters, or to buffers that checkpoints have
+        self._device = next(plain.parameters()).device
+        self._is_first = False
+
+    def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
+        """Find out; what ranks would differ by of `whole`. Raises what the module raises."""
+        begin = kept_attributes(self._plain)
+        fresh, kept = self._loss_after(None, batch)
+        after, kept_after = self._loss_after(other, batch)
+        self.first_totals = self._totals[0], self._totals[1]
+        drawn = [n for n, v in kept.items() if n in begin and is_generator(v) and v != begin[n]]
+        generators = tuple(sorted(drawn))
+        changed = {n for n in {*kept, *kept_after} if kept.get(n) != kept_after.get(n)}
+        changed -= set(generators)
+        if not (math.isfinite(fresh) and math.isfinite(after)):
+            return KeptState(generators=generators)
+        if fresh == after:
+            later = self._find_later_by_few(changed, batch, fresh) if changed else None
+            return KeptState(later is not None, later or (), generators)
+        noise, moved = self._find_noise(other, batch, fresh, after), difference(after, fresh)
+        unseen = noise > 0 and moved <= _OF_NOISE * noise
+        if unseen and max(noise, moved) <= _ROUNDING:
+            return KeptState(generators=generators)
+        idle = {name for name in changed if self._is_idle(name, 1, batch, fresh)}
+        if changed <= idle:
+            changed = self._find_moved(other, begin) - set(generators)
+        changed -= idle
+        apart = 0.0 if self._alone or unseen else self._compare_after_others(whole, more)
+        return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
+
+    def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
+        """Return by how much the same forwards differ; where rounding may be all, by both again."""
+        noise = difference(self._loss_after(None, batch)[0], fresh)
+        if noise or difference(after, fresh) > _ROUNDING:
+            return noise
+        noise = difference(self._loss_after(None, batch)[0], fresh)
+        return max(noise, difference(self._loss_after(other, batch)[0], after))
+
+    def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
+        """Return what other samples leave, of which the next ones leave nothing."""
+        with self._undone():
+            self._mean(other)
+            left = kept_attributes(self._plain)
+        return {n for n in {*begin, *left} if begin.get(n) != left.get(n)}
+
+    def _loss_after(self, other: Batch | None, batch: Batch) -> tuple[float, dict[str, Any]]:
+        """Return the mean loss of a batch, after another one, and what is kept then."""
+        with self._undone():
+            drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
+            if other is not None:
+                self._mean(other)
+                set_random_state(drawn, self._device)
+                put_back_draws()
+            return self._mean(batch), kept_attributes(self._plain)
+
+    def _find_later_by_few(
+        self, changed: set[str], batch: Batch, fresh: float
+    ) -> tuple[str, ...] | None:
+        """Return as `_find_later` by the first of the samples, where the module can do with few."""
+        if samples_in(batch) > _FEW:
+            few = take_first(batch, _FEW)
+            with suppress(Exception):  # normalisation of a few samples, say
+                return self._find_later(changed, few, self._loss_after(None, few)[0])
+        return self._find_later(changed, batch, fresh)
+
+    def _find_later(self, changed: set[str], batch: Batch, fresh: float) -> tuple[str, ...] | None:
+        """Return what of the changed names matters some steps later; None if nothing does.
+
+        By some forwards in a row, and by what counters are much later, all of them at once. Of
+        several ranks the first does the one, and others a part of the other each.
+        """
+        number, ranks = self._share
+        calls = 0 if number else self._count_calls(batch, fresh)
+        if calls:
+            counters = self._matter_alone(changed, partial(add, calls), batch, fresh)
+            if counters:
+                return counters
+            idle = {name for name in changed if self._is_idle(name, calls, batch, fresh)}
+            return tuple(sorted(changed - idle))
+        changes = (
+            _CHANGES if ranks == 1 else () if not number else _CHANGES[number - 1 :: ranks - 1]
+        )
+        for change in changes:
+            if self._matters(sorted(changed), change, batch, fresh):
+                alone = self._matter_alone(changed, change, batch, fresh)
+                return alone or tuple(sorted(changed))
+        return None
+
+    def _count_calls(self, batch: Batch, fresh: float) -> int:
+        """Return after how many forwards of itself a batch has another loss; 0 if it never has."""
+        losses = self._losses_in_a_row(batch)
+        for calls, loss in enumerate(losses):
+            if difference(loss, fresh) > _ROUNDING:
+                return calls
+            if loss != fresh and self._losses_in_a_row(batch) == losses:
+                return calls
+        return 0
+
+    def _losses_in_a_row(self, batch: Batch) -> list[float]:
+        losses = []
+        with self._undone():
+            drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
+            for _ in range(_FORWARDS):
+                losses.append(self._mean(batch))
+                set_random_state(drawn, self._device)
+                put_back_draws()
+        return losses
+
+    def _matters(
+        self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
+    ) -> bool:
+        """Whether a batch has another loss with the counters of these names changed."""
+        with self._undone():
+            if not sum(change_counters(self._plain, name, change) for name in names):
+                return False
+            try:
+                loss = self._mean(batch)
+            except Exception:  # of a list that it does not reach into, say
+                return True
+        if difference(loss, fresh) > _ROUNDING:
+            return True
+        return loss != fresh and self._loss_after(None, batch)[0] == fresh
+
+    def _matter_alone(
+        self, names: set[str], change: Callable[[Any], Any], batch: Batch, fresh: float
+    ) -> tuple[str, ...]:
+        return tuple(n for n in sorted(names) if self._matters([n], change, batch, fresh))
+
+    def _is_idle(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
+        """Whether it is a counter, and the loss is the same with other calls counted."""
+        with self._undone():
+            counts = change_counters(self._plain, name, partial(add, calls))
+        return counts and not self._matters([name], partial(add, calls), batch, fresh)
+
+    def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
+        """Return how far a batch's loss after itself is from that after other samples.
+
+        That is half of its own; of one sample two others. State of single samples, which has other
+        shapes then, is none of others'.
+        """
+        samples = samples_in(batch)
+        if samples == 1 and more is None:
+            return 0.0
+        others = take_first(batch, (samples + 1) // 2) if samples > 1 else concatenate(more, more)
+        try:
+            shapes, second = self._shapes_and_loss(batch, batch)
+            other_shapes, after_others = self._shapes_and_loss(others, batch)
+        except Exception:  # of state of single samples
+            return 0.0
+        return 0.0 if shapes != other_shapes else difference(after_others, second)
+
+    def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
+        """Return the shapes in what is kept after another batch, and a batch's loss after that."""
+        with self._undone():
+            drawn = random_state(self._device)
+            self._mean(other)
+            shapes = shapes_in(kept_attributes(self._plain))
+            set_random_state(drawn, self._device)
+            return shapes, self._mean(batch)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Meanwhile nothing is dropped, and writes are watched; afterwards all is as it was."""
+        self._is_first = True
+        with ExitStack() as stack:
+            if self._drops:
+                stack.enter_context(without_dropout(self._plain))
+            stack.enter_context(preserved(self._plain, self._device))
+            if not self._writes:
+                self._watch = MovedParameters(self._model.named_parameters())
+                stack.callback(self._watch.put_back)
+                stack.enter_context(self._watch)
+            yield
+
+    def _mean(self, batch: Batch) -> float:
+        """Mean loss of a forward that leaves what a checkpoint holds as it was."""
+        put_back = self._put_back_saved()
+        is_first, self._is_first = self._is_first, False
+        with torch.enable_grad(), self._given.cast():
+            try:
+                loss_sum, count, *_ = self._plain(batch)
+            except Exception as error:
+                raise (_FirstForwardError(error) if is_first else error) from error
+        totals = float(loss_sum.detach().double()), float(count.double())
+        self._totals.append(totals)
+        if self._watch is not None:
+            self._watch.put_back()
+            self.saw_writes |= bool(self._watch.written)
+        put_back()
+        return totals[0] / totals[1] if totals[1] else math.nan
+
+    def _put_back_saved(self) -> Callable[[], None]:
+        """Return what lets saved buffers, and extra state where it counts, be as they are now."""
+        held = [
+            (part._buffers, buffer, tensor, None if tensor is None else tensor.detach().clone())
+            for name, part in self._plain.named_modules()
+            if part._buffers
+            for buffer, tensor in part._buffers.items()
+            if unsaved_kind(self._plain, name, part, buffer) is None
+        ]
+        versions = [0 if t is None or t.is_inference() else t._version for _, _, t, _ in held]
+        extra = []
+        for _, part in parts_with_extra_state(self._model) if self._alone else ():
+            with suppress(TypeError, pickle.PicklingError):  # of what no checkpoint can hold
+                extra.append((part, copy.deepcopy(part.get_extra_state())))
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for (register, name, tensor, values), version in zip(held, versions, strict=True):
+                    replaced = register.get(name) is not tensor
+                    register[name] = tensor
+                    if tensor is None or values is None:
+                        self.saw_writes |= replaced
+                        continue
+                    known = tensor.layout == torch.strided and not tensor.is_inference()
+                    same = known and not replaced and tensor._version == version
+                    if not (same and torch.equal(tensor, values)):
+                        self.saw_writes = True
+                        tensor.detach().copy_(values)
+            for part, state in extra:
+                part.set_extra_state(state)
+
+        return put_back
+
+
+def _later_multiple(number: Any, calls: int) -> Any:
+    """Return the next multiple of many numbers, from which `calls` are left."""
+    return number - number % _MULTIPLE + _MULTIPLE - calls
+
+
+# Of a counter that is read before it is increased, or afterwards.
+_CHANGES: tuple[Callable[[Any], Any], ...] = (
+    *(partial(add, calls) for calls in _LATER),
+    *(partial(_later_multiple, calls=calls) for calls in (0, 1)),
+)
+
+
+def explain_kept_state(
+    found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
+) -> str:
+    """Return what to know of state that ranks have `found`; no rank's values differ by it.
+
+    `by_command`: the reader has flags, not a loop. `resumed`: steps were done before.
+    """
+    said = []
+    states = [one for one in found if one.found]
+    if states:
+        names = _names_of(states)
+        own = " Each rank has its own of its samples." if data_parallel > 1 else ""
+        either = _EITHER if all(one.unseen for one in states) else ""
+        said.append(
+            f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
+            f"and the loss depends on it. {CURE} Until then: "
+            f"{_explain_loss(by_command, resumed)}{own}"
+        )
+    drawn = sorted({name for one in found for name in one.generators})
+    if drawn:
+        said.append(_explain_generators(drawn))
+    failure = next((one.failure for one in found if one.failure), None)
+    if failure is not None and not said:
+        said.append(
+            "whether the forward or the loss keeps state from step to step could not be found out: "
+            f"of a few samples, a forward after another one fails ({failure})."
+        )
+    return " ".join(said)
+
+
+def _explain_loss(by_command: bool, resumed: bool) -> str:
+    if not by_command:
+        return (
+            "state_dict() of the module does not hold it, and who loads that computes other losses."
+        )
+    this = "this resumed run" if resumed else "a resumed run"
+    return (
+        f"no checkpoint and no exported model has it, so {this} begins with it as it was built. "
+        "Its losses, and those of outpace eval, are other ones than without a break."
+    )
+
+
+_EITHER = (
+    ", or draws numbers from a generator that outpace does not know: the same samples have another "
+    "loss each time"
+)
+
+
+def _explain_generators(names: Sequence[str]) -> str:
+    return (
+        f"the forward or the loss draws from {first_names([_strip_model(n) for n in names])}, a "
+        "generator of its own, whose position no checkpoint has: a resumed run draws its numbers "
+        "from the begin again, and is not equal to the bit. Draw from torch's own "
+        "generator, which is seeded for each step."
+    )
+
+
+def explain_evaluated_state(found: KeptState) -> str | None:
+    """Return what to know of the loss of a model whose state no file has; None where there is none.
+
+    Of data that is evaluated, by what the model does in training.
+    """
+    if not found.found or found.unseen:
+        return None
+    return (
+        f"in training the forward or the loss keeps {name_attributes(found.names)} from step to "
+        "step, and the loss depends on it. It is in no file of the model, so that this is the loss "
+        f"without what training left in it. {CURE}"
+    )
+
+
+def explain_state_after_resume(found: KeptState) -> str:
+    """Return what to know where only a resumed run computes otherwise, as one process would."""
+    return (
+        "Without a break it is right; resumed it is not, as one process is not: the forward or the "
+        f"loss keeps {name_attributes(found.names)} from step to step, the loss depends on it, and "
+        f"the checkpoint does not hold it. {CURE.removesuffix('.')}"
+    )
+
+
+def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str) -> str:
+    """Return the refusal of state by which ranks would compute other losses."""
+    states = [one for one in found if one.apart]
+    apart = max(one.apart for one in states)
+    return (
+        f"the forward or the loss keeps {name_attributes(_names_of(states))} from step to step, "
+        f"and the loss depends on it: under strategy {strategy} each rank would keep its own, of "
+        f"its own samples, which changes the loss of the next batch by {100 * apart:.2g} %, and no "
+        f"checkpoint has it. {CURE} {ways_out}"
+    )
+
+
+CURE = (
+    "Keep it in a registered buffer of the module (self.register_buffer(name, tensor)), which is "
+    "saved, and is rank 0's at the begin of each step. On one process, what is no tensor can be "
+    "returned by get_extra_state and taken by set_extra_state."
+)
+
+
+def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
+    """Return the likely cause of what a layout computes otherwise; None without state."""
+    states = [one for one in found if one.found]
+    if not states:
+        return None
+    return (
+        f"The loss depends on {name_attributes(_names_of(states))}, which the forward or the loss "
+        f"keeps from step to step, and which ranks do not have as one process has it. "
+        f"{CURE}"
+    )
+
+
+def _names_of(found: Sequence[KeptState]) -> list[str]:
+    return sorted({name for one in found for name in one.names})
+
+
+def name_attributes(names: Sequence[str]) -> str:
+    """Return the first of the attributes' names, in words, as the user knows them."""
+    shown = [_strip_model(name) for name in names]
+    if not shown:
+        return "something that outpace cannot name"
+    if any(name.endswith(")") for name in shown):
+        return first_names(shown)
+    return f"{first_names(shown)} in {'an attribute' if len(names) == 1 else 'attributes'}"
+
+
+def _strip_model(name: str) -> str:
+    """An attribute's name as the user knows it: an objective has a model and a loss."""
+    return name.removeprefix("model.")

@@ -1,0 +1,192 @@
+"""Forwards that first write to parameters in a later step, when the look is over.
+
+An embedding with max_norm in a branch that is taken later, or weights that are clipped from some
+step on, would train otherwise under most strategies without a word. A tensor's `_version` tells
+every step whether it was written to, at the cost of reading it. Writes through `.data` leave it as
+it is, so that in steps 2, 4, 8, … the operators that write are looked at as they run. What is
+compiled has no such operators: there `.data` goes unseen.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outpace.nn.fingerprint import fingerprint
+from outpace.nn.spread import is_spread, local
+from outpace.nn.torch_versions import fsdp_param_groups
+from outpace.parallel.ddp import Replicas
+from outpace.parallel.layout import Batch, Layout, Pass
+from outpace.parallel.moved_parameters import find_written
+from outpace.parallel.refusals import has_other_cause
+from outpace.records.errors import BadInputError, first_names
+from outpace.records.plan import Plan
+
+_TORCH = str(Path(torch.__file__).parent)
+_FULLY_SHARD = str(Path(_TORCH, "distributed", "fsdp"))
+_COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")  # fill what was gathered
+
+
+class LaterWrites:
+    """Watches a layout's parameters through all its steps' forwards and backwards.
+
+    Writes that the first step's look has accepted are `known`; `steps` are done. Under ddp and
+    zero1 later ones may pass too, if all ranks write the same; else the rank that finds one raises
+    BadInputError.
+    """
+
+    def __init__(
+        self, layout: Layout, plan: Plan, known: Iterable[str], ways_out: str, steps: int = 1
+    ) -> None:
+        self._layout, self._plan, self._ways_out = layout, plan, ways_out
+        self._known = set(known)
+        self._gradients = layout.gradients
+        # Whose ranks hold whole parameters, and tell each other of writes.
+        self._use = layout.use if isinstance(layout, Replicas) else None
+        self._step = steps
+        self._held: list[tuple[str, Tensor]] = []
+        self._before: list[int] = []
+        self._written: set[str] = set()
+        self._looks = False
+        self._seen: _Writes | None = None
+
+    def begin(self) -> None:
+        """Watch from the next step on, unless the layout itself writes between forwards."""
+        plan = self._plan
+        if plan.optimizer_in_backward or plan.offload_parameters != "none":
+            return
+        self._layout.gradients = self.gradients  # type: ignore[method-assign]
+        if self._use is not None:
+            self._use.find_writes = self._find_writes
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """Run the layout's. Raises BadInputError for a forward that writes to parameters."""
+        self._step += 1
+        self._looks = self._step & (self._step - 1) == 0
+        if self._looks:
+            self._held = list(self._list_tensors())
+        self._before = [tensor._version for _, tensor in self._held]
+        looks = self._looks and not self._plan.compile
+        self._seen = _Writes(self._held) if looks else None
+        try:
+            with self._seen or nullcontext():
+                totals = self._gradients(batches, given)
+        except RuntimeError as error:
+            if not has_other_cause(error) and self._find_writes():
+                raise self._refusal(sorted(self._written)) from error
+            raise
+        if self._find_writes():
+            self._judge()
+        return totals
+
+    def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters, and what is gathered of those that are spread."""
+        names: dict[Any, str] = {}
+        for name, parameter in self._layout.named_parameters():
+            names[parameter] = name
+            yield name, parameter
+        for part in self._layout.objective.modules():
+            state = getattr(part, "_get_fsdp_state", None)
+            for group in [] if state is None else fsdp_param_groups(state()):
+                for one in group.fsdp_params:
+                    gathered = getattr(one, "_unsharded_param", None)
+                    if gathered is not None:
+                        yield names[one.sharded_param], gathered
+
+    def _find_writes(self) -> bool:
+        """Whether this step has written to parameters in a way that is to be judged."""
+        pairs = zip(self._held, self._before, strict=True)
+        written = {name for (name, tensor), before in pairs if tensor._version != before}
+        if self._seen is not None:
+            written |= self._seen.find_names()
+        # What was accepted is compared again in steps that are looked at, for it may differ now.
+        self._written = written if self._looks and self._use is not None else written - self._known
+        return bool(self._written)
+
+    def _judge(self) -> None:
+        """Refuse what was written, unless all ranks have written the same. Collective, if so."""
+        names = sorted(self._written)
+        if self._use is None or not self._use.all_wrote:
+            raise self._refusal(names)
+        prints = {n: fingerprint(p) for n, p in self._layout.named_parameters() if n in names}
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, prints)
+        if any(one != prints for one in said):
+            error = self._refusal(names)
+            error.on_all_ranks = True
+            raise error
+        self._known.update(names)
+
+    def _refusal(self, names: Sequence[str]) -> BadInputError:
+        named = dict(self._layout.named_parameters())
+        if any(name in named and is_spread(named[name]) for name in names):
+            why = "what it writes is lost, since ranks hold shards"
+        elif self._plan.pp > 1:
+            why = "other micro-batches, which are under way, may need them as they were"
+        else:
+            why = "ranks may change them otherwise, each by its own samples"
+        return BadInputError(
+            f"the module's forward changes the values of {first_names(names)} in step {self._step} "
+            "of this process, and did not in its first, which was compared with the plain module; "
+            f"under strategy {self._plan.strategy} {why}. Change parameters between steps instead, "
+            f"all ranks alike. {self._ways_out}"
+        )
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the names of tensors whose memory an operator writes to, but for collectives."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched: dict[int, list[str]] = {}
+        self._tensors: list[tuple[str, Tensor, torch.UntypedStorage]] = []
+        for name, tensor in named:
+            if not tensor.is_meta:
+                storage = local(tensor).untyped_storage()  # held, so that no other has its place
+                self._tensors.append((name, tensor, storage))
+                self._watched.setdefault(int(storage._cdata), []).append(name)
+        self._names: set[str] = set()
+
+    def find_names(self) -> set[str]:
+        """Return the names so far, with those of tensors that have other memory (p.data = …)."""
+        for name, tensor, storage in self._tensors:
+            if _storage(local(tensor)) != storage._cdata:
+                self._names.add(name)
+        return self._names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable and func.namespace not in _COLLECTIVES:
+            for one in find_written(schema, args, kwargs):
+                names = self._watched.get(_storage(one))
+                if names and not _gathers():
+                    self._names.update(names)
+        return func(*args, **kwargs)
+
+
+def _gathers() -> bool:
+    """Whether it is `fully_shard` that runs an operator, which fills what it gathers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back  # of the mode
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_FULLY_SHARD):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the same number for a tensor's memory after it was given up and taken again."""
+    return int(tensor.untyped_storage()._cdata)

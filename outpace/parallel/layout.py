@@ -1,0 +1,383 @@
+"""What every strategy gives back: an objective laid out on the ranks of a plan."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.nn.scratch import Scratch
+from outpace.optim.build import Build, step_alone
+from outpace.optim.master import master_weights, masters_within
+from outpace.parallel.shared_buffers import SharedBuffers
+from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+
+Batch = Any
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a trainer brings to a forward and backward.
+
+    `cast()` is entered around each forward (autocast). `scale(loss_sum)` is what backward starts
+    from: the loss as its share of the global mean, times the loss scale of fp16. `mark(part)` says
+    that what was done since the last mark was `part` ("forward", "backward").
+    """
+
+    cast: Callable[[], AbstractContextManager[None]] = nullcontext
+    scale: Callable[[Tensor], Tensor] = lambda loss_sum: loss_sum
+    mark: Callable[[str], None] = lambda part: None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a strategy is given: an objective, and the ranks to lay it out on.
+
+    It is on its device, or on meta where `fill.fills_later`.
+
+    Of a person's own model: `blocks` are the names of its repeated parts, or lists of names, one
+    for each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
+    `scratch` takes the parameters of a plan that offloads them to disk. `cuda_graphs`: passes of
+    `single` are to be replayed as CUDA graphs; `on_failure` is told why they are not after all.
+    """
+
+    objective: nn.Module
+    plan: Plan
+    ranks: Ranks
+    device: torch.device
+    blocks: Sequence[str] | Sequence[Sequence[str]] | None = None
+    layouts: Mapping[str, str] | None = None
+    scratch: Scratch | None = None
+    cuda_graphs: bool = False
+    on_failure: Callable[[str], None] | None = None
+
+    @property
+    def runs_on(self) -> str:
+        """The kind of device to choose for: of tensors that are traced on another, that one."""
+        return getattr(self.objective, "runs_on", None) or self.device.type
+
+
+def _total_dtype(device: torch.device) -> torch.dtype:
+    """float64, which Metal does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
+    """The numbers of a pass in one tensor, in which those of passes and ranks can be added up."""
+    dtype = _total_dtype(loss_sum.device)
+    return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
+
+
+def divisor(count: Tensor) -> Tensor:
+    """What a sum over `count` targets (or a sum of weights) is divided by for its mean; never 0."""
+    return torch.where(count > 0, count, torch.ones_like(count))
+
+
+class Layout:
+    """An objective on this rank. As it stands here: whole on each rank, nothing exchanged.
+
+    `module` is called in place of the objective; `model` holds this rank's parameters by the names
+    that they have in a single process. `averages` says by what the exchange divides the sum of the
+    ranks' gradients, so that the trainer can scale the loss: gradients end as those of the mean
+    over the global batch's targets. `computes_on` is set where parameters lie elsewhere.
+    """
+
+    averages: int = 1
+    computes_on: torch.device | None = None
+    shares_casts: bool = True  # whether micro-batches may use one cast of the weights
+    buffers: SharedBuffers | None = None  # of a user's module on data-parallel ranks
+    has_sums: bool = True  # whether gradients here end as the global batch's
+
+    def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
+        self.objective = objective
+        self.module = objective if module is None else module
+        self._stepped: list[Tensor] | None = None  # norms of gradients that are gone
+        self._known: list[nn.Parameter] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        model: nn.Module = self.objective.model  # type: ignore[assignment]
+        return model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, by their names in a single process."""
+        yield from self.model.named_parameters()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters. In a step to walk over all modules takes longer than to clip."""
+        if self._known is None:
+            self._known = [parameter for _, parameter in self.named_parameters()]
+        return self._known
+
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """The optimizer of this rank; `build` makes one of groups of its parameters."""
+        return build(groups)
+
+    def step_in_backward(
+        self,
+        optimizer: torch.optim.Optimizer,
+        look: Callable[[nn.Parameter], None] = lambda parameter: None,
+    ) -> None:
+        """Let each parameter be stepped as soon as its gradient is there, which is then dropped.
+
+        As in Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. Norms are kept. `look` sees
+        a parameter before. Only for plans of one backward a step (see `records.plan.IN_BACKWARD`).
+        """
+        norms: list[Tensor] = []
+        self._stepped = norms
+
+        def on_gradient(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            look(parameter)
+            norms.append(total_norm([local(parameter.grad)]))
+            step_alone(optimizer, parameter)
+            parameter.grad = None
+
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _norms_of_stepped(self) -> list[Tensor]:
+        """Of this step's gradients that are gone already; forgets them."""
+        norms = list(self._stepped or ())
+        if self._stepped:
+            self._stepped.clear()
+        return norms
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """What of the run's state lies on this rank, to be saved, or filled from a checkpoint.
+
+        The module with its weights and the optimizer with its state, None where it has none that
+        counts. Collective.
+        """
+        self._make_buffers_equal()
+        return self.model, optimizer
+
+    def _make_buffers_equal(self) -> None:
+        if self.buffers is not None:
+            self.buffers.make_equal()
+
+    def resume_from(self, start_step: int) -> None:
+        """Called once, before the first step of this process: `start_step` are done already."""
+
+    def learn_forms(self, batch: Batch, given: Pass) -> None:
+        """Find out what is kept of a first batch, before a look that puts back what it changes.
+
+        Collective. Nothing in most layouts.
+        """
+
+    def take_back(self) -> None:
+        """Forget what collectives count, after a look's `gradients`, which are no step's."""
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """Forward and backward of this rank's micro-batches of one step.
+
+        Returns (2,) float64: its share of the sum of losses and of the number of targets; the sum
+        over all ranks is the global batch's. Afterwards every parameter's gradient is exchanged.
+        """
+        if self.buffers is not None:
+            self.buffers.begin_step()
+        totals = torch.zeros(2, dtype=_total_dtype(self._device()), device=self._device())
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            if last and number > 1:
+                self.prepare_exchange()
+            with nullcontext() if last else self.unsynchronised():
+                totals += self._forward_backward(batch, given)
+        return totals
+
+    def prepare_exchange(self) -> None:
+        """Called before the last of several micro-batches, whose backward exchanges gradients."""
+
+    def add_up_in_fp32(self) -> None:
+        """Let gradients of 16 bits be added up over micro-batches in fp32.
+
+        Autograd casts each to the parameter's `grad_dtype`. `fully_shard` has a dtype of its own
+        in which it adds up what it reduces, and is left alone.
+        """
+        for parameter in self._added_up():
+            if parameter.grad_dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+
+    def _added_up(self) -> Iterator[nn.Parameter]:
+        """The parameters that train, are of 16 bits and are not gathered for their use."""
+        gathered = _held_by_fully_shard(self.objective)
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
+                yield parameter
+
+    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+        with given.cast():
+            loss_sum, count = self.module(batch)
+        given.mark("forward")
+        self._backward(given.scale(loss_sum), given)
+        return totals_of(loss_sum.detach(), count)
+
+    def _backward(self, loss: Tensor, given: Pass) -> None:
+        loss.backward()
+        given.mark("backward")
+
+    def _device(self) -> torch.device:
+        return self.computes_on or next(self.model.parameters()).device
+
+    def unsynchronised(self) -> AbstractContextManager[None]:
+        """Entered around the micro-batches that are not the last of a step."""
+        return nullcontext()
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """As `gradients`, of one micro-batch and without gradients.
+
+        The two totals are followed by the further sums that an objective with `sums` gives.
+        """
+        if self.buffers is not None:
+            self.buffers.begin_evaluation()
+        with given.cast():
+            loss_sum, count, *sums = self.objective(batch)
+        return totals_of(loss_sum, count, *sums)
+
+    def free_gathered(self) -> None:
+        """After evaluations: give up what was gathered of parameters that other ranks hold."""
+
+    def local_gradients(self) -> list[Tensor]:
+        """The parts of all gradients that lie on this rank."""
+        return [local(p.grad) for p in self._parameters() if p.grad is not None]
+
+    def counted_gradients(self) -> list[Tensor]:
+        """The gradients that this rank has a part of, but for copies of one that another has."""
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+    def total_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
+        return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
+
+    def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+        """Scale the gradients so that their norm is at most `limit`; 0 leaves them.
+
+        Those of 16 bits, of which an `optimizer` with master weights makes fp32 ones, are scaled
+        there, in its next step. Returns the norm before. Collective.
+        """
+        norm = self.total_norm()
+        if limit <= 0:
+            return norm
+        factor = (limit / (norm + CLIP_EPS)).clamp(max=1.0)
+        masters = masters_within(optimizer)
+        narrow = (p for p in self._parameters() if p.grad is not None and p.grad.itemsize == 2)
+        if masters is not None and next(narrow, None) is not None:
+            masters.factor = factor
+        else:
+            self.scale_gradients(factor)
+        return norm
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by the same number."""
+        for gradients in by_dtype(self.local_gradients()):
+            precise = torch.promote_types(gradients[0].dtype, torch.float32)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
+
+    def widen_gradients(self) -> None:
+        """Make gradients of 16 bits fp32, until they are dropped."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                parameter.grad = None  # or no other dtype may follow
+                parameter.grad_dtype = gradient.dtype
+                parameter.grad = gradient
+
+    def drop_wide_gradients(self) -> None:
+        """Drop all gradients; the next ones are of the weights' dtype."""
+        for parameter in self._parameters():
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Make every rank skip an fp16 step that one of them has to skip. Collective."""
+
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""
+        raise_to(self.model, master_weights(optimizer))
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """The model with all weights, where it is `wanted`. Collective."""
+        return self.model if wanted else None
+
+
+def _held_by_fully_shard(module: nn.Module) -> set[Tensor]:
+    """The parameters that `fully_shard` has split, where it is loaded at all."""
+    return {p for part in _fsdp_modules(module) for p in part.parameters()}
+
+
+def _fsdp_modules(module: nn.Module) -> list[Any]:
+    """The parts that `fully_shard` was given, where it is loaded at all."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+class Spread(Layout):
+    """Ranks of `group` hold different parts of the model.
+
+    `ranks_of_a_part` of them hold the same part, as replicas or in shares.
+    """
+
+    def __init__(
+        self, objective: nn.Module, group: dist.ProcessGroup, ranks_of_a_part: int = 1
+    ) -> None:
+        super().__init__(objective)
+        self._group = group
+        self._ranks_of_a_part = ranks_of_a_part
+
+    def total_norm(self) -> Tensor:
+        """Each rank's share of the squares, added up over the group."""
+        square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
+        for norm in self._norms_of_stepped():  # of parts that no other rank of the group has
+            square += norm.double().square()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each rank has seen its own part only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+
+
+class Sharded(Spread):
+    """Parameters are split over the ranks of `group`, the large ones at least, as DTensors.
+
+    `hollow` is the model as it was before, without memory for its weights.
+    """
+
+    def __init__(self, objective: nn.Module, hollow: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(objective, group, group.size())
+        self._hollow = hollow
+
+    def free_gathered(self) -> None:
+        """As for every layout; `named_parameters` are this rank's parts again."""
+        for part in _fsdp_modules(self.objective):
+            part.reshard()
+
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""
+        raise_to(self.model, master_weights(optimizer))
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """Gathers the weights one by one; ranks that do not want them keep none."""
+        weights: dict[str, Any] = {}
+        for name, held in self.model.state_dict().items():
+            gathered = whole(held) if isinstance(held, Tensor) else held  # an extra state
+            if wanted:
+                weights[name] = gathered.cpu() if isinstance(held, Tensor) else held
+        if not wanted:
+            return None
+        self._hollow.load_state_dict(weights, assign=True)
+        return self._hollow

@@ -1,0 +1,220 @@
+"""Variables outside of a user's module that functions of it and its loss use, and may hold state.
+
+Globals of the user's files that code names, attributes of the user's classes and functions,
+variables that functions have enclosed, and default arguments. Of files of installed packages
+nothing is looked at.
+"""
+
+import builtins
+import dis
+import sysconfig
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+from torch import nn
+
+_ABSENT = "absent"
+# Types of most attributes of modules, which are not called.
+_DATA = frozenset({bool, int, float, str, NoneType, dict, OrderedDict, list, tuple, set})
+# LOAD_NAME is of bodies of classes; the last one of Python 3.12.
+_GLOBALS = frozenset(
+    {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+)
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class OuterVariable:
+    """A variable outside of a module, `kind` in words; `put` gives it another value."""
+
+    name: str
+    kind: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+    def undo(self) -> Callable[[], None]:
+        """Return what gives it the value that it has now."""
+        return partial(self.put, self.get())
+
+
+def find_places(module: nn.Module) -> list[OuterVariable]:
+    """Return all places that functions of a module and of its parts, hooks and loss can use."""
+    walk = _Walk()
+    for part in module.modules():
+        walk.add(type(part))
+        for value in list(vars(part).values()):
+            if type(value) not in _DATA:
+                walk.add(value)
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for hook in hooks.values():
+                walk.add(hook)
+    return walk.places
+
+
+class _Walk:
+    """Goes from code to the code that it names."""
+
+    def __init__(self) -> None:
+        self.places: list[OuterVariable] = []
+        self._seen: dict[int, Any] = {}  # held, so that ids stay theirs
+        self._variables: set[tuple[int, str]] = set()
+
+    def add(self, value: Any) -> None:
+        """Walk over a function, a class, or what is called like a function."""
+        value = value.func if isinstance(value, partial) else value
+        if isinstance(value, MethodType):
+            self.add(type(value.__self__))
+            value = value.__func__
+        if id(value) in self._seen:
+            return
+        if isinstance(value, FunctionType):
+            self._seen[id(value)] = value
+            if is_user_file(value.__code__.co_filename):
+                self._add_function(value)
+        elif isinstance(value, type):
+            self._seen[id(value)] = value
+            for one in value.__mro__:
+                if one is value:
+                    self._add_class(one)
+                else:
+                    self.add(one)
+        elif type(value).__module__ != "builtins" and callable(value):
+            self.add(type(value))
+
+    def _add_class(self, one: type) -> None:
+        functions = list(_functions_of(one))
+        if not any(is_user_file(function.__code__.co_filename) for function in functions):
+            return
+        for function in functions:
+            self.add(function)
+        for name, value in list(vars(one).items()):
+            if not name.startswith("__") and not _is_code(value):
+                self._add_place(one, name, f"{one.__name__}.{name}", "of the class")
+
+    def _add_function(self, function: FunctionType) -> None:
+        for name in _globals_in(function.__code__):
+            self._add_variable(function.__globals__, name, function.__code__.co_filename)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._add_cell(cell, name, function.__name__)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if not _is_code(value):
+                where = f"a default argument of {function.__name__}"
+                self.places.append(OuterVariable("state", where, partial(_same, value), _keep))
+        for name in list(vars(function)):
+            self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
+
+    def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
+        """Add a global that code names; of a module of the user's, what the code names in it."""
+        if (id(namespace), name) in self._variables:
+            return
+        if name not in namespace and hasattr(builtins, name):
+            return
+        self._variables.add((id(namespace), name))
+        value = namespace.get(name, _ABSENT)
+        if isinstance(value, ModuleType):
+            inside = vars(value)
+            if is_user_file(getattr(value, "__file__", None)) and inside is not namespace:
+                for one in list(inside):
+                    if not one.startswith("__"):
+                        self._add_variable(inside, one, str(value.__file__))
+        elif _is_code(value):
+            self.add(value)
+        elif not name.startswith("__"):
+            kind = f"a global of {Path(file).name}"
+            get, put = partial(namespace.get, name, _ABSENT), partial(_put_global, namespace, name)
+            self.places.append(OuterVariable(name, kind, get, put))
+
+    def _add_cell(self, cell: Any, name: str, function: str) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen[id(cell)] = cell
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing in it yet
+            return
+        if _is_code(value):
+            self.add(value)
+        else:
+            kind = f"a variable that {function} encloses"
+            get = partial(getattr, cell, "cell_contents")
+            self.places.append(
+                OuterVariable(name, kind, get, partial(setattr, cell, "cell_contents"))
+            )
+
+    def _add_place(self, holder: Any, attribute: str, name: str, kind: str) -> None:
+        get, put = (
+            partial(_attribute, holder, attribute),
+            partial(_put_attribute, holder, attribute),
+        )
+        self.places.append(OuterVariable(name, kind, get, put))
+
+
+def _functions_of(one: type) -> Iterator[FunctionType]:
+    for value in list(vars(one).values()):
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        for function in (value.fget, value.fset) if isinstance(value, property) else (value,):
+            if isinstance(function, FunctionType):
+                yield function
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a value is something that is called, or belongs to a class, rather than data."""
+    described = isinstance(value, staticmethod | classmethod | property)
+    return described or isinstance(value, FunctionType | MethodType | type | ModuleType | partial)
+
+
+@cache
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names that code, and the code within it, uses as globals, not as attributes."""
+    used = [one.argval for one in dis.get_instructions(code) if one.opname in _GLOBALS]
+    inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return tuple(dict.fromkeys([*used, *(name for names in inner for name in names)]))
+
+
+def _put_global(namespace: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        namespace.pop(name, None)
+    elif namespace.get(name, _ABSENT) is not value:
+        namespace[name] = value
+
+
+def _attribute(holder: Any, attribute: str) -> Any:
+    return vars(holder).get(attribute, _ABSENT)
+
+
+def _put_attribute(holder: Any, attribute: str, value: Any) -> None:
+    if _attribute(holder, attribute) is value:
+        return
+    if value is _ABSENT:
+        delattr(holder, attribute)
+    else:
+        setattr(holder, attribute, value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _keep(value: Any) -> None:
+    """Leave a default argument, which no call replaces."""
+
+
+@cache
+def is_user_file(name: str | None) -> bool:
+    """Whether code is of a file that is no installed package's, Python's or outpace's."""
+    if name is None or name.startswith(("<frozen", "<string")):
+        return False
+    paths = sysconfig.get_paths()
+    roots = [Path(paths[kind]).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    path = Path(name).resolve()
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.is_relative_to(root) for root in [*roots, _PACKAGE])

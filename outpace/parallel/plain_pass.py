@@ -1,0 +1,457 @@
+"""The plain module's forward and backward of a first global batch, before any step.
+
+A copy of the user's module, taken before it is laid out, runs on the same samples, cut as the plan
+cuts them; every rank takes a part of the pieces. What it draws at random is what the layout will
+draw, where each rank has samples of its own; else nothing is dropped. Generators, buffers, and
+weights that the forward changes are as they were afterwards.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from outpace.nn.fingerprint import fingerprint
+from outpace.nn.model_options import apply_checkpointing
+from outpace.nn.spread import is_spread
+from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in
+from outpace.parallel.batchnorm import SynchronisedBatchNorm
+from outpace.parallel.blocks import Blocks, flat, named_blocks
+from outpace.parallel.comparison import Projection
+from outpace.parallel.cut_difference import CutDifference, First, compare_cut
+from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
+from outpace.parallel.kept_state import KeptState, find_kept_state
+from outpace.parallel.layout import Batch, Layout, Pass
+from outpace.parallel.module_state import preserved
+from outpace.parallel.moved_parameters import MovedParameters, keep_values
+from outpace.parallel.plain import (
+    random_state,
+    same_random_state,
+    without_dropout,
+)
+from outpace.parallel.plain_copy import Held, filled, model_of, standing_for
+from outpace.parallel.tensors import hollow
+from outpace.records.errors import first_names
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+
+_FAILS = "a copy of the module fails"
+
+
+@dataclass(frozen=True)
+class PlainFailure:
+    """Reason for there being no sums; `by_cut`: the module runs on the uncut batch of all ranks."""
+
+    reason: str
+    by_cut: bool = False
+
+
+@dataclass(frozen=True)
+class PlainReport:
+    """Report of a rank to the others on its plain pass.
+
+    `cut`: what differs between a batch and its halves. Of parameters' names: `made` by
+    the forward; `written` by it, and of these `spread` over ranks, `by_samples`, or `unseen` by the
+    operators that were watched. `prints` are of what `written` ones became, `buffer_prints` of the
+    saved buffers that the first piece has moved; None without samples.
+    """
+
+    cut: CutDifference
+    state: KeptState
+    made: Sequence[str]
+    written: Sequence[str]
+    spread: Sequence[str]
+    by_samples: Sequence[str]
+    unseen: Sequence[str]
+    prints: Mapping[str, int | None] | None
+    buffer_prints: Mapping[str, int | None] | None
+
+
+class PlainPass:
+    """A copy of an objective that is yet to be laid out, of its structure alone.
+
+    `blocks` are the names of the parts that recompute, where the user gives them.
+    """
+
+    def __init__(
+        self, objective: nn.Module, plan: Plan, ranks: Ranks, blocks: Blocks | None = None
+    ) -> None:
+        self._plan, self._ranks, self._blocks = plan, ranks, blocks
+        self.left_out: str | None = None
+        self.synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
+        self._copy: nn.Module | None = None
+        self._trained: list[nn.Module] = []
+        self._hooks = {
+            name: (gradient_hooks(parameter), accumulation_hooks(parameter))
+            for name, parameter in model_of(objective).named_parameters()
+        }
+        try:
+            self._copy = hollow(objective)
+            self._trained = list(objective.modules())
+        except Exception as error:
+            self.left_out = f"the module cannot be copied ({type(error).__name__}: {error})"
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy of the user's module, until it has run."""
+        assert self._copy is not None
+        return model_of(self._copy)
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Number of ranks that have the same samples."""
+        return (self._plan.world_size - self._plan.servers) // self._plan.data_parallel
+
+    def run(
+        self,
+        layout: Layout,
+        passes: Sequence[Batch],
+        given: Pass,
+        holders: Sequence[Held],
+        tolerance: float,
+    ) -> "PlainSums | PlainFailure":
+        """Return the sums of this rank's part, or why there are none on some rank. Collective.
+
+        `holders`: what each rank has. `tolerance`: of the loss of a batch that is cut. Once, for
+        the copy is given up.
+        """
+        assert self._copy is not None
+        plain, self._copy = self._copy, None
+        trained, self._trained = self._trained, []
+        device = layout._device()
+        if self._plan.data_rank(self._ranks.rank) is None:
+            passes = []
+        state = None
+        with (
+            preserved(layout.objective, device),
+            filled(plain, layout, self._plan, self._ranks, holders) as names,
+            standing_for(trained, plain),
+        ):
+            model = model_of(plain)
+            found = PlainSums(names, model, device)
+            if self.ranks_per_share > 1:  # of which each has a part of the pieces
+                state = self._find_state(plain, self._first_piece(passes), passes, given)
+            in_order = state is not None and self._needs_order(state)
+            watch = MovedParameters(model.named_parameters())
+            with watch:
+                reason = self._run_pieces(plain, found, passes, given, in_order)
+            unseen = watch.written_unseen()
+            found.moved = watch.put_back()
+            found.written = watch.written
+            reason = gather_first(reason)
+            if reason is not None:
+                return self._explain_failure(plain, reason, passes, given)
+            if state is None:
+                piece = None if found.first is None else found.first[0]
+                state = self._find_state(plain, piece, passes, given, found.drops)
+            first = found.first and First(*found.first, state.halves, found.drops, found.buffers)
+            apart = compare_cut(
+                plain, self._plan, first, passes, given, self.synchronised, tolerance
+            )
+            made = [name for name, _ in model.named_parameters() if name not in found.names]
+        named = dict(layout.named_parameters())
+        prints = {name: fingerprint(values) for name, values in found.moved.items()}
+        buffer_prints = {name: fingerprint(values) for name, values in found.buffers.items()}
+        samples = self._plan.data_rank(self._ranks.rank) is not None
+        report = PlainReport(
+            apart, state, made, sorted(found.written),
+            [name for name in found.written if name in named and is_spread(named[name])],
+            sorted(watch.written_by_samples), unseen,
+            prints if samples else None, buffer_prints if samples else None,
+        )  # fmt: skip
+        said: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(said, report)
+        found.reports = said
+        return found
+
+    def _first_piece(self, passes: Sequence[Batch]) -> Batch | None:
+        """Return the first micro-batch, on the rank that runs it."""
+        if not passes or self._place:
+            return None
+        return cut(passes[0], self._plan.pp_microbatches)[0]
+
+    @property
+    def _place(self) -> int:
+        """Number of this rank among those with the same samples."""
+        if self.ranks_per_share == 1:
+            return 0
+        rank, plan = self._ranks.rank, self._plan
+        return rank % plan.tp if plan.tp > 1 else rank // (plan.world_size // plan.pp)
+
+    def _find_state(
+        self,
+        plain: nn.Module,
+        piece: Batch | None,
+        passes: Sequence[Batch],
+        given: Pass,
+        drops: bool = True,
+    ) -> KeptState:
+        # A forward of some ranks alone would wait for the others' batch statistics.
+        if self.synchronised:
+            return KeptState(writes=True)
+        other = self._find_other(piece, passes, next(plain.parameters()).device)
+        if piece is None:
+            return KeptState()
+        share = self._plan.data_rank(self._ranks.rank) or 0, self._plan.data_parallel
+        return find_kept_state(
+            plain, piece, given, alone=False, other=other,
+            drops=drops, in_halves=self._is_cut(passes), share=share,
+        )  # fmt: skip
+
+    def _is_cut(self, passes: Sequence[Batch]) -> bool:
+        """Return whether ranks or micro-batches cut the batch."""
+        return self._plan.data_parallel * self._plan.pp_microbatches * len(passes) > 1
+
+    def _needs_order(self, state: KeptState) -> bool:
+        """Return whether a piece needs those before it, as some rank has found. Collective.
+
+        For buffers, counters, or generators of its own.
+        """
+        said: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(said, state.is_any or state.writes)
+        return any(said)
+
+    def _find_other(
+        self, piece: Batch | None, passes: Sequence[Batch], device: torch.device
+    ) -> Batch | None:
+        """Return samples that are not in a rank's first piece: its next one, or another rank's.
+
+        Other ranks send theirs where it is a single sample. Collective.
+        """
+        sent = None
+        if piece is not None and samples_in(piece) == 1:
+            with suppress(Exception):  # of a class that cannot be sent
+                sent = pickle.dumps(_on_cpu(piece))
+        mine = self._plan.data_rank(self._ranks.rank)
+        said: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(said, (mine, sent))
+        if self._plan.pp_microbatches > 1 and passes:
+            return cut(passes[0], self._plan.pp_microbatches)[1]
+        if len(passes) > 1:
+            return passes[1]
+        theirs = next((data for rank, data in said if rank != mine and data is not None), None)
+        if theirs is None:
+            return None
+        return tree_map(partial(_move, device=device), pickle.loads(theirs))
+
+    def _run_pieces(
+        self,
+        plain: nn.Module,
+        found: "PlainSums",
+        passes: Sequence[Batch],
+        given: Pass,
+        in_order: bool,
+    ) -> str | None:
+        """Add up this rank's part of the pieces; why that cannot be, or None.
+
+        Of several ranks with the same samples each takes every n-th piece, and nothing is dropped.
+        `in_order`: as `_pieces`.
+        """
+        model, device = model_of(plain), found.sums.device
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                add_hooks(parameter, *self._hooks.get(name, ((), ())))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: found.take(name, p)
+                )
+        alone = self.ranks_per_share == 1
+        begin = random_state(device)
+        try:
+            if self._plan.recomputes or self._plan.offload_activations != "none":
+                # As the run, which has no memory for more.
+                named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
+                apply_checkpointing(model, "full", named)
+            dropping = nullcontext() if alone else without_dropout(plain)
+            with preserved(plain, device), dropping as nothing, torch.enable_grad():
+                versions = {name: _version(one) for name, one in model.named_buffers()}
+                for number, piece, mine in self._pieces(passes, in_order):
+                    with given.cast(), torch.set_grad_enabled(mine):
+                        loss_sum, count, *_ = plain(piece)
+                    if mine:
+                        loss_sum.backward()
+                        found.count(number, piece, loss_sum.detach(), count)
+                    if mine and not number:
+                        found.buffers = _find_moved(model, versions)
+                drew = not same_random_state(begin, random_state(device))
+                found.drops = drew or (nothing is not None and nothing.would_drop)
+            found.add_up()
+        except Exception as error:
+            return _failure(error)
+        if drew and not alone:
+            return "the module draws random numbers, dropout apart"
+        if drew and found.first is not None:  # what dropping makes of it
+            found.first = found.first[0], None
+        return None
+
+    def _explain_failure(
+        self, plain: nn.Module, reason: str, passes: Sequence[Batch], given: Pass
+    ) -> PlainFailure:
+        """Tell whether the module fails because tensors of a batch are not cut alike. Collective.
+
+        So it is if the copy runs on the whole batch. What that cannot be asked of may be so.
+        """
+        lengths = gather_first((explain_lengths(passes[0]) or None) if passes else None)
+        if lengths is None or not reason.startswith(_FAILS):
+            return PlainFailure(reason)
+        whole = self._gather_whole(passes)
+        # Ranks may be unequal in number of forwards, for which batch statistics would wait.
+        asked = bool(passes) and whole is not None and not self.synchronised
+        said: list[bool | None] = [None] * self._ranks.world_size
+        dist.all_gather_object(said, _runs(plain, whole, given) if asked else None)
+        known = {one for one in said if one is not None}
+        if known == {False}:
+            return PlainFailure(reason)
+        return PlainFailure(f"{reason}: {lengths.removesuffix('.')}", by_cut=known == {True})
+
+    def _gather_whole(self, passes: Sequence[Batch]) -> Batch | None:
+        """Return the global batch, on the CPU; None where it cannot be put together. Collective."""
+        sent = None
+        with suppress(Exception):  # of a class that cannot be sent
+            sent = pickle.dumps([_on_cpu(batch) for batch in passes])
+        said: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(said, (self._plan.data_rank(self._ranks.rank), sent))
+        shares = {rank: data for rank, data in said if rank is not None}
+        if None in shares.values():
+            return None
+        parts = [batch for rank in sorted(shares) for batch in pickle.loads(shares[rank])]
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = None if whole is None else concatenate(whole, part)
+        return whole
+
+    def _pieces(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
+        """The micro-batches of this rank, as one process would take them: number, batch and True.
+
+        `in_order`: among them those of ranks with the same samples, with False.
+        """
+        plan, number = self._plan, 0
+        for batch in passes:
+            parts = cut(batch, plan.pp_microbatches) if plan.pp_microbatches > 1 else [batch]
+            for part in parts:
+                mine = number % self.ranks_per_share == self._place
+                if mine or in_order:
+                    yield number, part, mine
+                number += 1
+
+
+class PlainSums:
+    """Results of the plain module on this rank.
+
+    Sums of loss, count and sizes, then products of gradients, then how many gradients there were.
+    """
+
+    def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
+        self.names = list(names)
+        largest = max((p.numel() for p in model.parameters()), default=1)
+        self.projection = Projection(largest, device)
+        self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
+        # A piece, and its mean loss if it can be had again.
+        self.first: tuple[Batch, float | None] | None = None
+        self.moved: dict[str, Tensor] = {}  # what parameters became by the forward itself
+        self.written: set[str] = set()  # also where the values have stayed as they were
+        self.buffers: dict[str, Tensor] = {}  # saved ones that the first piece has moved
+        self.drops = True  # whether forwards draw numbers, or would but for dropout that is off
+        self.reports: list[PlainReport] = []  # of all ranks
+        self._places = {name: number for number, name in enumerate(names)}
+        self._products: list[Tensor | None] = [None] * len(names)
+        self._gradients = [0] * len(names)
+
+    @property
+    def states(self) -> list[KeptState]:
+        """The state in attributes that ranks have found."""
+        return [report.state for report in self.reports if report.state.is_any]
+
+    def take(self, name: str, parameter: nn.Parameter) -> None:
+        """A gradient of a piece is there, and is given up."""
+        if parameter.grad is None:
+            return  # which a user's hook has done
+        place, product = self._places[name], self.projection.project(parameter.grad)
+        before = self._products[place]
+        self._products[place] = product if before is None else before + product
+        self._gradients[place] += 1
+        parameter.grad = None
+
+    def add_up(self) -> None:
+        """Let the sums have what was taken of all pieces."""
+        for place, product in enumerate(self._products):
+            if product is not None:
+                self.sums[3 + place] = product
+        made = torch.tensor(self._gradients, dtype=torch.float64, device=self.sums.device)
+        self.sums[3 + len(self.names) :] = made
+
+    def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
+        """A piece is done."""
+        totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
+        self.sums[:3] += totals
+        if not number:
+            self.first = piece, float(totals[0] / totals[1])
+
+
+def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the values of saved buffers that have other versions."""
+    moved = {n: b for n, b in model.named_buffers() if versions.get(n) != _version(b)}
+    saved = model.state_dict(keep_vars=True) if moved else {}
+    return {name: buffer.detach().clone() for name, buffer in moved.items() if name in saved}
+
+
+def _version(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), -1 if buffer.is_inference() else buffer._version
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _on_cpu(batch: Batch) -> Batch:
+    return tree_map(partial(_move, device=torch.device("cpu")), batch)
+
+
+def _runs(plain: nn.Module, batch: Batch, given: Pass) -> bool | None:
+    """Whether a forward over a batch comes to its end; None where there is no memory for it."""
+    model = model_of(plain)
+    device = next(model.parameters()).device
+    batch = tree_map(partial(_move, device=device), batch)
+    try:
+        with (
+            preserved(plain, device),
+            keep_values(model.named_parameters()),
+            torch.no_grad(),
+            given.cast(),
+        ):
+            plain(batch)
+    except torch.OutOfMemoryError:
+        return None
+    except Exception:
+        return False
+    return True
+
+
+def _failure(error: Exception) -> str:
+    """Return why the plain forward and backward did not come to their end."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is no memory for one process' forward and backward"
+    said = str(error).strip().splitlines() or [""]
+    return f"{_FAILS} ({type(error).__name__}: {said[0][:200]})"
+
+
+def gather_first(reason: str | None) -> str | None:
+    """Return the first reason that any rank has. Collective."""
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, reason)
+    return next((one for one in said if one is not None), None)
+
+
+def explain_new_parameters(names: Sequence[str]) -> str:
+    """Return what to do where a forward makes parameters, which no optimizer has."""
+    return (
+        f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
+        "there before, so that no optimizer would step it. Make it in __init__, or use the module "
+        "after a batch has run through it once."
+    )

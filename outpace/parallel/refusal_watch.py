@@ -1,0 +1,78 @@
+"""A rank that waits in a collective for one that has refused, where the collective does not fail.
+
+On gloo a collective fails when a peer has gone. On NCCL it waits, for ten minutes by default, until
+the watchdog ends the process, which then says nothing of the refusal. So a thread looks into the
+store, by a connection of its own, while a call takes long.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+_LOOK_EVERY_S = 1.0
+_PATIENCE_S = 5.0  # of a call, before the store is looked into
+_GRACE_S = 10.0  # in which the rank that refused may go on, or this one may end by itself
+_EXIT_CODE = 2  # of bad input
+
+
+class RefusalWatch:
+    """A thread that ends this rank with what another has refused, within a call of `enter`.
+
+    `find(store)` returns a refusal that is another rank's and new, or None, and lets the rank that
+    refused know that it was heard.
+    """
+
+    def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._find = find
+        self._call = 0
+        self._since_s: float | None = None  # of the call that goes on
+        self._thread = threading.Thread(target=self._look, name="outpace-refusals", daemon=True)
+        self._thread.start()
+
+    def enter(self) -> None:
+        """Begin a call, in which this rank may wait for others."""
+        self._call += 1
+        self._since_s = time.monotonic()
+
+    def leave(self) -> None:
+        """End the call."""
+        self._since_s = None
+
+    def _look(self) -> None:
+        seen: tuple[int, str, float] | None = None  # the call, what was refused, and when
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            call, since_s, now_s = self._call, self._since_s, time.monotonic()
+            if since_s is None or (seen is not None and seen[0] != call):
+                seen = None
+                continue
+            if now_s - since_s < _PATIENCE_S:
+                continue
+            try:
+                sentence = self._find(self._store)
+            except RuntimeError:  # the rank that has the store is gone
+                sentence = None if seen is None else seen[1]
+                now_s += _GRACE_S
+            if sentence is None:
+                seen = None
+            elif seen is None:
+                seen = (call, sentence, now_s)
+            elif now_s - seen[2] >= _GRACE_S:
+                end_rank(sentence)
+
+
+def end_rank(sentence: str) -> None:
+    """End this process, whose main thread waits in a collective, with the sentence."""
+    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
+    os._exit(_EXIT_CODE)
+
+
+def waits_for_ever() -> bool:
+    """Whether collectives of the default group wait for a peer that has gone."""
+    return "nccl" in str(dist.get_backend())

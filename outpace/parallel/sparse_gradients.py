@@ -1,0 +1,33 @@
+"""Embeddings whose gradients are sparse tensors, which most strategies and optimizers refuse."""
+
+from torch import nn
+
+from outpace.records.errors import BadInputError, first_names
+from outpace.records.strategies import TRAITS, Strategy
+
+
+def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None) -> None:
+    """Raise BadInputError for an embedding with sparse=True that is trained.
+
+    `strategy`: of a loop of the user's own, with an optimizer that may take sparse gradients. None:
+    of outpace's steps, whose clipping and optimizers take none.
+    """
+    if strategy is not None and TRAITS[strategy].takes_sparse_gradients:
+        return
+    names = [
+        f"{name}.weight" if name else "weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        and part.sparse
+        and part.weight.requires_grad
+    ]
+    if names:
+        why = "clipping and the optimizers take dense ones only"
+        also = ""
+        if strategy is not None:
+            why = f"strategy {strategy} adds up dense ones only"
+            also = ", or strategy ddp or zero1"
+        raise BadInputError(
+            f"{first_names(names)} {'has' if len(names) == 1 else 'have'} sparse gradients "
+            f"(sparse=True of the embedding), and {why}. Use sparse=False{also}."
+        )

@@ -1,0 +1,40 @@
+"""The look before step 1 on one process: state that no checkpoint holds is said, with its names."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from outpace.parallel.kept_state import explain_kept_state, find_kept_state
+from outpace.parallel.layout import Batch, Layout, Pass
+from outpace.records.plan import Plan
+
+
+class StateCheck:
+    """Looks, once, for state that a user's module or loss keeps beside what is saved.
+
+    What FirstBatch is on several processes. `say` is given a sentence. `by_command`: the reader has
+    flags, not a loop.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:
+        self._plan, self._say, self._by_command = plan, say, by_command
+        self.resumed = False
+
+    def look(self, layout: Layout, passes: Sequence[Batch], given: Pass) -> Tensor | None:
+        """Run a few samples of the first pass some times; returns None: nothing is computed."""
+        writes = self._plan.offload_parameters != "none"
+        compiled = self._plan.compile
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            found = find_kept_state(
+                layout.objective,
+                passes[0],
+                Pass(given.cast),
+                alone=True,
+                other=passes[1] if len(passes) > 1 else None,
+                writes=writes,
+            )
+        if found.is_any:
+            self._say(explain_kept_state([found], 1, self._by_command, self.resumed))
+        return None

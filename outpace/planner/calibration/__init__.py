@@ -1,0 +1,1 @@
+"""Rates and intervals from measured steps."""

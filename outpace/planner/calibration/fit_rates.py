@@ -1,0 +1,238 @@
+"""Calibration by measured steps: factors on the rates by which plans are estimated.
+
+Probes take products and copies one by one; a step's operators follow each other, with cold caches,
+autograd and hooks between them. A step's time is a sum of terms, each of which is proportional to
+one rate, so that measured steps tell by how much each rate is off. The factors are found by least
+squares of the logarithms, with a pull to 1 that keeps a rate of which no step tells much.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.links import Fabric
+from outpace.planner.plan_batch import Columns, Floats, of_plans
+from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.step_time.estimate import estimate
+from outpace.planner.step_time.setup import Question
+from outpace.records.outline import Outline
+from outpace.records.plan import Plan
+
+# How far a rate is from one that is taken from a data sheet or measured by itself, and a step from
+# its prediction when all rates are right, both as standard deviations of logarithms.
+UNKNOWN = math.log(3)
+_STEP_SPREAD = 0.05
+_SOFT = 2.0  # spreads
+_SLOPE = 0.05  # of a logarithm, for derivatives
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """A step that was measured."""
+
+    outline: Outline
+    seq_len: int
+    global_batch: int
+    plan: Plan
+    step_time_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates by which plans are estimated."""
+
+    device: Device
+    fabric: Fabric
+
+
+# A rate, and what becomes of all when what it is of takes so many times as long.
+Knob = Callable[[Rates, float], Rates]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates by number of ranks, and how well they are known.
+
+    `off`: by how much the steps that were seen are mispredicted in the median. `covariance`: of the
+    logarithms of what the knobs were turn_knobs by, (knobs, knobs).
+    """
+
+    rates: dict[int, Rates]
+    off: float
+    knobs: tuple[Knob, ...]
+    covariance: Floats
+
+    def slopes(self, ranks: int, steps_s: Callable[[Rates], Floats]) -> Floats:
+        """Derivatives of the logarithms of times by those of the knobs, (knobs, times)."""
+        rates = self.rates[ranks]
+        here = np.log(steps_s(rates))
+        turn_knobs = [np.log(steps_s(knob(rates, math.exp(_SLOPE)))) for knob in self.knobs]
+        found: Floats = (np.array(turn_knobs) - here) / _SLOPE
+        return found
+
+    def spreads(self, slopes: Floats) -> Floats:
+        """Return how far times of these slopes may be off: deviations of logarithms.
+
+        Of the ratio of two times, their slopes' difference tells: what both rest on cancels out.
+        """
+        found: Floats = np.sqrt(np.einsum("ki,kl,li->i", slopes, self.covariance, slopes))
+        return found
+
+
+def calibrate(
+    rates: Mapping[int, Rates], seen: Sequence[SeenStep], spread: float = UNKNOWN
+) -> Calibration:
+    """The rates by which `seen` are predicted best.
+
+    `rates` are by number of ranks, which share a machine: a rate is off by the same factor in all.
+    `spread`: by how much they may be off, as the standard deviation of logarithms.
+    """
+    from scipy.optimize import least_squares  # slow to load, and needed here alone
+
+    knobs, groups = _knobs(next(iter(rates.values()))), _groups(seen)
+    took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])
+
+    def turn_knobs(logs: Floats) -> dict[int, Rates]:
+        found = dict(rates)
+        for knob, log in zip(knobs, logs, strict=True):
+            found = {ranks: knob(one, math.exp(log)) for ranks, one in found.items()}
+        return found
+
+    def misses(logs: Floats) -> Floats:
+        found = turn_knobs(logs)
+        said = np.concatenate(
+            [np.empty(0), *(group.steps_s(found[group.ranks]) for group in groups)]
+        )
+        missed: Floats = np.log(said / took)
+        return missed
+
+    def residuals(logs: Floats) -> Floats:
+        return np.concatenate([_soften(misses(logs) / _STEP_SPREAD), logs / spread])
+
+    found = least_squares(residuals, np.zeros(len(knobs)), xtol=1e-4, ftol=1e-5)
+    off = float(np.median(np.abs(misses(found.x)))) if seen else 0.0
+    covariance = np.linalg.inv(found.jac.T @ found.jac)
+    return Calibration(turn_knobs(found.x), off, tuple(knobs), covariance)
+
+
+def _soften(misses: Floats) -> Floats:
+    """Misses in spreads whose squares grow linearly beyond _SOFT: a disturbed step counts less."""
+    squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
+    found: Floats = np.sign(misses) * np.sqrt(squares)
+    return found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Steps of one model, batch and number of ranks."""
+
+    ranks: int
+    outline: Outline
+    seq_len: int
+    columns: Columns
+    step_time_s: Floats
+
+    def steps_s(self, rates: Rates) -> Floats:
+        """Return the predicted time of each step."""
+        return steps_s(
+            Question(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
+        )
+
+
+def steps_s(question: Question, columns: Columns) -> Floats:
+    """Return the step times of plans, every pipeline simulated."""
+    pipelines = np.nonzero(columns.pp > 1)[0]
+    return simulate_pipelines(question, columns, estimate(question, columns), pipelines).step_s
+
+
+def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
+    groups: dict[tuple[int, str, int, int], list[SeenStep]] = {}
+    for one in seen:
+        model = one.outline.model_dump_json()
+        key = (one.plan.world_size, model, one.seq_len, one.global_batch)
+        groups.setdefault(key, []).append(one)
+    return [
+        _Group(
+            of[0].plan.world_size,
+            of[0].outline,
+            of[0].seq_len,
+            of_plans([one.plan for one in of], of[0].global_batch, of[0].outline.layers),
+            np.array([one.step_time_s for one in of]),
+        )
+        for of in groups.values()
+    ]
+
+
+def _knobs(rates: Rates) -> list[Knob]:
+    """Return knobs for every dtype and for all else that a step consists of."""
+    return [
+        *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
+        *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
+        _memory, _operators, _optimizer, _units, _links, _gathers, _scatters, _latency,
+    ]  # fmt: skip
+
+
+def _of_dtype(field: str, dtype: str) -> Knob:
+    """Return the knob of one of a device's rates by dtype."""
+
+    def knob(rates: Rates, factor: float) -> Rates:
+        before = getattr(rates.device, field)
+        return _replace_rates(rates, **{field: {**before, dtype: before[dtype] / factor}})
+
+    return knob
+
+
+def _replace_rates(rates: Rates, **values: Any) -> Rates:
+    return replace(rates, device=replace(rates.device, **values))
+
+
+def _memory(rates: Rates, factor: float) -> Rates:
+    return _replace_rates(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
+
+
+def _operators(rates: Rates, factor: float) -> Rates:
+    return _replace_rates(rates, operator_s=rates.device.operator_s * factor)
+
+
+def _optimizer(rates: Rates, factor: float) -> Rates:
+    return _replace_rates(rates, optimizer_share=rates.device.optimizer_share / factor)
+
+
+def _units(rates: Rates, factor: float) -> Rates:
+    return _replace_rates(rates, unit_s=rates.device.unit_s * factor)
+
+
+def _links(rates: Rates, factor: float) -> Rates:
+    fabric = rates.fabric
+    return replace(
+        rates,
+        fabric=replace(
+            fabric,
+            inside_bytes_per_s=fabric.inside_bytes_per_s / factor,
+            across_bytes_per_s=fabric.across_bytes_per_s / factor,
+            pair_bytes_per_s=fabric.pair_bytes_per_s / factor,
+        ),
+    )
+
+
+def _gathers(rates: Rates, factor: float) -> Rates:
+    fabric = rates.fabric
+    return replace(rates, fabric=replace(fabric, gather_share=fabric.gather_share / factor))
+
+
+def _scatters(rates: Rates, factor: float) -> Rates:
+    fabric = rates.fabric
+    return replace(rates, fabric=replace(fabric, scatter_share=fabric.scatter_share / factor))
+
+
+def _latency(rates: Rates, factor: float) -> Rates:
+    protocols = tuple(
+        one._replace(base_s=one.base_s * factor, inside_s=one.inside_s * factor,
+                     across_s=one.across_s * factor)
+        for one in rates.fabric.protocols
+    )  # fmt: skip
+    return replace(rates, fabric=replace(rates.fabric, protocols=protocols))

@@ -1,0 +1,181 @@
+"""Published steps that are nearest to a plan, and what of the plan none of them resembles.
+
+The table is made of benchmarks/data and the recorded predictions (benchmarks/measured_steps.py).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from outpace.records.estimate import MeasuredCase
+from outpace.records.plan import Plan
+
+# The software of the rows, by the name of the stack that is planned for.
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "torchtitan": ("torchtitan",),
+    "megatron": ("Megatron-Core", "Megatron-Bridge", "NeMo"),
+    "megatron-lm": ("Megatron-LM", "Megatron-DeepSpeed"),
+    "deepspeed": ("DeepSpeed", "Megatron-DeepSpeed"),
+    "deepspeed-2021": ("DeepSpeed", "Megatron-DeepSpeed"),
+    "nanotron": ("nanotron",),
+    "internevo": ("InternEvo",),
+    "composer": ("Composer",),
+    "trainer": ("Trainer", "TRL", "transformers"),
+    "accelerate": ("Trainer", "TRL", "transformers"),
+    # outpace shards with FSDP2, as torchtitan does; there is no published step of outpace.
+    "outpace": ("torchtitan",),
+}
+_ON_MORE = " devices"  # how words end that widen an interval: lengths and sizes do not
+_BEYOND = 1.1  # times the largest measured: what is no longer like it
+# Weights of a case's distance: of a doubling, and of what differs in kind.
+_DOUBLINGS = {"parameters": 0.5, "devices": 0.3, "seq_len": 0.3}
+_OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
+    0.5,
+    3.0,
+    4.0,
+    1.0,
+    0.7,
+)
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """A question, as far as cases are compared by it; None: not known, and not compared."""
+
+    devices: int
+    plan: Plan | None = None
+    parameters: float | None = None  # in billions
+    experts: bool | None = None
+    chip: str | None = None
+    architecture: str | None = None
+    seq_len: int | None = None
+    stack: str = "outpace"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes and level of ZeRO by the table's columns."""
+        plan = self.plan
+        if plan is None:
+            return {}
+        levels = {"zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+        level = plan.zero if plan.strategy == "3d" else levels.get(plan.strategy, 0)
+        zero = level if plan.dp_shard > 1 else 0
+        return {"zero": zero, "tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "ep": plan.ep}
+
+
+@lru_cache
+def measured_rows() -> tuple[Mapping[str, Any], ...]:
+    """All rows of the table."""
+    text = files("outpace.catalog").joinpath("measured_steps.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    return tuple(dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+
+
+def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
+    """The `count` nearest cases, of a model and source one each, the nearest first."""
+    best: dict[tuple[str, str], tuple[float, Mapping[str, Any]]] = {}
+    for row in measured_rows():
+        far, key = _distance(like, row), (row["source"], row["model"])
+        if key not in best or far < best[key][0]:
+            best[key] = far, row
+    ranked = sorted(best.values(), key=lambda pair: pair[0])[:count]
+    names = set(MeasuredCase.model_fields)
+    return tuple(
+        MeasuredCase.model_validate({k: v for k, v in row.items() if k in names})
+        for _, row in ranked
+    )
+
+
+def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
+    """0 for a case of the same model, chip, number, length, program and axes."""
+    far = 0.0
+    for name, weight in _DOUBLINGS.items():
+        own = getattr(like, name)
+        if own is not None:
+            far += weight * abs(math.log2(own / row[name]))
+    if like.experts is not None:
+        far += _OTHER_MODEL * (like.experts != row["experts"])
+    if like.architecture is not None:
+        far += _OTHER_ARCHITECTURE * (like.architecture != row["architecture"])
+    if like.chip is not None:
+        far += _OTHER_CHIP * (like.chip != row["chip"])
+    far += _OTHER_PROGRAM * (row["stack"] not in _PROGRAMS.get(like.stack, ()))
+    for name, size in like.axes.items():
+        split = (size >= 2, row[name] >= 2) if name == "zero" else (size > 1, row[name] > 1)
+        far += _OTHER_AXIS * (split[0] != split[1])
+    return far
+
+
+def extrapolations(like: Likeness) -> tuple[str, ...]:
+    """Return what of a plan nothing measured resembles; nothing: all is within."""
+    return tuple(_extrapolations(like))
+
+
+def _extrapolations(like: Likeness) -> Iterator[str]:
+    rows = measured_rows()
+    programs = _PROGRAMS.get(like.stack, ())
+    if like.stack != "outpace" and not any(row["stack"] in programs for row in rows):
+        yield f"no measurement of {like.stack}"
+    if like.architecture is not None:
+        same = [row for row in rows if row["architecture"] == like.architecture]
+        experts = " of models with experts" if like.experts else ""
+        if not any(row["experts"] == bool(like.experts) for row in same):
+            yield f"no measurement{experts} on {like.architecture} chips"
+    yield from _axis_limits(like, rows)
+    if like.plan is not None and _offloads(like.plan) and not any(row["offloads"] for row in rows):
+        yield "no measurement of offloading"
+    for name, words in (("seq_len", "sequences above {most:,.0f} tokens"),
+                        ("parameters", "models above {most:,.0f} billion parameters")):  # fmt: skip
+        own, most = getattr(like, name), max(row[name] for row in rows)
+        if own is not None and own > _BEYOND * most:
+            yield f"no measurement of {words.format(most=most)}"
+
+
+def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the axes that are split on more devices than they were measured on."""
+    names = {"tp": "tensor parallelism", "pp": "pipelines", "cp": "context parallelism",
+             "ep": "expert parallelism"}  # fmt: skip
+    programs = _PROGRAMS.get(like.stack, ()) if like.stack != "outpace" else ()
+    kept = [row for row in rows if not programs or row["stack"] in programs]
+    of = f" by {like.stack}" if programs and kept else ""
+    for axis, size in like.axes.items():
+        if (axis == "zero" and size < 2) or (axis != "zero" and size == 1):
+            continue
+        named = f"ZeRO-{size}" if axis == "zero" else names[axis]
+        measured = [row["devices"] for row in kept
+                    if (row[axis] == size if axis == "zero" else row[axis] > 1)]  # fmt: skip
+        if not measured:
+            yield f"no measurement of {named}{of}"
+        elif like.devices > _BEYOND * max(measured):
+            yield f"no measurement of {named}{of} above {max(measured):,}{_ON_MORE}"
+
+
+def _offloads(plan: Plan) -> bool:
+    return {plan.offload_activations, plan.offload_parameters, plan.offload_optimizer} != {"none"}
+
+
+def spread_beyond(words: Sequence[str]) -> float:
+    """The factor on an interval's logarithms for a plan beyond what was measured.
+
+    Steps on more than 64 devices are further off than those on fewer, by their root mean squares
+    of logarithms of measured by predicted: what scale has cost so far is taken to be added again.
+    """
+    if not any(one.endswith(_ON_MORE) for one in words):
+        return 1.0
+    return _spread_of_scale()
+
+
+@lru_cache
+def _spread_of_scale() -> float:
+    few: list[float] = []
+    many: list[float] = []
+    for row in measured_rows():
+        if not row["experts"]:
+            found = math.log(row["measured_s"] / row["predicted_s"])
+            (many if row["devices"] > 64 else few).append(found)
+    mean = [math.sqrt(sum(x * x for x in each) / len(each)) for each in (few, many)]
+    return max(1.0, mean[1] / mean[0])

@@ -1,0 +1,35 @@
+"""A machine's rates corrected by runs that trainers logged on it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outpace.planner.calibration.cluster import Cluster
+from outpace.planner.calibration.fit_rates import Rates, SeenStep, calibrate
+from outpace.records.training_log import ObservedRun
+from outpace.records.units import show_share
+
+
+def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
+    """Return the machine with the rates by which the steps of `runs` are predicted best.
+
+    Every rate may be off by the same factor at any number of ranks. What a trainer does otherwise
+    than the planner takes it to do is in the factors, too. The interval stays that of the rates
+    before: a few runs do not tell how far off others are.
+    """
+    seen = [
+        SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)
+        for run in runs
+    ]
+    rates = Rates(cluster.device, cluster.fabric)
+    worlds = {run.plan.world_size for run in runs}
+    found = calibrate(dict.fromkeys(worlds, rates), seen)
+    corrected = found.rates[runs[0].plan.world_size]
+    trainers = ", ".join(sorted({run.trainer for run in runs}))
+    plural = "" if len(runs) == 1 else "s"
+    note = (
+        f"its rates are corrected by {len(runs)} logged run{plural} ({trainers}), predicted with "
+        f"them off by {show_share(found.off)} in the median"
+    )
+    return replace(
+        cluster, device=corrected.device, fabric=corrected.fabric, notes=(*cluster.notes, note)
+    )

@@ -1,0 +1,110 @@
+"""Uncertainty of a predicted time."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from outpace.planner.calibration.fit_rates import UNKNOWN
+
+LEVEL = 0.9
+# Of a kind that has an interval of its own: the share of a source that the others' interval covers
+# in the mean. What covers less is told with that share.
+LEAST_COVERAGE = 0.85
+# Of a step on rates that are a guess, which no real steps tell of: as far off as a rate may be.
+_GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
+
+
+@lru_cache
+def _residuals() -> Mapping[str, Any]:
+    text = files("outpace.catalog").joinpath("residuals.json").read_text(encoding="utf-8")
+    loaded: Mapping[str, Any] = json.loads(text)
+    return loaded
+
+
+class Interval(NamedTuple):
+    """Factors on a predicted time between which the true one lies with `level`, and of what."""
+
+    low: float
+    high: float
+    basis: str
+    level: float = LEVEL
+
+    @property
+    def note(self) -> str:
+        """A sentence for the user."""
+        share = f"{self.level:.0%}".replace("%", " %")
+        if self.level == LEVEL:
+            return f"The {share} interval is by {self.basis}."
+        return (
+            f"The interval is by {self.basis}. Set by the other sources alone, it held {share} of "
+            "a source's steps in the mean."
+        )
+
+
+def interval(
+    calibrated: bool,
+    guessed: bool = False,
+    architecture: str | None = None,
+    experts: bool = False,
+    residuals: Sequence[float] = (),
+) -> Interval:
+    """Return the interval of a question.
+
+    Its factors are quantiles of real comparisons: of published steps on chips of an `architecture`,
+    of dense models or of those with `experts` (benchmarks/planner_accuracy.py), each source left
+    out once; where these are too few, of such models on any chip; and of steps on a machine whose
+    rates steps of a probe put right (planner_measured.py). `guessed`: the rates are neither.
+    `residuals`: measured by predicted time of steps of the very machine, to which nothing was
+    fitted; by their median the interval of published steps is widened.
+    """
+    if guessed:
+        return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are a guess")
+    table = _residuals()
+    if calibrated and table["probed"] and not residuals:
+        row = table["probed"]
+        basis = f"{row['rows']} steps on machines that were probed"
+        return Interval(float(row["low"]), float(row["high"]), basis)
+    model = "models with experts" if experts else "dense models"
+    kinds = table["kinds"]
+    row = None if architecture is None else kinds.get(kind_name(architecture, experts))
+    where, more = f"on {architecture} chips", ""
+    if row is None:
+        row, where = kinds[kind_name(None, experts)], "on any chip"
+        if architecture is not None:
+            more = f"; {_reason(table, architecture, experts)}, so it is wide"
+    basis = f"{row['rows']} published steps of {model} {where}, of {len(row['sources'])} sources"
+    low, high = float(row["low"]), float(row["high"])
+    if residuals:
+        own = statistics.median(abs(math.log(ratio)) for ratio in residuals)
+        low = math.exp(-math.hypot(math.log(low), own))
+        high = math.exp(math.hypot(math.log(high), own))
+        more = f"; wider by what {len(residuals)} steps of the probe are off by{more}"
+    covers = float(row["coverage"])
+    level = LEVEL if covers >= LEAST_COVERAGE else round(covers, 2)
+    return Interval(low, high, basis + more, level)
+
+
+def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
+    """Return why a kind has no interval of its own."""
+    row = table["without_interval"].get(kind_name(architecture, experts))
+    if row is None:
+        return f"none of them is on {architecture}"
+    count = row["sources"]
+    steps = "one step" if row["rows"] == 1 else f"{row['rows']} steps"
+    of = f"{steps} of {count} source{'s' if count > 1 else ''} on {architecture}"
+    if row["coverage"] is None:
+        return f"{of} are too few"
+    return (
+        f"{of} do not foretell each other (the others' interval holds "
+        f"{row['coverage'] * 100:.0f} % of a source's steps in the mean)"
+    )
+
+
+def kind_name(architecture: str | None, experts: bool) -> str:
+    """Return the name of a kind of question in the table; None: any chip."""
+    return f"{architecture or 'any chip'}, {'experts' if experts else 'dense'}"

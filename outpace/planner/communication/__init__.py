@@ -1,0 +1,1 @@
+"""Bytes on each link, and where ranks lie."""

@@ -1,0 +1,283 @@
+"""Communication of a rank in a step, by purpose and by axis: what can hide, and behind what.
+
+For plans of one axis the bytes are those of `planner.communication.volume`, which `outpace verify`
+measures; they are only told apart here by what they are for. For the products of axes (strategy
+3d), and for the collectives of tensor parallelism that recomputation repeats, terms are put
+together here.
+
+Volumes: gradients 2(N−1)/N · Ψ, and with shards of parameters half as much again (Rajbhandari et
+al., arXiv 1910.02054, §7); between stages b · S · D a micro-batch and border, tensor parallelism
+8(t−1)/t · b · S · D a layer (Narayanan et al., arXiv 2104.04473, §3.2).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from outpace.planner.communication.volume import (
+    NORM_BYTES,
+    Tally,
+    Work,
+    of_every_job,
+    sent_bytes,
+    step_traffic,
+)
+from outpace.planner.model.shapes import parameter_shapes
+from outpace.planner.pipeline.stages import layers_per_stage
+from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Axis, Plan, Strategy
+from outpace.records.strategies import TRAITS
+
+# Gathers: parameters before their use. Gradients: summed. Updates: parameters told after a step.
+# Activations: of tensor parallelism, waited for. Sends: between stages. Ring: keys and values.
+# Tied: a shared embedding's gradient. Control: totals and norms.
+Part = Literal[
+    "gathers", "gradients", "updates", "activations", "sends", "ring", "tied", "control"
+]  # fmt: skip
+Where = Axis | Literal["world"]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes of one purpose on one axis in a step.
+
+    `sent_bytes`: of a rank, as `planner.communication.volume` counts. `link_bytes`: over each link
+    of a ring through the ranks of the axis, or over each border between two stages one way.
+    """
+
+    part: Part
+    axis: Where
+    sent_bytes: int
+    link_bytes: int
+
+
+# The axis of what is counted here, the last that a strategy splits.
+_AXIS: dict[Strategy, Axis] = {
+    name: traits.axes[-1]
+    for name, traits in TRAITS.items()
+    if name not in ("single", "dp", "ps", "horovod", "3d")
+}
+
+
+def flows(work: Work) -> list[Flow]:
+    """Return the communication of `work.rank` in a step. Raises BadInputError if it is unknown."""
+    plan = work.plan
+    if plan.strategy == "single":
+        return []
+    if plan.lora_rank is not None or plan.compress_gradients == "powersgd":
+        what = "adapters" if plan.lora_rank is not None else "PowerSGD"
+        raise BadInputError(
+            f"no formula for the traffic of {what} is known here. Ask for the plan without."
+        )
+    if plan.strategy == "3d":
+        return [flow for flow in _product(work) if flow.sent_bytes or flow.link_bytes]
+    axis = _AXIS.get(plan.strategy)
+    tally = None if axis is None else step_traffic(
+        _no_recompute(plan), work.spec, global_batch=work.global_batch, seq_len=work.seq_len,
+        rank=work.rank,
+    )  # fmt: skip
+    if tally is None or axis is None:
+        raise BadInputError(
+            f"outpace network knows the traffic of {', '.join(_AXIS)} and 3d; the plan's strategy "
+            f"is {plan.strategy}."
+        )
+    found = [*_of_one_axis(work, axis, tally)]
+    if plan.strategy == "tp" and plan.recomputes:
+        again = _repeated_collectives(work, work.spec.layers, work.passes)
+        found.append(Flow("activations", "tp", again, again))
+    return found
+
+
+def _no_recompute(plan: Plan) -> Plan:
+    """Return the plan without recomputation, which repeats tensor parallelism's collectives."""
+    return plan.model_copy(
+        update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
+    )
+
+
+def _of_one_axis(work: Work, axis: Axis, tally: Tally) -> Iterator[Flow]:
+    """Yield the tally's kinds by purpose. What every job sends beside is put apart."""
+    plan, spec = work.plan, work.spec
+    by_kind = Counter(tally.bytes_by_kind)
+    replicas = plan.dp_replicate
+    extra = _control_bytes(plan)
+    by_kind.subtract(extra)
+    yield _same("control", "world", extra.total())
+    match plan.strategy:
+        case "ddp":
+            yield _same("gradients", axis, by_kind["all_reduce"])
+        case "ring":
+            yield _same("gradients", axis, by_kind["send"])
+            yield _same("control", axis, by_kind["all_reduce"])
+        case "zero1":
+            yield _same("gradients", axis, by_kind["all_reduce"])
+            every = sent_bytes("reduce_scatter", plan.dp_shard, sum(work.sizes) * work.item, False)
+            yield Flow("updates", axis, by_kind["broadcast"], every)
+        case "zero2" | "zero3" | "hsdp":
+            yield _same("gathers", axis, by_kind["all_gather"])
+            yield _same("gradients", axis, by_kind["reduce_scatter"])
+            if replicas > 1:
+                yield _same("gradients", "dp_replicate", by_kind["all_reduce"])
+        case "cp":
+            yield _same("ring", axis, by_kind["send"])
+            yield _same("gradients", axis, by_kind["all_reduce"])
+        case "tp":
+            yield _same("activations", axis, by_kind.total())
+        case _:
+            ranks = SCHEDULES[plan.strategy]
+            ends = {ranks.rank_of(stage, plan.pp) for stage in (0, plan.stages - 1)}
+            tied = spec.vocab * spec.hidden * work.item if spec.tied and len(ends) == 2 else 0
+            mine = tied if work.rank in ends else 0
+            border = work.passes * plan.pp_microbatches * work.hidden_elements * work.item
+            yield Flow("sends", "pp", by_kind["send"] - mine, border)
+            if tied:
+                yield Flow("tied", "pp", mine, tied)
+
+
+def _same(part: Part, axis: Where, count: int) -> Flow:
+    return Flow(part, axis, count, count)
+
+
+def _control_bytes(plan: Plan) -> Counter[str]:
+    """Return bytes of totals, the request to stop, the norm: a few numbers in every job."""
+    tally = of_every_job(plan)
+    norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
+    if not norm:
+        ranks = plan.pp if plan.strategy in SCHEDULES else plan.dp_shard
+        tally.add("all_reduce", ranks, NORM_BYTES)
+    return tally.bytes_by_kind
+
+
+def _product(work: Work) -> Iterator[Flow]:
+    """3d: a rank's part of a stage, its shards and replicas, and what crosses stages.
+
+    A pipeline's micro-batches share one reduction, and blocks are gathered for every forward and
+    once for the backwards of a pass (measured: `outpace verify --strategy 3d`). Averages over
+    parameters that differ between stages are not taken: it is this rank's.
+    """
+    plan, spec = work.plan, work.spec
+    place = _place(work)
+    shards = plan.dp_shard * plan.cp
+    micro_batches = work.passes * plan.pp_microbatches
+    gathers, gradients, shares = Tally(), Tally(), Tally()
+    for block, sizes in place.units.items():
+        shard = sum(-(-rows // shards) * rest for rows, rest in sizes)
+        times = work.passes * ((plan.pp_microbatches + 1 if plan.pp > 1 else 2) if block else 1)
+        if shards > 1:
+            gathers.add("all_gather", shards, shard * work.gathered_item, times)
+            whole = shard * shards * work.reduced_item
+            gradients.add("reduce_scatter", shards, whole, work.passes)
+        if plan.dp_replicate > 1:
+            shares.add("all_reduce", plan.dp_replicate, shard * work.reduced_item, work.passes)
+    axis: Axis = "dp_shard" if plan.dp_shard > 1 else "cp"
+    yield _same("gathers", axis, gathers.bytes)
+    yield _same("gradients", axis, gradients.bytes)
+    yield _same("gradients", "dp_replicate", shares.bytes)
+    yield from _inside_stage(work, place, micro_batches)
+    if plan.pp > 1:
+        split = plan.cp * (plan.tp if plan.sequence_parallel else 1)
+        border = micro_batches * work.hidden_elements // split * work.item
+        yield Flow("sends", "pp", place.borders * border, border)
+        if spec.tied and place.ends:
+            tied = spec.vocab * spec.hidden // plan.tp // shards * work.item
+            yield Flow("tied", "pp", tied if place.first or place.last else 0, tied)
+    yield _same("control", "world", _control_bytes(plan).total())
+
+
+def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[Flow]:
+    """Yield tensor and context parallelism: for each layer of the stage and micro-batch."""
+    plan, spec = work.plan, work.spec
+    if plan.tp > 1:
+        hidden = work.hidden_elements // plan.cp
+        doors = 4 * place.layers + place.last
+        tally = Tally()
+        # An all-reduce, or a reduce-scatter and an all-gather, which send as much.
+        tally.add("all_reduce", plan.tp, hidden * work.low_item, micro_batches * doors)
+        tally.add("all_reduce", plan.tp, hidden * work.item, micro_batches * place.first)
+        tokens = plan.micro_batch * work.seq_len // plan.cp * work.item
+        tally.add("all_reduce", plan.tp, 3 * tokens, micro_batches * place.last)
+        again = _repeated_collectives(work, place.layers, micro_batches) if plan.recomputes else 0
+        yield _same("activations", "tp", tally.bytes + again)
+    if plan.cp > 1:
+        width = spec.kv_heads // min(plan.tp, spec.kv_heads) * spec.head_dim
+        numbers = 2 * plan.micro_batch * (work.seq_len // plan.cp) * width
+        sent = 2 * (plan.cp - 1) * work.low_item + plan.cp * work.item
+        yield _same("ring", "cp", numbers * sent * place.layers * micro_batches)
+
+
+def _repeated_collectives(work: Work, layers: int, micro_batches: int) -> int:
+    """Return collectives of a block's forward that full recomputation repeats.
+
+    All but the last, where nothing of the backward reads what it gives: measured, 2 all-gathers
+    and a reduce-scatter of 4 collectives, or one all-reduce of 2. A dropout or a norm reads it.
+    """
+    plan, spec = work.plan, work.spec
+    modes = plan.modes(spec.layers)
+    share = sum(mode in ("full", "attention") for mode in modes) / spec.layers
+    halves = 3 if plan.sequence_parallel else 2
+    if spec.dropout > 0 or not spec.norm_first:
+        halves = 4
+    whole = work.hidden_elements // plan.cp * work.low_item
+    half = sent_bytes("reduce_scatter", plan.tp, whole, False)
+    return round(share * halves * half * layers * micro_batches)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Position of a rank in a product, and what it holds: rows and width of parameters, by unit."""
+
+    layers: int
+    first: bool
+    last: bool
+    ends: bool  # the first and the last stage are on different ranks
+    borders: int  # messages that it sends for each micro-batch
+    units: dict[str, list[tuple[int, int]]]
+
+
+def _place(work: Work) -> _Place:
+    plan = work.plan
+    schedule = SCHEDULES.get(plan.schedule)
+    at = work.rank // (plan.world_size // plan.pp)
+    ranks_of = (
+        [0] if schedule is None else [schedule.rank_of(s, plan.pp) for s in range(plan.stages)]
+    )
+    mine = [stage for stage, rank in enumerate(ranks_of) if rank == at]
+    counts = layers_per_stage(work.spec, plan.stages)
+    starts = [sum(counts[:stage]) for stage in range(plan.stages + 1)]
+    blocks = {b for stage in mine for b in range(starts[stage], starts[stage + 1])}
+    first, last = 0 in mine, plan.stages - 1 in mine
+    units: dict[str, list[tuple[int, int]]] = {"": []}
+    for name, shape in parameter_shapes(work.spec).items():
+        number = name.split(".")[1] if name.startswith("blocks.") else ""
+        held = int(number) in blocks if number else _holds(name, first, last, work.spec.tied)
+        if held:
+            rows, rest = shape[0], math.prod(shape[1:])
+            if plan.tp > 1 and "norm" not in name and "positions" not in name:
+                columns = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                rows, rest = (rows, -(-rest // plan.tp)) if columns else (-(-rows // plan.tp), rest)
+            units.setdefault(number, []).append((rows, rest))
+    return _Place(
+        layers=len(blocks), first=first, last=last, ends=len({ranks_of[0], ranks_of[-1]}) == 2,
+        borders=sum(at in pair for pair in pairwise(ranks_of) if len(set(pair)) == 2),
+        units=units,
+    )  # fmt: skip
+
+
+def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
+    """Whether a parameter outside of blocks is on a rank with the first or the last stage."""
+    if name.startswith("embed."):
+        return first or (last and tied and name == "embed.tokens.weight")
+    return last
+
+
+def neighbours(plan: Plan) -> list[tuple[int, int]]:
+    """Pairs of places in the pipeline between which each micro-batch passes, once each way."""
+    schedule = SCHEDULES.get(plan.schedule)
+    if schedule is None:
+        return []
+    ranks = [schedule.rank_of(stage, plan.pp) for stage in range(plan.stages)]
+    return [pair for pair in pairwise(ranks) if len(set(pair)) == 2]

@@ -1,0 +1,104 @@
+"""Placement of communication on nodes: what stays inside one, and what leaves it.
+
+Ranks are laid out on nodes in the order of `records.plan.AXES`, those of tensor parallelism closest
+together. A collective among ranks of several nodes goes round a ring that enters and leaves each
+node once, as NCCL's rings and trees do: what one link of the ring carries leaves the node, however
+many of its devices take part.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from outpace.planner.communication.flows import Flow, Part, Where, neighbours
+from outpace.records.plan import Plan
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A flow on nodes.
+
+    `link_bytes` go over a device's link within its node, 0 where the axis has one rank on each.
+    `node_bytes` leave the busiest node. `way_bytes` are those of them, and `link_way_bytes` of the
+    others, that go to one neighbour, where a flow goes to two.
+    """
+
+    flow: Flow
+    link_bytes: int
+    node_bytes: int
+    way_bytes: int = 0
+    link_way_bytes: int = 0
+
+    def seconds(self, inside: float, across: float) -> float:
+        """Both at once, bytes/s of a device's link and of a node's cards."""
+        return max(self.link_bytes / inside, self.node_bytes / across)
+
+    def way_seconds(self, inside: float, across: float) -> float:
+        """Return seconds to one neighbour."""
+        return max(self.link_way_bytes / inside, self.way_bytes / across)
+
+
+def place(plan: Plan, flow: Flow, per_node: int) -> Crossing:
+    """Return where a flow goes, on nodes of `per_node` devices."""
+    if flow.axis == "pp":
+        return _place_stages(plan, flow, per_node)
+    size, stride = _group(plan, flow.part, flow.axis)
+    spans, shared = set(), False
+    groups: Counter[int] = Counter()  # how many groups leave each node
+    for start in range(0, plan.world_size, size * stride):
+        for offset in range(start, start + stride):
+            nodes = [rank // per_node for rank in range(offset, offset + size * stride, stride)]
+            spans = set(nodes)
+            shared |= len(spans) < len(nodes)
+            if len(spans) > 1:
+                groups.update(spans)
+    busiest = max(groups.values(), default=0)
+    return Crossing(flow, flow.link_bytes if shared else 0, busiest * flow.link_bytes)
+
+
+def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
+    """Ranks of a group, and how far apart they are."""
+    sequences = plan.cp * plan.tp
+    if axis == "world":
+        return plan.world_size, 1
+    if axis == "tp":
+        return plan.tp, 1
+    if axis == "dp_replicate":
+        return plan.dp_replicate, plan.dp_shard * sequences
+    if part == "ring":
+        return plan.cp, plan.tp
+    return plan.dp_shard * plan.cp, plan.tp  # to gradients the ranks of a sequence are shards too
+
+
+def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
+    """Place a flow between neighbours in the pipeline; of a tied embedding between its ends."""
+    apart = plan.world_size // plan.pp
+    pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
+    leaving: Counter[tuple[int, bool]] = Counter()
+    staying: Counter[tuple[int, bool]] = Counter()
+    for first, second in pairs:
+        for place in range(apart):
+            ranks = first * apart + place, second * apart + place
+            nodes = [rank // per_node for rank in ranks]
+            for forwards in (True, False):
+                rank, node = ranks[not forwards], nodes[not forwards]
+                if nodes[0] != nodes[1]:
+                    leaving[node, forwards] += 1
+                else:
+                    staying[rank, forwards] += 1
+    both, within = _busiest(leaving), _busiest(staying)
+    count = flow.link_bytes
+    return Crossing(
+        flow,
+        link_bytes=within * count,
+        node_bytes=both * count,
+        way_bytes=max(leaving.values(), default=0) * count,
+        link_way_bytes=max(staying.values(), default=0) * count,
+    )
+
+
+def _busiest(ways: Counter[tuple[int, bool]]) -> int:
+    """The most that go either way, of one node or rank."""
+    sums: Counter[int] = Counter()
+    for (where, _), times in ways.items():
+        sums[where] += times
+    return max(sums.values(), default=0)

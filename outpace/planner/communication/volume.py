@@ -1,0 +1,413 @@
+"""Communication of a rank in a training step, by formula: collectives and bytes by kind.
+
+Bytes are those that a rank sends if each collective is done by an algorithm that sends the least.
+Each of N ranks has B bytes; then it sends, in
+
+- all_reduce 2(N−1)/N · B, reduce_scatter and all_to_all (N−1)/N · B, all_gather (N−1) · B (B is
+  what it has before, 1/N of the whole): Patarasuk and Yuan, "Bandwidth optimal all-reduce
+  algorithms for clusters of workstations", JPDC 2009, §3; Chan et al., "Collective communication:
+  theory, practice, and experience", 2007, table II;
+- broadcast B, from the root alone; scatter (N−1) · B, from the root alone; reduce and gather B,
+  from all but the root;
+- send B.
+
+Counted is a collective that a rank takes part in, or a message that it sends; what it receives
+counts where it was sent. `training.wire` counts the calls that are really made, by the same rule.
+
+Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
+Ψ parameters.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from outpace.planner.model.shapes import Shape, parameter_shapes
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import SHARD_DTYPES, WEIGHTS
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan
+
+_TOKEN_BYTES = 8  # int64
+_TOTALS_BYTES = 16  # loss and targets: two float64
+_SAID_BYTES = 24  # stop, memory and own time: three float64
+NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any precision
+
+
+def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
+    """Return the bytes that a rank of `ranks` sends in one collective of `given` bytes each."""
+    factors = {
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "all_to_all": (ranks - 1) / ranks,
+        "all_gather": ranks - 1,
+        "broadcast": int(root),
+        "scatter": (ranks - 1) * root,
+        "reduce": int(not root),
+        "gather": int(not root),
+        "send": 1,
+    }
+    return round(factors[kind] * given)
+
+
+@dataclass
+class Tally:
+    """Number of collectives and bytes sent, by kind."""
+
+    exchanges: Counter[str] = field(default_factory=Counter)
+    bytes_by_kind: Counter[str] = field(default_factory=Counter)
+
+    def add(self, kind: str, ranks: int, given: int, times: int = 1, root: bool = False) -> None:
+        """Count `times` collectives of `given` bytes among `ranks`."""
+        if times:
+            self.exchanges[kind] += times
+            self.bytes_by_kind[kind] += times * sent_bytes(kind, ranks, given, root)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all kinds."""
+        return self.bytes_by_kind.total()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's part of a step."""
+
+    plan: Plan
+    spec: ModelSpec
+    global_batch: int
+    seq_len: int
+    rank: int
+
+    @property
+    def passes(self) -> int:
+        """A: forwards and backwards in a step (a pipeline's micro-batches are within one)."""
+        return self.plan.accumulation(self.global_batch)
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number of parameters, gradients and sums."""
+        if self.plan.precision in WEIGHTS and not self._holds_masters:
+            return 2
+        return 8 if self.plan.precision == "fp64" else 4
+
+    @property
+    def _holds_masters(self) -> bool:
+        """Whether shards in fp32 are the master weights of a plan in bf16-master."""
+        return self.plan.precision == "bf16-master" and self.plan.fully_shards
+
+    @property
+    def low_item(self) -> int:
+        """Bytes of a number of what matrix products read."""
+        return 2 if self.plan.precision in ("bf16", "bf16-master", "fp16", "fp8") else self.item
+
+    @property
+    def gathered_item(self) -> int:
+        """Bytes of a number of parameters as ranks that split them gather it."""
+        return 2 if self.plan.precision in SHARD_DTYPES else self.item
+
+    @property
+    def reduced_item(self) -> int:
+        """Bytes of a number of gradients as ranks that split them reduce it."""
+        return 4 if self.plan.precision in SHARD_DTYPES else self.item
+
+    @property
+    def summed_item(self) -> int:
+        """Bytes of a number of gradients that were added up over micro-batches.
+
+        Over masters that is done in fp32; where there is one, nothing is added (optim.master).
+        """
+        several = self.passes * self.plan.pp_microbatches > 1
+        return 4 if several and self.plan.precision == "bf16-master" else self.item
+
+    @property
+    def exchanged_item(self) -> int:
+        """Bytes of a number of gradients as ddp and ring reduce them."""
+        return 2 if self.plan.compress_gradients == "bf16" else self.item
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        return [math.prod(shape) for shape in parameter_shapes(self.spec).values()]
+
+    @property
+    def hidden_elements(self) -> int:
+        """b · S · D: numbers in a micro-batch's hidden states."""
+        return self.plan.micro_batch * self.seq_len * self.spec.hidden
+
+
+def step_traffic(
+    plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: int, rank: int
+) -> Tally | None:
+    """Return what `rank` sends in a step; None where no formula is known.
+
+    There is none for plans with recomputation or adapters.
+
+    It has what every job sends: the loss's sum and count, and each rank's request to stop.
+    """
+    formula = _FORMULAS.get(plan.strategy)
+    if formula is None or plan.recomputes or plan.lora_rank is not None:
+        return None
+    tally = of_every_job(plan)
+    if plan.world_size > 1:
+        formula(Work(plan, spec, global_batch, seq_len, rank), tally)
+    return tally
+
+
+def of_every_job(plan: Plan) -> Tally:
+    """Return what ranks tell each other in each step, whatever the strategy."""
+    tally = Tally()
+    if plan.world_size > 1:
+        tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
+        tally.add("all_gather", plan.world_size, _SAID_BYTES)
+    return tally
+
+
+def _replicas(work: Work, tally: Tally) -> None:
+    """ddp: one all-reduce of Ψ numbers a step, in buckets (Li et al., VLDB 2020, §3.2).
+
+    How they are cut depends on the order in which gradients come; here the reverse of the
+    parameters'.
+    """
+    limit, buckets = work.plan.bucket_mib * 2**20, [0]
+    for size in reversed(work.sizes):
+        if buckets[-1] * work.item >= limit:
+            buckets.append(0)
+        buckets[-1] += size
+    for bucket in buckets:
+        tally.add("all_reduce", work.plan.world_size, bucket * work.exchanged_item)
+
+
+def _shared_states(work: Work, tally: Tally) -> None:
+    """zero1: as ddp, and each rank tells the others the parameters that it has stepped.
+
+    Rajbhandari et al., SC 2020, §7.1, whose reduce-scatter is an all-reduce here. Parameters go
+    whole to the rank with the least: matrices first, then vectors, the largest first.
+    """
+    _replicas(work, tally)
+    ranks = work.plan.world_size
+    filled = [0] * ranks
+    shapes = parameter_shapes(work.spec).values()
+    for shape in sorted(shapes, key=lambda shape: (len(shape) < 2, -math.prod(shape))):
+        filled[filled.index(min(filled))] += math.prod(shape)
+    for owner, numbers in enumerate(filled):
+        root = owner == work.rank
+        tally.add("broadcast", ranks, numbers * work.item, int(numbers > 0), root)
+
+
+def _ring(work: Work, tally: Tally) -> None:
+    """ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
+
+    A buffer has a number more for each parameter. Where N does not divide its length, pieces
+    differ by one number, and a rank sends up to two numbers a buffer more or less than this.
+    """
+    ranks, item = work.plan.world_size, work.exchanged_item
+    for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
+        length = (sum(sizes) + len(sizes)) * item
+        tally.exchanges["send"] += 2 * (ranks - 1)
+        tally.bytes_by_kind["send"] += sent_bytes("all_reduce", ranks, length, False)
+
+
+def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
+    """Sizes in groups whose sum is at most `limit`; a larger one is alone."""
+    groups: list[list[int]] = []
+    for size in sizes:
+        if groups and sum(groups[-1]) + size <= limit:
+            groups[-1].append(size)
+        else:
+            groups.append([size])
+    return groups
+
+
+def _sharded_traffic(work: Work, tally: Tally) -> None:
+    """zero2: an all-gather and a reduce-scatter of Ψ a pass, 2(N−1)/N · Ψ, as ddp sends.
+
+    zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et
+    al., "ZeRO", SC 2020, §7.2); what lies outside of blocks is gathered once. Torch reduces
+    gradients in every pass, ddp once a step. In mixed precision gathers are of 16 bits, and sums of
+    32. Each parameter is split by its first dimension and filled up to a multiple of N. hsdp then
+    all-reduces each shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023,
+    §3.2.2).
+    """
+    plan, passes = work.plan, work.passes
+    for block, shapes in _units(parameter_shapes(work.spec)).items():
+        gathers = 2 if block and plan.strategy != "zero2" else 1
+        shard = sum(-(-shape[0] // plan.dp_shard) * math.prod(shape[1:]) for shape in shapes)
+        if plan.dp_shard > 1:
+            tally.add("all_gather", plan.dp_shard, shard * work.gathered_item, passes * gathers)
+            whole = shard * plan.dp_shard * work.reduced_item
+            tally.add("reduce_scatter", plan.dp_shard, whole, passes)
+        if plan.dp_replicate > 1:
+            tally.add("all_reduce", plan.dp_replicate, shard * work.reduced_item, passes)
+    tally.add("all_reduce", plan.dp_shard, NORM_BYTES)
+
+
+def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
+    """Return what is gathered at once: each block by its number, and the rest by ""."""
+    units: dict[str, list[Shape]] = {}
+    for name, shape in named.items():
+        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        units.setdefault(block, []).append(shape)
+    return units
+
+
+def _data_parallel(work: Work, tally: Tally) -> None:
+    """Add dp: five collectives a batch, as `nn.DataParallel` does (Li et al., VLDB 2020, §2.2).
+
+    Weights, samples, outputs, their gradients, the weights' gradients (a number more for each).
+    """
+    ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
+    # BERT's last norm gives what the product before it does, the others' give fp32.
+    output_item = work.item if work.spec.norm_first else work.low_item
+    weights, outputs = sum(work.sizes) * work.item, work.hidden_elements * output_item
+    samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES
+    gradients = weights + len(work.sizes) * work.item
+    tally.add("broadcast", ranks, weights, passes, first)
+    tally.add("scatter", ranks, samples, passes, first)
+    tally.add("gather", ranks, outputs, passes, first)
+    tally.add("scatter", ranks, outputs, passes, first)
+    tally.add("reduce", ranks, gradients, passes, first)
+    tally.add("broadcast", ranks, max(work.item, 4), root=first)  # the norm
+
+
+def _servers(work: Work, tally: Tally) -> None:
+    """ps: a worker sends all gradients, a server its share of sums or weights to each worker.
+
+    Li et al., OSDI 2014, §2.2. With gradients goes a number more for each parameter. A worker's
+    other devices give it their gradients, and are told what it was.
+    """
+    plan, item = work.plan, work.item
+    each, workers = plan.worker_devices, plan.data_parallel // plan.worker_devices
+    shares = share_by_size(work.sizes, plan.servers)
+    sums = [sum(work.sizes[index] for index in share) for share in shares]
+    messages = [(size + len(share)) * item for size, share in zip(sums, shares, strict=True)]
+    if work.rank < plan.data_parallel:
+        speaks = work.rank % each == 0
+        for message, size in zip(messages, sums, strict=True):
+            back = size * item if plan.server_updates else message
+            tally.add("reduce", each, message, int(each > 1), speaks)
+            tally.add("broadcast", each, back, int(each > 1), speaks)
+            tally.add("send", 2, message, int(speaks))
+    else:
+        server = work.rank - plan.data_parallel
+        answer = sums[server] * item if plan.server_updates else messages[server]
+        tally.add("send", 2, answer, workers)
+    norm = "all_reduce" if plan.server_updates else "broadcast"
+    tally.add(norm, plan.world_size, max(item, 4), root=work.rank == 0)
+
+
+def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
+    """Numbers of the items of each share: the largest first, to the share with the least yet.
+
+    Graham, "Bounds on multiprocessing timing anomalies", 1969: the fullest share has at most 4/3
+    of what it has in the best split.
+    """
+    chosen: list[list[int]] = [[] for _ in range(shares)]
+    filled = [0] * shares
+    for index, size in sorted(enumerate(sizes), key=lambda pair: pair[1], reverse=True):
+        share = filled.index(min(filled))
+        chosen[share].append(index)
+        filled[share] += size
+    return chosen
+
+
+def _pipeline(work: Work, tally: Tally) -> None:
+    """Hidden states forwards and their gradients backwards, over each border between ranks.
+
+    b · S · D numbers for each micro-batch and border (Narayanan et al., arXiv 2104.04473, §3.2).
+    Where the embedding is tied, the first and last stage's ranks send each other its gradient.
+    """
+    plan, spec = work.plan, work.spec
+    schedule = SCHEDULES[plan.strategy]
+    ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(plan.stages)]
+    messages = work.passes * plan.pp_microbatches
+    for border in pairwise(ranks_of):
+        if len(set(border)) == 2:
+            tally.add(
+                "send", 2, work.hidden_elements * work.item, messages * border.count(work.rank)
+            )
+    ends = {ranks_of[0], ranks_of[-1]}
+    if spec.tied and len(ends) == 2 and work.rank in ends:
+        tally.add("send", 2, spec.vocab * spec.hidden * work.summed_item)
+    tally.add("all_reduce", plan.pp, NORM_BYTES)
+
+
+def _tensor(work: Work, tally: Tally) -> None:
+    """tp: 8(N−1)/N · b · S · D numbers a layer and pass, with sequence parallelism or without.
+
+    Without: all-reduces of attention's and the MLP's outputs, and of their inputs' gradients
+    (Shoeybi et al., arXiv 1909.08053, §3). With: each is a reduce-scatter and an all-gather
+    (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input are
+    one more of each; BERT's head, whose transform each rank computes whole, has an all-reduce for
+    a reduce-scatter. The loss has three numbers a token, and whole weights that saw parts of the
+    sequence or of the heads are added up once a step.
+    """
+    plan, spec, ranks = work.plan, work.spec, work.plan.tp
+    doors = (2 * spec.layers + 1) * work.passes
+    embedded, hidden = work.hidden_elements * work.item, work.hidden_elements * work.low_item
+    if plan.sequence_parallel:
+        whole = 0 if spec.norm_first else work.passes
+        tally.add("all_reduce", ranks, hidden, whole)
+        tally.add("reduce_scatter", ranks, embedded, work.passes)
+        tally.add("reduce_scatter", ranks, hidden, 2 * doors - work.passes - whole)
+        tally.add("all_gather", ranks, embedded // ranks, work.passes)
+        tally.add("all_gather", ranks, hidden // ranks, 2 * doors - work.passes)
+    else:
+        tally.add("all_reduce", ranks, embedded, work.passes)
+        tally.add("all_reduce", ranks, hidden, 2 * doors - work.passes)
+    tokens = plan.micro_batch * work.seq_len * max(work.item, 4)  # softmax is in fp32
+    tally.add("all_reduce", ranks, tokens, work.passes)
+    tally.add("all_reduce", ranks, 2 * tokens, work.passes)
+    shared = _shared_numbers(work)
+    if shared:
+        tally.add("all_reduce", ranks, shared * work.summed_item)
+    tally.add("all_reduce", ranks, NORM_BYTES)
+
+
+def _shared_numbers(work: Work) -> int:
+    """Numbers in whole weights of which each tensor-parallel rank has a share of the gradient."""
+    partial = ["q_norm", "k_norm"]
+    if work.plan.sequence_parallel:
+        partial += ["norm", "embed.positions", "embed.segments"]
+    named = parameter_shapes(work.spec).items()
+    return sum(
+        math.prod(shape)
+        for name, shape in named
+        if any(part in name for part in partial) and not name.startswith("head_transform")
+    )
+
+
+def _context(work: Work, tally: Tally) -> None:
+    """Add cp: keys and values go round the ring, N−1 messages a layer, forwards and backwards.
+
+    Their gradients go all the way home, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
+    of parameters are sent as under ddp.
+    """
+    plan, spec, ranks = work.plan, work.spec, work.plan.cp
+    times = spec.layers * work.passes
+    numbers = 2 * plan.micro_batch * (work.seq_len // ranks) * spec.kv_heads * spec.head_dim
+    tally.add("send", 2, numbers * work.low_item, 2 * (ranks - 1) * times)
+    tally.add("send", 2, numbers * max(work.item, 4), ranks * times)  # added up in fp32 on the way
+    _replicas(work, tally)
+
+
+def _no_traffic(work: Work, tally: Tally) -> None:
+    """A single process."""
+
+
+_FORMULAS: Mapping[str, Callable[[Work, Tally], None]] = {
+    "single": _no_traffic,
+    "dp": _data_parallel,
+    "ps": _servers,
+    "ddp": _replicas,
+    "ring": _ring,
+    "zero1": _shared_states,
+    "zero2": _sharded_traffic,
+    "zero3": _sharded_traffic,
+    "hsdp": _sharded_traffic,
+    **dict.fromkeys(SCHEDULES, _pipeline),
+    "tp": _tensor,
+    "cp": _context,
+}

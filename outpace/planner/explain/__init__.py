@@ -1,0 +1,1 @@
+"""Reasons, hints and titles of plans."""

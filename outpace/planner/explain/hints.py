@@ -1,0 +1,69 @@
+"""Gains of settings that are not searched by default, from a search beside the best plan."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from outpace.planner.hardware.device import Device
+from outpace.planner.model.outline import parameters
+from outpace.planner.plan_batch import Floats
+from outpace.planner.search.branch_and_bound import Needs, search
+from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.space import Wanted
+from outpace.planner.step_time.setup import Question
+from outpace.records.plan import Plan
+
+_ASKED: tuple[tuple[str, Any, str], ...] = (
+    ("precision", "fp8", "fp8"), ("compile", True, "compile"),
+    ("optimizer", "adamw-8bit", "adamw-8bit"),
+)  # fmt: skip
+# Below, scaling takes longer than products save: 1.17 times as fast at about 1 billion, slower at
+# 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
+FP8_PARAMETERS = 0.9e9
+_LEAST = 1.02  # times as fast, to be worth a word
+
+
+def hint(
+    question: Question, wanted: Wanted, needs: Needs, limit: float, best: Plan, step_s: float
+) -> str | None:
+    """One sentence on what could be varied; None where nothing gains or all of it is decided.
+
+    Only the best plan's tensor, context and pipeline axes are searched (fp8 has no tensor axis), so
+    that it takes a share of the search before: what is found may be less than --vary finds.
+    """
+    gains = []
+    for name, beside in _variations(question.device, wanted, best):
+        found = search(question, beside, needs, limit, 1)
+        if len(found.ranked):
+            times = simulate_pipelines(question, found.columns, found.times, found.ranked)
+            seconds: Floats = times.step_s[found.ranked]
+            gains.append((step_s / float(seconds.min()), name, beside))
+    told = [one for one in sorted(gains, key=lambda one: -one[0]) if one[0] >= _LEAST]
+    if not told:
+        return None
+    words = [f"{_word(name)} would be {gain:.2f} times as fast" for gain, name, _ in told]
+    names = ",".join(name for _, name, _ in told)
+    own = " (fp8 without what finding its scales takes)" if "precision" in names else ""
+    return f"Not searched unless asked: {', '.join(words)}{own}: --vary {names}."
+
+
+def _word(name: str) -> str:
+    return next(word for one, _, word in _ASKED if one == name)
+
+
+def _variations(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
+    """Yield requests with one setting more, on the axes of the best plan."""
+    for name, value, _ in _ASKED:
+        if name in wanted.keep or name in wanted.vary:
+            continue
+        axes: Mapping[str, int] = {"tp": best.tp, "cp": best.cp, "pp": best.pp, "ep": best.ep}
+        if name == "precision":
+            if (
+                wanted.precision not in ("bf16", "bf16-master")
+                or "fp8" not in device.best_flops_per_s
+            ):
+                continue
+            if parameters(wanted.outline) < FP8_PARAMETERS:
+                continue
+            axes = axes if best.tp == 1 else {"tp": 1}
+        yield name, replace(wanted, keep={**axes, **wanted.keep, name: value})

@@ -1,0 +1,194 @@
+"""Reasons: why a plan has its rank, why others were not taken, and why none is possible."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from outpace.planner.explain.titles import PARTS, choices, title
+from outpace.planner.plan_batch import Columns
+from outpace.planner.problem import Job
+from outpace.planner.search.alternatives import LEAN
+from outpace.planner.search.branch_and_bound import FAMILIES, Found, family
+from outpace.planner.search.nearest_batch import nearest_batches
+from outpace.planner.search.space import Wanted, allowed_sizes, layouts, refused_size, to_plan
+from outpace.records.estimate import Rejected, Role, join_roles
+from outpace.records.units import show_bytes, show_seconds, show_share
+
+_MORE_ROOM = 1.03  # times as much memory, to be worth a word
+_ALIKE = 5e-4  # what would be shown as 0.0 %
+
+
+def explain_plan(job: Job, found: Found, place: int, roles: Sequence[Role]) -> str:
+    """One sentence: what a plan is listed for, against the fastest, or, of it, the next."""
+    if "fastest" in roles:
+        return _explain_fastest(job, found, place, roles)
+    against = _words_against(found, found.fastest, place)
+    mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
+    slower = f"{show_share(mine / least - 1)} slower than the fastest"
+    room, theirs = (show_bytes(round(float(found.needs[one]))) for one in (place, found.fastest))
+    if "recommended" in roles:
+        begin = f"as fast as the fastest ({against})" if mine / least - 1 < _ALIKE else slower
+        left = _MORE_ROOM * float(found.needs[place]) < float(found.needs[found.fastest])
+        gain = (
+            f"with more memory left ({room} used, {theirs} by the fastest)" if left else "simpler"
+        )
+        return f"{join_roles(roles)}: {begin}, less than estimates are off, and {gain}"
+    if "leanest" in roles:
+        most = show_share(LEAN - 1)
+        return f"leanest: {room} of memory, the least of plans up to {most} slower; {slower}"
+    gaps = _gaps(found, found.fastest, place)
+    name = min(gaps, key=lambda key: gaps[key])
+    if mine / least - 1 < _ALIKE:
+        return f"as fast as the fastest ({against})"
+    return f"{slower}: {show_seconds(max(0.0, -gaps[name]))} more for {PARTS[name]}"
+
+
+def _explain_fastest(job: Job, found: Found, place: int, roles: Sequence[Role]) -> str:
+    """The fastest against the next kind, and what else it is."""
+    begin = f"{join_roles(roles)}: "
+    others = [int(other) for other in found.ranked if other != place]
+    if not others:
+        return f"{begin}{_reason_for_single(job.wanted)}"
+    other = others[0]
+    mine, theirs = found.times.step_s[place], found.times.step_s[other]
+    gaps = _gaps(found, other, place)
+    against = _words_against(found, other, place)
+    name = max(gaps, key=lambda key: gaps[key])
+    if gaps[name] <= 0 or theirs / mine - 1 < _ALIKE:
+        return f"{begin}as fast as the next ({against})"
+    return (
+        f"{begin}{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
+        f"{show_seconds(gaps[name])} more for {PARTS[name]}"
+    )
+
+
+def _gaps(found: Found, other: int, place: int) -> dict[str, float]:
+    """Seconds that another plan takes more than one, part by part."""
+    return {
+        name: float(getattr(found.times, name)[other] - getattr(found.times, name)[place])
+        for name in PARTS
+    }
+
+
+def _words_against(found: Found, other: int, place: int) -> str:
+    """Another plan in words: all of them, where both split the model alike."""
+    theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
+    short = theirs.split(", micro-batch")[0]
+    return theirs if short == mine.split(", micro-batch")[0] else short
+
+
+def _reason_for_single(wanted: Wanted) -> str:
+    """Explain why a plan has no other to be compared with."""
+    c = layouts(wanted)
+    splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
+    if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
+        return "no other kind of plan fits"
+    if wanted.keep:
+        return "the only kind that --keep leaves"
+    return "the only kind of plan that there is"
+
+
+def rejected_families(job: Job, found: Found, listed: Sequence[int]) -> list[Rejected]:
+    """Every family that is not among the listed, and its best or its smallest plan."""
+    shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
+    laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
+    rows = []
+    for name in FAMILIES:
+        if name in found.best and name not in shown:
+            rows.append(_rejected_family(job, found, name))
+        elif name in laid_out and name not in shown:
+            reason = f"does not go with {_format_kept(job.wanted)}"
+            rows.append(Rejected(family=name, reason=reason))
+    return rows
+
+
+def _rejected_family(job: Job, found: Found, name: str) -> Rejected:
+    """A family's best plan against the fastest, or how far its smallest is from fitting."""
+    place, first = found.best[name], found.fastest
+    if place < 0:
+        small = found.smallest[name]
+        plan = to_plan(found.columns, small)
+        lever = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
+        reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{lever}"
+        return Rejected(family=name, reason=reason, plan=plan)
+    plan = to_plan(found.columns, place)
+    seconds = float(found.times.step_s[place])
+    gaps = {
+        part: float(getattr(found.times, part)[place] - getattr(found.times, part)[first])
+        for part in PARTS
+    }
+    worst = max(gaps, key=lambda key: gaps[key])
+    reason = (
+        f"{show_seconds(seconds)} at best, with {choices(plan)}; "
+        f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
+        f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
+    )
+    return Rejected(family=name, reason=reason, plan=plan)
+
+
+# Strategies that outpace has for comparison, whose plans offload nothing.
+_WHOLE = ("dp", "ps", "ring", "horovod", "mp")
+
+
+def _format_kept(wanted: Wanted) -> str:
+    return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
+
+
+def lacks(job: Job, columns: Columns, place: int) -> str:
+    """Return what a plan that does not fit needs of what there is, on a device or its host."""
+    row = columns.take([place])
+    need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
+    if need > job.limit or host is None:
+        has = show_bytes(job.cluster.device.memory_bytes)
+        return f"needs {show_bytes(round(need))} of a device's {has}"
+    away = round(float(job.offloads(row)[0]))
+    return f"needs {show_bytes(away)} of a node's {show_bytes(host)} of host memory"
+
+
+def impossible(wanted: Wanted) -> str:
+    """Explain why no plan can be laid out, and what could be: other axis sizes or batches."""
+    kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
+    begin = (
+        f"no plan can be laid out: {wanted.world} devices and a global batch of "
+        f"{wanted.global_batch}{kept}."
+    )
+    wrong = ". ".join(_wrong_sizes(wanted))
+    if wrong:
+        return f"{begin.removesuffix('.')}: {wrong}."
+    near = nearest_batches(wanted)
+    if near:
+        remedy = f"Use a global batch of {_join_or(near)}, or insist on less."
+    else:
+        remedy = "Insist on less, or use other numbers of devices."
+    return (
+        f"{begin} The axes have to multiply to the devices, and what is left of the devices has to "
+        f"divide the batch. {remedy}"
+    )
+
+
+def _wrong_sizes(wanted: Wanted) -> Iterator[str]:
+    """Yield the insisted sizes that this model, these devices or this batch cannot have."""
+    keep, world = wanted.keep, wanted.world
+    named = False
+    for axis in ("tp", "cp", "pp", "ep"):
+        reason = refused_size(wanted, axis, int(keep.get(axis, 1)))
+        if reason is not None:
+            named = True
+            yield f"{reason}; {axis} may be {_join_or(allowed_sizes(wanted, axis))} here"
+    kept = {axis: int(keep[axis]) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+            if int(keep.get(axis, 1)) > 1}  # fmt: skip
+    product = math.prod(kept.values())
+    if world % product and not named:
+        terms = " × ".join(f"{axis} {size}" for axis, size in kept.items())
+        total = f" = {product}" if len(kept) > 1 else ""
+        yield f"{terms}{total} does not divide the {world} devices"
+    micro = int(keep.get("micro_batch", 1))
+    if wanted.global_batch % micro:
+        yield f"micro_batch {micro} does not divide the global batch of {wanted.global_batch}"
+
+
+def _join_or(numbers: Sequence[int]) -> str:
+    """ "1, 2 or 4"."""
+    *first, last = (f"{n:,}" for n in numbers)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,1 @@
+"""Ways to make a plan fit: proposals and recomputation budgets."""

@@ -1,0 +1,212 @@
+"""The cheapest changes of a plan that make it fit into a memory limit."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from outpace.planner.fit.cost import Cost, Predict, Rates
+from outpace.records.errors import BadInputError
+from outpace.records.memory import Kind
+from outpace.records.plan import Plan
+from outpace.records.strategies import strategies_that
+
+# Values of TrainSettings, by name: what a person would set.
+Change = Mapping[str, Any]
+# Changes that leave less memory for more time, or for other rounding, each kind with its own.
+_CHECKPOINTING: tuple[Change, ...] = (
+    {"checkpointing": "selective"},
+    {"checkpointing": "attention"},
+    {"checkpointing": "full", "checkpoint_every": 2},
+    {"checkpointing": "full"},
+)
+_OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
+_REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
+_SHARDS = strategies_that(lambda traits: traits.zero > 0 and traits.axes == ("dp_shard",))
+# The kinds of memory that a setting has to do with; any other has to do with all.
+_OF_STEP: tuple[Kind, ...] = ("activations", "temporary", "inputs", "weight copies")
+_MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
+    "micro_batch": _OF_STEP,
+    "checkpointing": _OF_STEP,
+    "loss": _OF_STEP,
+    "optimizer": ("optimizer state", "temporary"),
+    "offload_optimizer": ("optimizer state", "temporary"),
+}
+_ERROR = 1.15
+# Pairs that are looked at, the most promising first.
+_PAIRS = 8
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings to change, and what is predicted with them; `slowdown` 0.1 is 10 % more time.
+
+    `exact`: the numbers of training stay the same, but for rounding.
+    """
+
+    settings: Change
+    peak_memory_bytes: int
+    slowdown: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class _Tried:
+    settings: Change
+    cost: Cost
+    seconds: float
+
+
+def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
+    """Return possible changes, by kind, in each from the least change to the most.
+
+    `low_precision`: the device has units for bf16. `beside_host`: it has memory of its own.
+    """
+    halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
+    if plan.optimizer_in_backward:  # of one micro-batch a step
+        halves = []
+    # What a pipeline has under way stays; more is accumulated.
+    parts = plan.pp_microbatches
+    under_way = {"pp_microbatches": parts} if parts > 1 else {}
+    # Who has said which blocks recompute has looked into it.
+    chosen = plan.checkpoint_layers or plan.checkpoint_every > 1
+    kinds: list[Iterable[Change]] = [
+        ({"micro_batch": n, **under_way} for n in halves),
+        [] if chosen else _CHECKPOINTING,
+        [{"loss": "chunked"}] if plan.loss != "chunked" else [],
+        ({"optimizer": name} for name in _OPTIMIZERS if name != plan.optimizer),
+        ({"offload_optimizer": place} for place in (("cpu", "disk") if beside_host else ("disk",))),
+        [{"precision": "bf16"}] if low_precision and plan.precision == "fp32" else [],
+    ]
+    if plan.strategy in _REPLICAS and plan.world_size > 1:
+        later = _SHARDS[_SHARDS.index(plan.strategy) + 1 :] if plan.strategy in _SHARDS else _SHARDS
+        kinds.append({"strategy": name} for name in later)
+    return [list(kind) for kind in kinds]
+
+
+def change_plan(plan: Plan, change: Change) -> Plan:
+    """The plan with settings changed. Raises BadInputError where that cannot be."""
+    values = {**plan.model_dump(), **change}
+    if "checkpointing" in change:
+        values["checkpoint_layers"] = ()
+        values["checkpoint_every"] = change.get("checkpoint_every", 1)
+    if change.get("strategy") in _SHARDS:
+        values.update(dp_replicate=1, dp_shard=plan.data_parallel)
+    return Plan.parse(values, "proposal")
+
+
+def propose(
+    plan: Plan,
+    limit_bytes: int,
+    predict: Predict,
+    rates: Rates,
+    kinds: Iterable[Sequence[Change]],
+    count: int = 3,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[Proposal]:
+    """The `count` cheapest changes that fit, one of each kind.
+
+    If these are few, also more of the kinds that fit, then changes of two kinds.
+
+    `predict` is asked about log2 of each kind's changes, and about a few pairs, until there has
+    been `enough` of it.
+    """
+    now = predict(plan)
+    base = _Tried({}, now, rates.seconds(now))
+    need = now.peak_memory_bytes - limit_bytes
+
+    def attempt(change: Change) -> _Tried | None:
+        try:
+            other = change_plan(plan, change)
+            if enough() or other == plan:
+                return None
+            cost = predict(other)
+        except BadInputError:
+            return None
+        return _Tried(change, cost, rates.seconds(cost))
+
+    fitting: list[_Tried] = []
+    helping: list[_Tried] = []
+    further: list[Change] = []
+    for kind in kinds:
+        if kind and most_saved(kind[-1], now) >= need:
+            fits, most = _least_that_fits(kind, attempt, limit_bytes)
+        else:
+            fits, most = None, next(filter(None, map(attempt, reversed(kind))), None)
+        if fits is not None:
+            fitting.append(fits)
+            further += kind[kind.index(fits.settings) + 1 :][:1]
+        elif most is not None and most.cost.peak_memory_bytes < now.peak_memory_bytes:
+            helping.append(most)
+    for change in further[: max(0, count - len(fitting))]:
+        tried = attempt(change)
+        fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
+    if len(fitting) < count:
+        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
+    fitting.sort(key=lambda tried: tried.seconds)
+    return [_proposal(tried, base) for tried in fitting[:count]]
+
+
+def _least_that_fits(
+    kind: Sequence[Change], attempt: Callable[[Change], _Tried | None], limit_bytes: int
+) -> tuple[_Tried | None, _Tried | None]:
+    """Find by halving a kind's first change that fits, and the one that saves most."""
+    low, high = 0, len(kind)
+    fits = most = None
+    while low < high:
+        middle = (low + high) // 2
+        tried = attempt(kind[middle])
+        if tried is not None and tried.cost.peak_memory_bytes <= limit_bytes:
+            fits, high = tried, middle
+        else:
+            most, low = tried or most, middle + 1
+    return fits, most
+
+
+def most_saved(change: Change, now: Cost) -> float:
+    """No change of this kind saves more than all of what it makes smaller at the peak."""
+    if not now.by_kind:
+        return now.peak_memory_bytes
+    names = {name for name in change if name in _MAKES_SMALLER}
+    kinds = {kind for name in names for kind in _MAKES_SMALLER[name]}
+    if not names:
+        return now.peak_memory_bytes
+    return _ERROR * sum(now.by_kind.get(kind, 0) for kind in kinds)
+
+
+def _pairs(
+    base: _Tried,
+    helping: list[_Tried],
+    limit_bytes: int,
+    attempt: Callable[[Change], _Tried | None],
+    wanted: int,
+) -> list[_Tried]:
+    """Changes of two kinds, none of which fits alone."""
+
+    def seconds_of_both(pair: tuple[_Tried, _Tried]) -> float:
+        one, other = pair
+        return one.seconds + other.seconds - base.seconds
+
+    def saves_enough(pair: tuple[_Tried, _Tried]) -> bool:
+        peaks = [tried.cost.peak_memory_bytes for tried in pair]
+        return sum(peaks) - base.cost.peak_memory_bytes <= limit_bytes
+
+    pairs = sorted(combinations(helping, 2), key=seconds_of_both)
+    pairs.sort(key=saves_enough, reverse=True)  # what saves the sum of both is a guess
+    found: list[_Tried] = []
+    for one, other in pairs[:_PAIRS]:
+        tried = attempt({**one.settings, **other.settings})
+        if tried is not None and tried.cost.peak_memory_bytes <= limit_bytes:
+            found.append(tried)
+        if len(found) == wanted:
+            break
+    return found
+
+
+def _proposal(tried: _Tried, base: _Tried) -> Proposal:
+    return Proposal(
+        tried.settings,
+        tried.cost.peak_memory_bytes,
+        tried.seconds / base.seconds - 1 if base.seconds else 0.0,
+        exact=not {"optimizer", "precision"} & set(tried.settings),
+    )

@@ -1,0 +1,128 @@
+"""Choice of blocks to recompute so that a step fits a memory budget at the least cost in time.
+
+Blocks are alike, so a choice is a number of blocks for each mode: few enough that all are looked
+at. (Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
+"Checkmate", arXiv 1910.02653, solve it for unequal layers.)
+"""
+
+from collections.abc import Mapping
+from typing import get_args
+
+from outpace.planner.fit.cost import Cost, Predict, Rates
+from outpace.planner.pipeline.stages import layers_per_stage
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Checkpointing, Plan
+from outpace.records.units import show_bytes
+
+MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
+Counts = dict[Checkpointing, int]
+# The first choice takes blocks to save alike wherever they are. Moments of a step that hold so much
+# more for each block of a mode make a peak that is convex in the numbers of blocks, so that this is
+# an upper bound, and its prediction, slow where modes differ, is one as a rule. What one finds more
+# is asked for in the next.
+_TRIES = 3
+
+
+def plan_within(
+    plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict, rates: Rates
+) -> Plan:
+    """`plan` with the modes of its blocks that fit into the budget and cost the least time.
+
+    Every stage of a pipeline has the same beginning of one pattern. Raises BadInputError where
+    even recomputing everything does not fit.
+    """
+    stages = layers_per_stage(spec, plan.stages)
+    plain = predict(plan)
+    if plain.peak_memory_bytes <= budget_bytes:
+        return plan
+    uniform = {mode: predict(_uniform(plan, mode)) for mode in MODES[1:]}
+    length = max(stages)
+    saved = {
+        m: (plain.peak_memory_bytes - c.peak_memory_bytes) / length for m, c in uniform.items()
+    }
+    costs = {m: (rates.seconds(c) - rates.seconds(plain)) / length for m, c in uniform.items()}
+    need = plain.peak_memory_bytes - budget_bytes
+    for _ in range(_TRIES):
+        counts = cheapest(length, saved, costs, need)
+        if counts is None:
+            break
+        found = with_modes(plan, stages, counts)
+        over = predict(found).peak_memory_bytes - budget_bytes
+        if over <= 0:
+            return found
+        need += over
+    return _heaviest(plan, uniform, budget_bytes)
+
+
+def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int) -> Plan:
+    """All blocks alike, where a mixture was not found; or the sentence that nothing fits."""
+    for mode, cost in uniform.items():
+        if cost.peak_memory_bytes <= budget_bytes:
+            return _uniform(plan, mode)
+    least = min(cost.peak_memory_bytes for cost in uniform.values())
+    raise BadInputError(
+        f"memory budget {show_bytes(budget_bytes)}: with every block recomputed a step still needs "
+        f"{show_bytes(least)} on its fullest rank. Use a smaller micro-batch, a strategy that "
+        "splits the weights' states (zero3), or a larger budget."
+    )
+
+
+def cheapest(
+    blocks: int,
+    saved: Mapping[Checkpointing, float],
+    costs: Mapping[Checkpointing, float],
+    need: float,
+) -> Counts | None:
+    """Numbers of blocks for each mode that save `need` bytes at the least cost; None if none do.
+
+    `saved` and `costs` are of one block. Exact: all numbers of two modes are tried, with the
+    fewest of the third that then do.
+    """
+    *outer, inner = MODES[1:]
+    best: tuple[float, Counts] | None = None
+    for first in range(blocks + 1):
+        for second in range(blocks - first + 1):
+            left = need - first * saved[outer[0]] - second * saved[outer[1]]
+            third = max(0, _ceil(left, saved[inner]))
+            if first + second + third > blocks:
+                continue
+            counts = {outer[0]: first, outer[1]: second, inner: third}
+            cost = sum(costs[mode] * number for mode, number in counts.items())
+            if best is None or cost < best[0]:
+                best = (cost, counts)
+    return None if best is None else best[1]
+
+
+def _ceil(wanted: float, each: float) -> int:
+    """Return how many of `each` make up what is wanted; too many to be had where they don't."""
+    if wanted <= 0:
+        return 0
+    return int(-(-wanted // each)) if each > 0 else 2**62
+
+
+def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
+    """Return the plan with these numbers of blocks of each mode in its largest stage.
+
+    What is recomputed most comes first: when its turn comes in the backward, the blocks after it
+    are done with, so what comes back for a moment finds room.
+    """
+    pattern = [mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0))]
+    pattern += ["none"] * (max(stages) - len(pattern))
+    layers = tuple(mode for stage in stages for mode in pattern[:stage])
+    return Plan.parse(
+        {**_without_recomputation(plan), "checkpoint_layers": layers}, "memory budget"
+    )
+
+
+def _uniform(plan: Plan, mode: Checkpointing) -> Plan:
+    return Plan.parse({**_without_recomputation(plan), "checkpointing": mode}, "memory budget")
+
+
+def _without_recomputation(plan: Plan) -> dict[str, object]:
+    return {
+        **plan.model_dump(),
+        "checkpointing": "none",
+        "checkpoint_every": 1,
+        "checkpoint_layers": (),
+    }

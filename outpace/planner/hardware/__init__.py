@@ -1,0 +1,1 @@
+"""Devices and links as the planner sees them."""

@@ -1,0 +1,260 @@
+"""Rates that a device reaches: products, attention, memory and the host, from catalog or probe."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.catalog.links import LINKS
+from outpace.planner.plan_batch import PRECISIONS, Bools, Floats, Ints
+from outpace.records.hardware import Accelerator, Dtype
+from outpace.records.optimizers import Precision
+
+# Square tiles and those twice as long, as products' outputs are cut, with what they reach.
+Tile = tuple[int, int, float]
+# Dimensions of a product that was measured, and by how much it took longer than by tiles.
+MeasuredProduct = tuple[float, float, float, float]
+_NEAR = 0.05  # of squared doublings, within which a measured product is the one asked for
+_TILE_STEP = 64  # of the inner dimension that a multiprocessor takes at once
+_SPLITS = (1, 2, 4, 8)
+_FP32 = 4
+_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device. Rates are reached ones, but for `peak_flops_per_s`.
+
+    `multiprocessors` take a product's tiles, one each at a time. `operator_s` is what one operator
+    takes on the host at least, however little it computes. `curve` has points of a product's FLOPs
+    and what share of the best rate it reaches, where that was measured; else tiles and waves
+    decide. `unaligned` is the share of the rate where rows are no multiple of 16 bytes.
+    `memory_bytes` is what a process gets, of the `nominal_bytes` that the maker prints.
+    `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
+    `attention_narrow` the share of that for heads of 64. An optimizer reaches `optimizer_share` of
+    the memory's rate. `hides` is the share of a collective that can proceed beside computing: none
+    where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
+    are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
+    `piecewise`: rotations, and RMS norms of spread tensors, are put together from operators of
+    their own; other RMS norms are the package's (nn.norms).
+    `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where they are not
+    those of products. `attention_kernels` are other kernels' shares, by name; causal attention
+    reaches half of its rate at `attention_half` keys.
+
+    A tile of a product takes as long as if its inner dimension were `fill` longer. Even short
+    products reach no more than `limit` of the best rate; within a step, which is a sustained load,
+    they reach at most `sustained` of it, in fp8 `sustained_fp8`. `measured_ratios` are of products
+    that were measured on this very device, by dtype: how much longer they took.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int | None
+    peak_flops_per_s: Mapping[str, float]
+    best_flops_per_s: Mapping[str, float]
+    multiprocessors: int
+    tiles: tuple[Tile, ...]
+    fixed_s: float
+    memory_bytes_per_s: float
+    operator_s: float
+    attention_forward: float
+    attention_backward: float
+    attention_narrow: float
+    host_bytes_per_s: float
+    host_memory_bytes_per_s: float
+    disk_bytes_per_s: float
+    unaligned: float = 1.0
+    optimizer_share: float = 1.0
+    hides: float = 1.0
+    sharers: float = 1.0
+    unit_s: float = 0.0
+    piecewise: bool = False
+    attention_rates: Mapping[str, float] = field(default_factory=dict)
+    nominal_bytes: int | None = None
+    attention_half: float = 0.0
+    attention_kernels: Mapping[str, efficiency.AttentionRate] = field(default_factory=dict)
+    fill: float = 0.0
+    limit: float = 1.0
+    measured_ratios: Mapping[str, tuple[MeasuredProduct, ...]] = field(default_factory=dict)
+    sustained: float = 1.0
+    sustained_fp8: float = 1.0
+    curve: tuple[tuple[float, float], ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def is_fp8(self, rate: Floats) -> Bools:
+        """Return whether a rate of products is that of fp8, which is twice that of 16 bits."""
+        found: Bools = rate > 1.5 * self.rate("bf16")
+        return found
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of large products; of the next wider dtype where there is none."""
+        wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
+        for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
+            if name in self.best_flops_per_s:
+                return self.best_flops_per_s[name]
+        raise KeyError(dtype)
+
+
+def dtype_of(precision: Precision) -> Dtype:
+    """Return the dtype in which products are computed."""
+    name = precision.split("-")[0]
+    return "fp32" if name == "fp64" else name  # type: ignore[return-value]
+
+
+def items(precision: Ints) -> Floats:
+    """Bytes of a number in products, by precision."""
+    sizes = [{"fp64": 8, "fp32": 4, "tf32": 4}.get(name, 2) for name in PRECISIONS]
+    return np.asarray(sizes, float)[precision]
+
+
+def of_accelerator(chip: Accelerator) -> Device:
+    """Return the device by its architecture's published measurements."""
+    curve = efficiency.product_curve(chip)
+    kernels = efficiency.attention_rates(chip)
+    attention = kernels.get("cudnn", kernels["flash2"])
+    peaks: dict[str, float] = {str(k): v for k, v in chip.peak.flops_per_s.items()}
+    best = {
+        dtype: peak * (curve.share_fp8 if dtype == "fp8" else curve.share)
+        for dtype, peak in peaks.items()
+    }
+    held = efficiency.power_share(chip)
+    low = peaks.get("bf16") or peaks.get("fp16") or peaks["fp32"]
+    return Device(
+        name=chip.name,
+        kind="cuda",
+        memory_bytes=chip.usable_bytes,
+        nominal_bytes=chip.memory_bytes,
+        peak_flops_per_s=peaks,
+        best_flops_per_s=best,
+        multiprocessors=chip.multiprocessors or 132,
+        tiles=(
+            (256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, curve.half_tile),
+            (64, 128, curve.half_tile), (64, 64, curve.quarter_tile),
+        ),
+        fixed_s=curve.fixed_s,
+        fill=curve.fill,
+        limit=curve.limit,
+        sustained=held * curve.sustained / curve.share,
+        sustained_fp8=held * curve.sustained_fp8 / curve.share_fp8,
+        memory_bytes_per_s=chip.memory_bytes_per_s * efficiency.MEMORY_SHARE[chip.architecture],
+        operator_s=efficiency.OPERATOR_S,
+        attention_forward=attention.forward,
+        attention_backward=attention.backward,
+        attention_narrow=attention.narrow,
+        attention_half=attention.half_length,
+        attention_rates={"bf16": low, "fp32": min(low, best["fp32"])},
+        attention_kernels={str(name): rate for name, rate in kernels.items()},
+        # Copies within a memory that both share are read and written there.
+        host_bytes_per_s=min(
+            LINKS[chip.host_link].bytes_per_s * efficiency.HOST_LINK_SHARE,
+            chip.memory_bytes_per_s / 2,
+        ),
+        host_memory_bytes_per_s=efficiency.HOST_MEMORY_BYTES_PER_S,
+        disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
+        unaligned=efficiency.UNALIGNED[chip.architecture],
+        hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
+        sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
+                 efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
+                 efficiency.COLLECTIVE_SOURCE),
+    )  # fmt: skip
+
+
+def product_s(
+    device: Device,
+    rate: Floats,
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    item: Floats,
+    batch: Floats | float = 1.0,
+) -> Floats:
+    """Return seconds of `batch` products of (m, k) by (k, n), at `rate` FLOP/s for large ones.
+
+    Outputs are cut into tiles, which multiprocessors take in waves; the last wave may be nearly
+    empty (wave quantisation), as may tiles at the edges (tile quantisation). Products with few
+    tiles are split over k, whose parts are then summed. A batch is that many times the tiles.
+    """  # fmt: skip
+    m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
+    moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
+    if device.curve:
+        return device.fixed_s + np.maximum(_by_curve(device, rate, m, n, k, batch), moved)
+    odd = (n * item % _ALIGNMENT != 0) | (k * item % _ALIGNMENT != 0)
+    asked = rate
+    rate = rate * np.where(odd, device.unaligned, 1.0)
+    depth = np.ceil(k / _TILE_STEP) * _TILE_STEP
+    fill = 0.0 if device.fill == 0 else device.fill * np.where(device.is_fp8(rate), 2.0, 1.0)
+    best = np.full(np.broadcast(m, n, k, rate, batch).shape, np.inf)
+    for height, width, share in device.tiles:
+        tiles = np.ceil(m / height) * np.ceil(n / width) * batch
+        one = 2.0 * height * width * device.multiprocessors / (rate * share)
+        for parts in _SPLITS:
+            waves = np.ceil(tiles * parts / device.multiprocessors)
+            took = waves * one * (depth / parts + fill)
+            if parts > 1:
+                took = took + batch * m * n * _FP32 * parts / device.memory_bytes_per_s
+                took = took + 1e-6
+            best = np.minimum(best, took)
+    least = 2.0 * batch * m * n * k / (rate * device.limit)
+    seconds: Floats = device.fixed_s + np.maximum(np.maximum(best, least), moved)
+    if device.measured_ratios:
+        seconds = seconds * np.where(odd, 1.0, _measured_ratio(device, m, n, k, asked))
+    return seconds
+
+
+def sustained_product_s(
+    device: Device,
+    rate: Floats,
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    item: Floats,
+    batch: Floats | float = 1.0,
+) -> Floats:
+    """Return `product_s` within a training step, where power and a cold cache hold rates down.
+
+    None is faster than the rate that is sustained; products below it take what they take alone.
+    """
+    short = product_s(device, rate, m, n, k, item, batch)
+    rate = np.asarray(rate, float)
+    share = np.where(device.is_fp8(rate), device.sustained_fp8, device.sustained)
+    # fp32 without tensor cores draws less.
+    share = np.where(rate <= device.rate("fp32"), 1.0, share)
+    seconds: Floats = np.maximum(short, 2.0 * batch * m * n * k / (rate * share))
+    return seconds
+
+
+def _measured_ratio(device: Device, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
+    """Return by how much measured products take longer than by tiles, at the shape asked for.
+
+    The points of the same dtype count by their nearness, in logarithms of the three dimensions: a
+    point itself says what it took, and far from all points their mean does.
+    """
+    m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
+    found = np.ones(rate.shape)
+    for dtype, points in device.measured_ratios.items():
+        own = np.isclose(rate, device.rate(dtype), rtol=1e-6)
+        if own.any():
+            found = np.where(own, _interpolate(points, m, n, k), found)
+    return found
+
+
+def _interpolate(points: Sequence[MeasuredProduct], m: Floats, n: Floats, k: Floats) -> Floats:
+    at, ratios = np.log2([point[:3] for point in points]), np.log([p[3] for p in points])
+    asked = np.log2(np.stack([m, n, k], axis=-1))
+    apart = np.sum((asked[..., None, :] - at) ** 2, axis=-1)
+    weights = 1 / (apart + _NEAR) ** 2
+    found: Floats = np.exp((weights @ ratios) / weights.sum(axis=-1))
+    return found
+
+
+def _by_curve(
+    device: Device, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
+) -> Floats:
+    """Each product of a batch by itself, at the share of the best rate that its size reaches."""
+    flops = 2.0 * m * n * k
+    sizes, shares = np.array(device.curve).T
+    share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)
+    seconds: Floats = batch * flops / (rate * share)
+    return seconds

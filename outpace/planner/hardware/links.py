@@ -1,0 +1,184 @@
+"""Links between ranks: how long a collective takes on the axis of a mesh.
+
+Ranks lie on nodes in the order of `records.plan.AXES`, the last axis closest together. A ring
+through the ranks of several nodes enters and leaves each once; the rings of other groups that
+cross at the same time share the node's network cards. Sums of all can go over trees as well: up and
+down a chain in each node, and between nodes along two binary trees, each for half of the array, in
+which every node is inner in one and a leaf in the other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from outpace.planner.plan_batch import Floats, Ints
+
+_SMALLEST = 6  # log2 of the first size of `by_size`
+
+
+class Protocol(NamedTuple):
+    """Way of sending a collective: seconds once and a step, inside nodes and across; its share.
+
+    Protocols with short steps use less of the bandwidth; the fastest is taken. `by_size` makes it
+    one of trees: what of its share is reached by the array's size, powers of two from 64 bytes.
+    """
+
+    base_s: float
+    inside_s: float
+    across_s: float
+    share: float
+    by_size: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Nodes of `per_node` devices. Rates are bytes/s in one direction, as a ring reaches them.
+
+    `inside_bytes_per_s` is a device's to the others of its node, `across_bytes_per_s` all network
+    cards' of a node together, `pair_bytes_per_s` a device's to one other of its node. Gathers and
+    reduce-scatters reach a share of them within a node, and groups of few devices `group_shares`
+    by their number; so do all-to-alls, one share inside nodes (`all_to_all_share`) and one across.
+    `scatter_rounds` is 2 where a library sums up all on
+    every rank and then keeps a part, as gloo does.
+    """
+
+    per_node: int
+    inside_bytes_per_s: float
+    across_bytes_per_s: float
+    pair_bytes_per_s: float
+    protocols: tuple[Protocol, ...]
+    sources: tuple[str, ...] = ()
+    gather_share: float = 1.0
+    scatter_share: float = 1.0
+    scatter_rounds: int = 1
+    group_shares: Mapping[int, float] = field(default_factory=dict)
+    all_to_all_share: float = 1.0
+    all_to_all_network_share: float = 1.0
+
+    def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
+        """Return, of groups of `size` ranks `stride` apart: ranks on a node, nodes, groups at its
+        cards.
+
+        The groups are those that cross the same cards at the same time.
+        """
+        together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
+        within = np.minimum(size, together)
+        return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
+
+    def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
+        """Return bytes/s of a link, and the nodes of groups of `size` ranks `stride` apart.
+
+        `share` is that of a node's links that the collective reaches.
+        """
+        within, nodes, groups = self.spread(size, stride)
+        inside = np.where(within > 1, self.inside_bytes_per_s, np.inf) * share
+        for count, part in self.group_shares.items():
+            inside = np.where((nodes == 1) & (within == count), inside * part, inside)
+        across = np.minimum(self.across_bytes_per_s / groups, inside)
+        return np.where(nodes > 1, across, inside), nodes
+
+    def sum_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Seconds of an all-reduce of arrays of `nbytes` over each group."""
+        return self._collective_s(nbytes, size, stride, 2, 1.0)
+
+    def gather_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Return seconds of an all-gather into arrays of `nbytes`."""
+        return self._collective_s(nbytes, size, stride, 1, self.gather_share)
+
+    def scatter_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Return seconds of a reduce-scatter of arrays of `nbytes`."""
+        return self._collective_s(nbytes, size, stride, self.scatter_rounds, self.scatter_share)
+
+    def all_to_all_s(
+        self, nbytes: Floats, copies: int, size: Ints, stride: Ints, *, once: bool = False
+    ) -> Floats:
+        """Return seconds of an all-to-all of tokens, `nbytes` of each rank, to their experts.
+
+        Each token goes to `copies` experts drawn evenly from those of the `size` ranks of its
+        group: a copy for each expert, or, with `once`, one to a rank (DeepSeek-AI, DeepEP), and
+        across the network one to a node, from where the node's own links take it on. Links inside
+        nodes and across proceed at once; every device has its share of the node's cards.
+        """
+        within, nodes, _ = self.spread(size, stride)
+        link = self.inside_bytes_per_s * self.all_to_all_share
+        card = self.across_bytes_per_s / self.per_node * self.all_to_all_network_share
+        if once:
+            own = _count_targets(size.astype(np.float64), copies)
+            far = _count_targets(nodes, copies)
+        else:
+            own, far = copies * (within - 1) / size, copies * (size - within) / size
+        own = np.where(within > 1, own, 0.0)
+        across_s = np.where(nodes > 1, nbytes * far / card, 0.0)
+        last = [one for one in self.protocols if not one.by_size][-1]
+        late = last.base_s + last.inside_s + np.where(nodes > 1, last.across_s, 0.0)
+        found = late + np.maximum(nbytes * own / link, across_s)
+        return np.where((size > 1) & (nbytes > 0), found, 0.0)
+
+    def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Return seconds in which each rank of a group sends its part of arrays of `nbytes` to all.
+
+        One broadcast after the other goes round the ring, each in as many steps as there are ranks.
+        """
+        rate, nodes = self._ring(size, stride, 1.0)
+        crossing = np.where(nodes > 1, nodes, 0)
+        best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
+        for one in self.protocols:
+            if not one.by_size:
+                steps_s = (size - 1 - crossing).clip(0) * one.inside_s + crossing * one.across_s
+                took = size * (one.base_s + steps_s) + nbytes / (rate * one.share)
+                best = np.minimum(best, took)
+        return np.where((size > 1) & (nbytes > 0), best, 0.0)
+
+    def _collective_s(
+        self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
+    ) -> Floats:
+        """Each of `rounds` goes round the ring in size − 1 steps, at this share of the rate."""
+        rate, nodes = self._ring(size, stride, share)
+        steps = rounds * (size - 1)
+        crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
+        wire = rounds * (size - 1) / size * nbytes
+        best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
+        for one in self.protocols:
+            if not one.by_size:
+                steps_s = (steps - crossing) * one.inside_s + crossing * one.across_s
+                best = np.minimum(best, one.base_s + steps_s + wire / (rate * one.share))
+        if rounds == 2 and any(one.by_size for one in self.protocols) and (nodes > 1).any():
+            best = np.where(nodes > 1, np.minimum(best, self._trees(nbytes, size, stride)), best)
+        return np.where((size > 1) & (nbytes > 0), best, 0.0)
+
+    def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Seconds of an all-reduce over groups on several nodes, by double binary trees.
+
+        A rank of a chain sends the array up and down. So does a node that is inner in one tree, of
+        which each has half: three halves to its neighbours there and one in the other tree; of two
+        nodes each is a root once and a leaf once, which is half of it. Latencies are NCCL's: there
+        and back through the chain and as many hops as two to the power of them are nodes.
+        """
+        within, nodes, groups = self.spread(size, stride)
+        inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
+        across = np.where(nodes > 2, 2, 1) * nbytes / (self.across_bytes_per_s / groups)
+        hops = np.floor(np.log2(np.maximum(nodes, 1)))
+        best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
+        for one in self.protocols:
+            if one.by_size:
+                places = np.arange(_SMALLEST, _SMALLEST + len(one.by_size))
+                share = one.share * np.interp(np.log2(np.maximum(nbytes, 1.0)), places, one.by_size)
+                late = one.base_s + 2 * ((within - 1) * one.inside_s + hops * one.across_s)
+                best = np.minimum(best, late + np.maximum(inside, across) / share)
+        return best
+
+    def send_s(self, nbytes: Floats, stride: Ints) -> Floats:
+        """Seconds of a message to the rank `stride` further on, all ranks sending."""
+        leaves = stride >= self.per_node
+        rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
+        last = [one for one in self.protocols if not one.by_size][-1]
+        found: Floats = last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
+        return found
+
+
+def _count_targets(groups: Floats, copies: int) -> Floats:
+    """Return how many groups other than its own a token goes to, of `copies` drawn evenly."""
+    share: Floats = groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups
+    return share

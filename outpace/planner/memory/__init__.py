@@ -1,0 +1,1 @@
+"""Peak memory of every plan of a batch, in closed form."""

@@ -1,0 +1,83 @@
+"""Ranks of plans' pipelines that may be the fullest, for many plans at once."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from outpace.planner.model.outline import head_in_layers
+from outpace.planner.pipeline.in_flight import Rank, ranks_of, single_rank
+from outpace.planner.pipeline.stages import balance, even
+from outpace.planner.plan_batch import MODES, SCHEDULE_NAMES, Columns, Floats, Ints
+from outpace.records.outline import Outline
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of each plan's pipeline (see `in_flight.Rank`); without a pipeline, the rank."""
+
+    layers: Floats
+    chunk_layers: Floats
+    stages: Floats
+    first: Floats
+    last: Floats
+    chunks: Floats
+    later_chunks: Floats
+    losses: Floats
+    later_losses: Floats
+    borders: Floats
+    inputs_done: Floats
+    waiting: Floats
+    again: Floats
+    first_again: Floats
+    last_again: Floats
+
+    def select(self, rows: Ints) -> "Place":
+        """Return the ranks of some of the plans."""
+        return Place(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+def places(outline: Outline, columns: Columns) -> list[Place]:
+    """Return one rank without a pipeline; else those that `in_flight` gives, the last repeated."""
+    names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
+    kept = [getattr(columns, name) for name in names]
+    rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)
+    unique, place = np.unique(rows, axis=0, return_inverse=True)
+    head = head_in_layers(outline)
+    found = [_ranks(outline.layers, head, *map(int, row)) for row in unique]
+    return [
+        Place(*np.array([r[min(n, len(r) - 1)] for r in found], float)[place.reshape(-1)].T)
+        for n in range(max(map(len, found)))
+    ]
+
+
+def recompute_interval(columns: Columns, layers: int) -> Ints:
+    """Return of how many blocks one recomputes, from the first on; 0: none.
+
+    Columns have shares: n of L blocks are every (L/n rounded up)-th one.
+    """
+    recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
+    found: Ints = np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(
+        np.int64
+    )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _ranks(
+    layers: int,
+    head: float,
+    schedule: int,
+    pp: int,
+    each: int,
+    microbatches: int,
+    evenly: int,
+    every: int,
+) -> tuple[Rank, ...]:
+    if pp == 1:
+        return (single_rank(layers, every),)
+    name = SCHEDULE_NAMES[schedule]
+    stages = min(layers, pp * each)
+    cut = even(layers, stages) if evenly else balance(layers, stages, head)
+    counts = cut + (0,) * (pp * each - stages)
+    return ranks_of(name, pp, each, microbatches, counts, every)

@@ -1,0 +1,68 @@
+"""Bytes that an optimizer keeps for a parameter, and how much it steps at once."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from outpace.records.optimizers import MASTERS, OptimizerName, Precision
+
+Kept = Literal["bf16", "8bit", "4bit"]
+
+# Moments of smaller tensors are kept in fp32, as bitsandbytes does.
+LEAST_VALUES = 4096
+# Values that share a scale, at most: those of the papers. Shorter ones fit rows of other lengths,
+# down to where scales would outweigh what is saved.
+LONGEST_BLOCK = {"8bit": 256, "4bit": 128}
+LEAST_BLOCK = 32
+# Of fp32 gradients that a step with master weights makes at a time: a whole model's would be held
+# beside its states.
+MASTER_PIECE_BYTES = 256 << 20
+# Values of parameters that are stepped as one. On a CPU as many as its caches hold.
+JOINED_VALUES = {"cpu": 1 << 17, "cuda": 1 << 24}
+FEW_VALUES = 1 << 15  # that take little memory in any model
+# Values of a parameter whose numbers to round by are counted (`random_words`): all of them by a few
+# operators for many parameters, where others need a generator each, whose kernel is one pass.
+COUNTED_VALUES = {"cpu": 1 << 15, "cuda": 1 << 20}
+# Of matrices in bf16 that Muon turns at a time, three times as much being made of them.
+MUON_BATCH_BYTES = 256 << 20
+_FP32 = 4
+
+
+def block(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
+    """Values of a row that share a scale; None where a moment is kept in fp32.
+
+    `split` is the number of ranks that each row is cut into pieces for.
+    """
+    if len(shape) < 2 or math.prod(shape) < LEAST_VALUES or shape[-1] % split:
+        return None
+    length = math.gcd(shape[-1] // split, LONGEST_BLOCK[kept])
+    return length if length >= LEAST_BLOCK else None
+
+
+def optimizer_bytes(
+    shape: Sequence[int],
+    name: OptimizerName,
+    precision: Precision = "fp32",
+    *,
+    hidden: bool = True,
+    split: int = 1,
+) -> float:
+    """Bytes of states for a parameter of `shape`, without the count of steps.
+
+    `hidden`: whether Muon takes it, if it is a matrix; see `block` for `split`.
+    """
+    values = math.prod(shape)
+    master = values * _FP32 if precision in MASTERS else 0
+    item = 8 if precision == "fp64" else 2 if precision in ("bf16-pure", "fp16-pure") else _FP32
+    if name == "adamw-bf16":
+        return master + 2 * 2 * values
+    if name in ("adamw-8bit", "adamw-4bit"):
+        kept: Kept = "8bit" if name == "adamw-8bit" else "4bit"
+        length = block(shape, kept, split)
+        if length is None:
+            return master + 2 * _FP32 * values
+        return master + 2 * values * ((1 if kept == "8bit" else 0.5) + _FP32 / length)
+    if name == "adafactor" and len(shape) >= 2:
+        return master + item * (values // shape[-1] + values // shape[-2])
+    once = name in ("sgd", "adafactor") or (name == "muon" and hidden and len(shape) == 2)
+    return master + item * values * (1 if once else 2)

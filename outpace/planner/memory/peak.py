@@ -1,0 +1,189 @@
+"""The memory of a plan's fullest rank, in closed form and for many plans at once.
+
+Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, for what states take; Korthikanti et al., arXiv
+2205.05198, §4, for activations. Every term is derived in docs/memory_formula.md from what the
+model's operators save and what the strategies' buffers hold. Nothing is fitted.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from outpace.planner.memory.framework_traits import OUTPACE, Habits
+from outpace.planner.memory.setup import Device
+from outpace.planner.memory.step import Step
+from outpace.planner.plan_batch import Columns, Floats, Ints
+from outpace.records.memory import KINDS, Kind
+from outpace.records.outline import Outline
+
+__all__ = [
+    "Device",
+    "anatomy",
+    "least_bytes",
+    "library_bytes",
+    "offloaded_bytes",
+    "peak_bytes",
+    "reserved_bytes",
+]
+
+_MIB = 2**20
+_AT_ONCE = 4096  # plans that are reckoned at a time
+# c10/cuda/CUDACachingAllocator.cpp: segments of 2 MiB for blocks up to 1 MiB, of 20 MiB for those
+# below 10 MiB (kSmallBuffer, kLargeBuffer, kMinLargeAlloc); larger ones have their own, rounded up
+# to 2 MiB (kRoundLarge).
+_SMALL_SEGMENT, _SEGMENT, _LEAST_LARGE, _ROUNDED = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
+# Of a layer: 7 matrices with gradients and two moments, and 16 tensors that the forward leaves.
+_LARGE_BLOCKS = 7 * 4 + 16
+# "The kernels alone take up 1.3GB of GPU memory" (Hugging Face, transformers 4.49, "Model training
+# anatomy"); less where CUDA loads them lazily.
+_CONTEXT = 1343 * _MIB
+# NCCL, src/init.cc: DEFAULT_BUFFSIZE 4 MiB, LL 8 lines × 512 threads × 8 steps × 16 B, LL128
+# 120 elements × 640 threads × 8 steps × 8 B, of one peer in a ring; at most 32 channels.
+_RING_BYTES = 32 * (4 * _MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
+
+
+def anatomy(
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device = "cuda",
+    *,
+    fused_attention: bool = True,
+    habits: Habits = OUTPACE,
+) -> dict[Kind, Floats]:
+    """Bytes by kind at the fullest moment of a step on the fullest rank, for every plan.
+
+    What is offloaded is a kind of its own, and not in the sum. `fused_attention` False is for
+    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `habits` are
+    of the program that the plans are for.
+    """
+    found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
+    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, habits, True):
+        tapes = list(step.tapes())
+        best = np.zeros(len(rows))
+        for within, tape in tapes:
+            fuller = tape.peak > best[within]
+            chosen = within[fuller]
+            best[chosen] = tape.peak[fuller]
+            for kind, nbytes in tape.by_kind().items():
+                found[kind][rows[chosen]] = nbytes[fuller]
+    return found
+
+
+def peak_bytes(
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device = "cuda",
+    *,
+    fused_attention: bool = True,
+    habits: Habits = OUTPACE,
+    rank: Literal["fullest", "last"] = "fullest",
+) -> Floats:
+    """Bytes of tensors on the fullest rank, or the last, at its fullest moment, for every plan."""
+    peak = np.zeros(len(columns))
+    steps = _steps(outline, seq_len, columns, device, fused_attention, habits, False)
+    for rows, step in steps:
+        for within, tape in step.tapes(rank == "last"):
+            at = rows[within]
+            peak[at] = np.maximum(peak[at], tape.peak)
+    return peak
+
+
+def offloaded_bytes(
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device = "cuda",
+    *,
+    traits: Habits = OUTPACE,
+) -> tuple[Floats, Floats]:
+    """Bytes that a rank keeps in host memory and on a disk, each at its fullest moment.
+
+    Host memory is fullest at the end of the forward, with all activations, or of the backward, with
+    the gradients of weights that lie there: not when the device is.
+    """
+    host, disk = np.zeros(len(columns)), np.zeros(len(columns))
+    for rows, step in _steps(outline, seq_len, columns, device, True, traits, False):
+        for within, tape in step.tapes():
+            at = rows[within]
+            host[at] = np.maximum(host[at], tape.host_peak)
+            disk[at] = np.maximum(disk[at], tape.disk_peak)
+    return host, disk
+
+
+def _steps(
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device,
+    fused: bool,
+    habits: Habits,
+    finds: bool,
+) -> Iterator[tuple[Ints, "Step"]]:
+    """Plans with and without a pipeline apart, and as many at a time as caches hold."""
+    product = columns.strategy_in("3d")
+    shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
+    shards |= columns.offload_parameters > 0
+    groups = 2 * (columns.pp > 1) + shards
+    for group in range(4):
+        rows = np.flatnonzero(groups == group)
+        for begin in range(0, len(rows), _AT_ONCE):
+            some = rows[begin : begin + _AT_ONCE]
+            yield some, Step(outline, seq_len, columns.take(some), device, fused, finds, habits)
+
+
+def reserved_bytes(
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device = "cuda",
+    *,
+    fused_attention: bool = True,
+    habits: Habits = OUTPACE,
+) -> Floats:
+    """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
+
+    All three are bounds by stated rules (docs/memory_formula.md), as nothing was measured: what is
+    left of partly used segments, kernels and context, and a ring's buffers for each group of ranks.
+    On a CPU it is `peak_bytes`.
+    """
+    peak = peak_bytes(
+        outline, seq_len, columns, device, fused_attention=fused_attention, habits=habits
+    )
+    return peak if device == "cpu" else _reserve(outline, columns, peak)
+
+
+def least_bytes(
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device = "cuda",
+    *,
+    traits: Habits = OUTPACE,
+) -> Floats:
+    """Return bytes that a device needs at least: `reserved_bytes` of what lies there for good.
+
+    A lower bound, as that moment is one of those that `reserved_bytes` is the fullest of.
+    """
+    peak = np.zeros(len(columns))
+    for rows, step in _steps(outline, seq_len, columns, device, True, traits, False):
+        for timeline in step.timelines_at_start():
+            peak[rows] = np.maximum(peak[rows], timeline.peak)
+    return peak if device == "cpu" else _reserve(outline, columns, peak)
+
+
+def _reserve(outline: Outline, columns: Columns, peak: Floats) -> Floats:
+    """Return bytes of tensors with segments, context and buffers of collectives."""
+    large = np.minimum(_LARGE_BLOCKS * outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
+    lost = _SMALL_SEGMENT + _SEGMENT + large * _ROUNDED / 2
+    return peak + lost + library_bytes(columns)
+
+
+def library_bytes(columns: Columns) -> Floats:
+    """Return the part of `reserved_bytes` on CUDA that is not torch's: context and buffers."""
+    groups: Floats = np.zeros(len(columns))
+    for size in (columns.dp_replicate, columns.dp_shard * columns.cp, columns.tp, columns.pp):
+        groups = groups + (size > 1)
+    return _CONTEXT + groups * _RING_BYTES

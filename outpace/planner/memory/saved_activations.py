@@ -1,0 +1,307 @@
+"""Bytes that one layer's forward pass leaves for its backward pass, and sizes of its weights.
+
+The terms are derived in docs/memory_formula.md: what autograd saves of each operator in
+`nn.block`, no more and no less. Legend: T tokens of a micro-batch on a rank, R of them in the
+residual stream (a share under sequence parallelism), D hidden width, Q and K widths of queries and
+of keys or values on a rank, F inner width of the MLP on a rank.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.planner.memory.framework_traits import OUTPACE, Habits
+from outpace.planner.model.outline import Weight, layer_parameters, weights
+from outpace.planner.plan_batch import MODES, PRECISIONS, Columns, Floats
+from outpace.records.optimizers import SHARD_DTYPES
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
+from outpace.records.plan import Checkpointing
+
+FP32 = 4
+# Bytes of a weight, of an operand of a product, and of the residual stream.
+_ITEMS = {
+    "fp64": (8, 8, 8),
+    "fp32": (4, 4, 4),
+    "tf32": (4, 4, 4),
+    "bf16": (4, 2, 4),
+    "fp16": (4, 2, 4),
+    "fp8": (4, 2, 4),
+    "bf16-master": (2, 2, 2),
+    "bf16-pure": (2, 2, 2),
+    "fp16-master": (2, 2, 2),
+    "fp16-pure": (2, 2, 2),
+}
+_TABLE = np.array([_ITEMS[name] for name in PRECISIONS], dtype=float)
+# Bytes of a gathered parameter and of a gradient that is reduced, where ranks split parameters.
+_SENT = np.array(
+    [(2, 4) if name in SHARD_DTYPES else (_ITEMS[name][0],) * 2 for name in PRECISIONS], dtype=float
+)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a plan's tensors: bytes of items, elements of what goes between layers.
+
+    Where ranks split parameters these are `gathered`, and gradients `reduced`, in that many bytes.
+    """
+
+    weight: Floats
+    gathered: Floats
+    reduced: Floats
+    operand: Floats
+    stream: Floats
+    tokens: Floats
+    whole: Floats  # T·D
+    part: Floats  # R·D
+    hidden: int
+
+    @property
+    def casts(self) -> Floats:
+        """1 where products are of another dtype than the stream, which is cast for them."""
+        return (self.operand < self.stream).astype(float)
+
+
+def shapes(outline: Outline, seq_len: int, columns: Columns) -> Shapes:
+    """Return the sizes for every plan."""
+    weight, operand, stream = _TABLE[columns.precision].T
+    weight = np.where(columns.holds_masters(), FP32, weight)
+    tokens = columns.micro_batch * seq_len / columns.cp
+    share = np.where(columns.sequence_parallel, columns.tp, 1)
+    whole = tokens * outline.hidden
+    gathered, reduced = _SENT[columns.precision].T
+    return Shapes(
+        weight, gathered, reduced, operand, stream, tokens, whole, whole / share, outline.hidden
+    )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a stack. Bytes that its forward leaves, by what they are of.
+
+    `norm` is what each of the norms keeps beside its input; `input` what is kept of what the
+    products after it read; `output` is of a product into the residual stream, before it is added.
+    `raw` is made by products of queries and keys before they are turned.
+    """
+
+    norms: int
+    composed: Floats  # 1 where norms are made of single operators
+    gated: bool
+    residual: Floats
+    norm: Floats
+    scaled: Floats  # what a norm makes, in the dtype that it scales in
+    input: Floats
+    output: Floats
+    queries: Floats
+    keys: Floats  # of keys; values are as much
+    mixed: Floats  # attention's output, with its log-sum-exp
+    raw: Floats
+    heads_apart: Floats  # normalised queries and keys, and the output made contiguous
+    scores: Floats  # where attention is not fused, or drops
+    dropped: Floats
+    inner: Floats  # one tensor of the MLP's inner width
+    experts: Floats  # what routing adds
+    other: Floats
+    matrices: Floats  # elements on this rank
+    vectors: Floats
+    up: Floats
+    down: Floats
+    largest: Floats
+
+    @property
+    def elements(self) -> Floats:
+        """Elements of all parameters of a layer on a rank."""
+        return self.matrices + self.vectors
+
+    @property
+    def inners(self) -> int:
+        """Tensors of the inner width that are kept: two, or four where there is a gate."""
+        return 4 if self.gated else 2
+
+    @property
+    def attention(self) -> Floats:
+        """Bytes that attention keeps beside what it reads."""
+        return self.queries + 2 * self.keys + self.mixed + self.heads_apart + self.scores
+
+    @property
+    def saved_bytes(self) -> Floats:
+        """Bytes of a layer that recomputes nothing, its input included."""
+        return (
+            self.norms * (self.residual + self.norm + self.input)
+            + self.attention
+            + self.dropped
+            + self.inners * self.inner
+            + self.experts
+            + self.other
+        )
+
+    def saved_bytes_in(self, mode: Checkpointing) -> Floats:
+        """Return the bytes of a layer in a mode, its input included."""
+        if mode == "none":
+            return self.saved_bytes
+        kept = self.residual
+        if mode in ("attention", "selective"):
+            kept = kept + self.mixed
+        if mode == "selective":
+            products = self.raw + self.output * self.norms + self.inners / 2 * self.inner
+            kept = kept + products + self.other
+        return kept
+
+    @property
+    def outputs(self) -> Floats:
+        """Gradients of what products and norms make."""
+        made = self.raw + self.norms * (self.output + self.scaled)
+        return made + self.inners / 2 * self.inner
+
+
+def layer(
+    outline: Outline,
+    stack: Stack,
+    columns: Columns,
+    sizes: Shapes,
+    device: str,
+    fused: bool,
+    habits: Habits = OUTPACE,
+) -> Layer:
+    """A stack's layer for every plan."""
+    item, tokens, split = sizes.operand, sizes.tokens, columns.tp
+    zero = np.zeros_like(tokens)
+    fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout
+    mixing = [
+        _attention(one, columns, sizes, device, fused, stack.dropout, habits)
+        for one in (stack.attention, stack.cross_attention)
+        if one is not None
+    ]
+    sums = [sum(parts, start=zero) for parts in zip(*mixing, strict=True)] or [zero] * 6
+    queries, keys, mixed, raw, apart, scores = sums
+    mlp = stack.mlp
+    gated = mlp is not None and mlp.gated
+    inner, experts = (zero, zero) if mlp is None else _mlp(mlp, columns, sizes)
+    parts = list(weights(stack, outline.hidden))
+    cut = [
+        w.elements
+        / (columns.ep * columns.etp if w.experts else np.where(w.cut == "none", 1, split))
+        for w in parts
+    ]
+    matrices = sum(cut, start=zero)
+    up, down = (
+        sum((s for s, w in zip(cut, parts, strict=True) if w.name in names), start=zero)
+        for names in (("up", "experts up", "shared up"), ("down", "experts down", "shared down"))
+    )
+    vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
+    # A dropout keeps which were dropped: a byte each on CUDA, a factor in their dtype on a CPU.
+    mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
+    # LayerNorm keeps a mean and a deviation of each token, RMSNorm (nn.norms) one number. Of spread
+    # tensors torch makes RMSNorm of single operators, which keep what is normalised before it is
+    # scaled as well, for the scale's gradient; in 16 bits its input in fp32 in the place of the
+    # residual stream's own.
+    numbers = 2 if stack.norm_bias else 1
+    composed: Floats = ((columns.tp > 1) & (not stack.norm_bias)).astype(float)
+    wide = np.maximum(sizes.stream, FP32)
+    norm = numbers * FP32 * sizes.part / sizes.hidden
+    norm = norm + composed * sizes.part * (wide + wide - sizes.stream)
+    return Layer(
+        norms=stack.norms,
+        composed=composed,
+        gated=gated,
+        residual=sizes.part * sizes.stream,
+        norm=norm,
+        scaled=sizes.part * np.where(composed, wide, sizes.stream),
+        input=(sizes.part if habits.gathers_again else sizes.whole) * item,
+        output=sizes.whole * item,
+        queries=queries,
+        keys=keys,
+        mixed=mixed,
+        raw=raw,
+        heads_apart=apart,
+        scores=scores,
+        dropped=2 * mask * sizes.part,
+        inner=inner,
+        experts=experts,
+        other=sum((item * tokens * p.inputs * p.count for p in stack.other), start=zero),
+        matrices=matrices,
+        vectors=zero + vectors,
+        up=up / (2 if gated else 1),
+        down=down,
+        largest=_largest(stack, parts, cut, columns),
+    )
+
+
+def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Columns) -> Floats:
+    """Elements of a layer's largest matrix: of one expert, and not of several that are one here."""
+    gated = stack.mlp is not None and stack.mlp.gated
+    most = np.zeros(len(columns))
+    for weight, share in zip(parts, cut, strict=True):
+        joined = 3 if weight.name.endswith("qkv") else 2 if gated and weight.name == "up" else 1
+        matrices = joined * np.maximum(weight.experts / columns.ep, 1)
+        most = np.maximum(most, share / matrices)
+    return most
+
+
+def _attention(
+    one: AttentionShape,
+    columns: Columns,
+    sizes: Shapes,
+    device: str,
+    fused: bool,
+    dropout: bool,
+    habits: Habits,
+) -> tuple[Floats, ...]:
+    """Queries, keys, what is mixed, raw queries keys and values, what norms add, scores."""
+    item, tokens = sizes.operand, sizes.tokens
+    heads, kv_heads = one.heads / columns.tp, one.kv_heads / columns.tp
+    queries = item * tokens * heads * one.head_dim
+    keys = item * tokens * kv_heads * (one.head_dim + one.value_dim) / 2
+    if one.kv_rank is not None:
+        keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
+    # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
+    # attention on a CPU (nn.attention) keeps none.
+    low = columns.precision_in("bf16", "bf16-master", "bf16-pure", "fp8")
+    own = low & (columns.cp == 1) & (device == "cpu")
+    kept = fused & ~(own & habits.chunks_loss)
+    mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept
+    latent = item * tokens * (2 * (one.query_rank or 0) + 2 * (one.kv_rank or 0) + one.rope_dim)
+    raw = queries + 2 * keys + latent
+    apart = latent
+    if one.qk_norm:
+        width = tokens * (heads + kv_heads) * one.head_dim
+        wide = np.maximum(item, FP32)
+        apart = apart + 2 * wide * width + FP32 * tokens * (heads + kv_heads) + queries
+    # Softmax's output, which of it was dropped, and what is left: (2 + 1 + 2)·a·s² bytes in 16 bits
+    # (Korthikanti et al., arXiv 2205.05198, §4.1).
+    scores = np.zeros_like(tokens)
+    if not fused:
+        factor = np.where(device == "cpu", item, 1) + item if dropout else 0
+        length = tokens / columns.micro_batch
+        scores = (item + factor) * tokens * heads * length
+    return queries, keys, mixed, raw, apart, scores
+
+
+def _mlp(mlp: Mlp, columns: Columns, sizes: Shapes) -> tuple[Floats, Floats]:
+    """One inner tensor, and what routing to experts adds.
+
+    A token goes to `active` experts, evenly: its copies as they are sent, what comes back before
+    it is weighed, and the router's probabilities in fp32.
+    """
+    item, tokens = sizes.operand, sizes.tokens
+    if not mlp.experts:
+        return item * tokens * mlp.width / columns.tp, np.zeros_like(tokens)
+    width = mlp.active * mlp.width + mlp.shared
+    # Of ranks of tp that have whole experts each has its part of the tokens.
+    own = tokens * columns.etp / columns.tp
+    routed = 2 * item * own * mlp.active * sizes.hidden + 2 * FP32 * own * mlp.experts
+    return item * tokens * width / columns.tp, routed
+
+
+def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
+    """Return the mean over all layers of all stacks."""
+    total = sum(stack.layers for stack in stacks)
+    return sum(
+        (value * (stack.layers / total) for value, stack in zip(values, stacks, strict=True)),
+        start=np.zeros_like(values[0]),
+    )
+
+
+def share_of(columns: Columns, mode: Checkpointing) -> Floats:
+    """The share of blocks in a mode."""
+    share: Floats = columns.modes[:, MODES.index(mode)]
+    return share

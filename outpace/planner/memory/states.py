@@ -1,0 +1,194 @@
+"""States that stay on a rank: weights and the optimizer's state, by elements and bytes."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from outpace.planner.communication.volume import share_by_size
+from outpace.planner.memory.optimizer_bytes import optimizer_bytes
+from outpace.planner.model.outline import layer_parameters, weights
+from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Columns, Floats
+from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.outline import Outline, Stack
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Elements of what no layer has, on a rank: the embedding, the head, the rest of both ends."""
+
+    embedding: Floats
+    head: Floats  # 0 where it is the embedding
+    positions: Floats
+    tail: Floats  # norms and transforms before the head
+
+
+def outside_elements(outline: Outline, columns: Columns) -> Outside:
+    """Vocabularies are split over tp; what is small is whole everywhere."""
+    split = columns.tp
+    rows = -(-outline.vocab // split)
+    zero = np.zeros(len(split))
+    tail = sum(p.inputs * p.outputs * p.count for p in outline.head_products)
+    tail += outline.outside_parameters
+    return Outside(
+        embedding=rows * outline.hidden + zero,
+        head=zero if outline.tied else -(-outline.outputs // split) * outline.hidden + zero,
+        positions=zero + outline.learned_positions * outline.hidden,
+        tail=zero + tail,
+    )
+
+
+def layer_shapes(
+    stack: Stack, hidden: int, tp: int = 1, ep: int = 1, etp: int | None = None
+) -> list[Shape]:
+    """The parameters of a layer on a rank; `etp` ranks (tp: None) cut each expert."""
+    found: list[Shape] = []
+    vectors = layer_parameters(stack, hidden)
+    for weight in weights(stack, hidden):
+        vectors -= weight.elements
+        inputs, outputs = weight.inputs, weight.outputs
+        cut = etp if weight.experts and etp is not None else tp
+        if weight.cut == "outputs":
+            outputs //= cut
+        elif weight.cut == "inputs":
+            inputs //= cut
+        copies = max(1, weight.experts // ep)
+        for part in _parts(weight.name, stack, outputs, cut):
+            found += [(part, inputs)] * copies
+            found += [(part,)] * copies if weight.bias else []
+    biases = sum(1 for _ in range(stack.norms * (2 if stack.norm_bias else 1)))
+    found += [(hidden,)] * biases
+    vectors -= hidden * biases
+    return found + ([(vectors,)] if vectors > 0 else [])
+
+
+def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
+    """Matrices that are one product here and several in the model."""
+    if name.endswith("qkv"):
+        one = stack.cross_attention if name.startswith("cross") else stack.attention
+        assert one is not None
+        keys, values = (one.kv_heads * n // tp for n in (one.head_dim, one.value_dim))
+        return [outputs - keys - values, keys, values]
+    gated = stack.mlp is not None and stack.mlp.gated
+    return [outputs // 2] * 2 if gated and name.endswith("up") else [outputs]
+
+
+def by_plans(columns: Columns, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
+    """Return a number for each plan by a few columns: computed once for each combination."""
+    rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
+    spans = rows.max(axis=1) + 1
+    keys = np.ravel_multi_index(tuple(rows), tuple(int(span) for span in spans))
+    unique, place = np.unique(keys, return_inverse=True)
+    found = [value(*map(int, one)) for one in zip(*np.unravel_index(unique, spans), strict=True)]
+    return np.array(found, dtype=float)[place]
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of an optimizer's state on a rank that shards nothing; `layer` is of a layer."""
+
+    layer: Floats
+    embedding: Floats
+    positions: Floats
+    head: Floats
+    rest: Floats
+
+
+def states(outline: Outline, columns: Columns) -> States:
+    """Return states by the shapes of parameters."""
+    names = ("optimizer", "precision", "tp", "ep", "etp")
+
+    def value_by(which: str) -> Callable[..., float]:
+        def value(optimizer: int, precision: int, *axes: int) -> float:
+            return _states(outline, which, OPTIMIZERS[optimizer], PRECISIONS[precision], *axes)
+
+        return value
+
+    return States(*(by_plans(columns, names, value_by(which)) for which in (
+        "layer", "embedding", "positions", "head", "rest")))  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _states(
+    outline: Outline, which: str, name: OptimizerName, precision: Precision, tp: int, ep: int,
+    etp: int,
+) -> float:  # fmt: skip
+    hidden, vocab, outputs = outline.hidden, outline.vocab, outline.outputs
+    if which == "layer":
+        total = sum(
+            stack.layers * sum(optimizer_bytes(shape, name, precision)
+                               for shape in layer_shapes(stack, hidden, tp, ep, etp))
+            for stack in outline.stacks
+        )  # fmt: skip
+        return total / outline.layers
+    if which == "embedding":
+        return optimizer_bytes((-(-vocab // tp), hidden), name, precision, hidden=False)
+    if which == "head":
+        if outline.tied or not outputs:
+            return 0.0
+        return optimizer_bytes((-(-outputs // tp), hidden), name, precision, hidden=False)
+    if which == "positions":
+        if not outline.learned_positions:
+            return 0.0
+        shape = (outline.learned_positions, hidden)
+        return optimizer_bytes(shape, name, precision, hidden=False)
+    rest = sum(
+        p.count * optimizer_bytes((p.outputs, p.inputs), name, precision, hidden=False)
+        for p in outline.head_products
+    )
+    return rest + optimizer_bytes((outline.outside_parameters,), name, precision, hidden=False)
+
+
+def whole_share(outline: Outline, columns: Columns) -> Floats:
+    """The share of all elements on the fullest of dp_shard ranks that get parameters whole."""
+    return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
+
+
+def whole_states(outline: Outline, columns: Columns) -> Floats:
+    """Bytes of states on the fullest of dp_shard ranks that get parameters whole (zero1).
+
+    The largest parameter first, each to the rank with the fewest elements.
+    """
+
+    def value(ranks: int, optimizer: int, precision: int) -> float:
+        return _whole_states(outline, ranks, OPTIMIZERS[optimizer], PRECISIONS[precision])
+
+    return by_plans(columns, ("dp_shard", "optimizer", "precision"), value)
+
+
+def _all_shapes(outline: Outline) -> list[tuple[Shape, bool]]:
+    """Return the shape of every parameter, and whether a layer has it."""
+    hidden = outline.hidden
+    outside = [(outline.vocab, hidden), (outline.learned_positions, hidden)]
+    outside += [(p.outputs, p.inputs) for p in outline.head_products for _ in range(p.count)]
+    outside += [] if outline.tied else [(outline.outputs, hidden)]
+    found: list[tuple[Shape, bool]] = [(shape, False) for shape in outside if shape[0]]
+    found.append(((outline.outside_parameters,), False))
+    for stack in outline.stacks:
+        found += [(shape, True) for shape in layer_shapes(stack, hidden)] * stack.layers
+    return found
+
+
+@lru_cache(maxsize=256)
+def _shares(outline: Outline, ranks: int) -> tuple[tuple[tuple[Shape, bool], ...], ...]:
+    held = _all_shapes(outline)
+    shares = share_by_size([math.prod(shape) for shape, _ in held], ranks)
+    return tuple(tuple(held[number] for number in share) for share in shares)
+
+
+@lru_cache(maxsize=1024)
+def _whole_share(outline: Outline, ranks: int) -> float:
+    sizes = [sum(math.prod(s) for s, _ in share) for share in _shares(outline, ranks)]
+    return max(sizes) / sum(sizes)
+
+
+@lru_cache(maxsize=1024)
+def _whole_states(outline: Outline, ranks: int, name: OptimizerName, precision: Precision) -> float:
+    return max(
+        sum(optimizer_bytes(shape, name, precision, hidden=layered) for shape, layered in share)
+        for share in _shares(outline, ranks)
+    )

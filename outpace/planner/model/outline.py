@@ -1,0 +1,207 @@
+"""The outline of a model that outpace builds, and what an outline's layers are made of."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from outpace.planner.model.shapes import parameter_shapes
+from outpace.records.model import ModelSpec
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+
+_CLASSES = 2  # data tell how many there are; they take next to nothing
+# How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
+Cut = Literal["outputs", "inputs", "none"]
+
+
+class Weight(NamedTuple):
+    """A weight matrix of a layer. `experts` of them, each for its share of the tokens."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cut: Cut
+    bias: bool = False
+    experts: int = 0
+    active: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Elements of all experts, with biases."""
+        each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
+        return each * max(1, self.experts)
+
+
+def outline(spec: ModelSpec, name: str) -> Outline:
+    """Return the outline of a model that outpace builds."""
+    attention = AttentionShape(
+        heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, value_dim=spec.head_dim,
+        causal=spec.causal, qkv_bias=spec.qkv_bias, out_bias=spec.out_bias, qk_norm=spec.qk_norm,
+    )  # fmt: skip
+    windowed = sum(spec.layer_window(layer) is not None for layer in range(spec.layers))
+    stacks = [
+        Stack(
+            name="layers" if window is None else "layers with a window",
+            layers=count,
+            attention=attention.model_copy(update={"window": window}),
+            mlp=Mlp(width=spec.ffn, gated=spec.gated, bias=spec.mlp_bias),
+            norm_bias=spec.norm == "layernorm",
+            dropout=spec.dropout > 0,
+        )
+        for count, window in ((spec.layers - windowed, None), (windowed, spec.sliding_window))
+        if count
+    ]
+    shapes = parameter_shapes(spec)
+    apart = ("blocks.", "embed.tokens", "embed.positions", "head.weight")
+    transform = (
+        ()
+        if spec.norm_first
+        else (ProductShape(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
+    )
+    transformed = sum(product.inputs * product.outputs for product in transform)
+    outside = sum(_size(shape) for key, shape in shapes.items() if not key.startswith(apart))
+    return Outline(
+        name=name,
+        hidden=spec.hidden,
+        stacks=tuple(stacks),
+        vocab=spec.vocab,
+        outputs=spec.vocab,
+        tied=spec.tied,
+        learned_positions=spec.max_positions if spec.positions == "learned" else 0,
+        outside_parameters=outside - transformed,
+        head_products=transform,
+        max_positions=spec.max_positions,
+        source="the model's spec",
+    )
+
+
+def classifier_outline(found: Outline) -> Outline:
+    """The model with a layer over classes, which sees one token of each text, behind a pooler.
+
+    Its last layer is whole here, where outpace computes what that token needs.
+    """
+    return found.model_copy(
+        update={
+            "outputs": _CLASSES,
+            "tied": False,
+            "predicted": 1,
+            "head_products": (),
+            "outside_parameters": found.outside_parameters + found.hidden**2,
+        }
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
+    """The weight matrices of one layer.
+
+    Those named "cross kv" are multiplied by what cross-attention sees, all others by the layer's
+    own tokens.
+    """
+    if stack.attention is not None:
+        yield from _attention(stack.attention, hidden, "")
+    if stack.cross_attention is not None:
+        yield from _attention(stack.cross_attention, hidden, "cross ")
+    if stack.mlp is not None:
+        yield from _mlp(stack.mlp, hidden)
+    for product in stack.other:
+        if product.weighted:
+            for _ in range(product.count):
+                yield Weight(product.name, product.inputs, product.outputs, "none")
+
+
+def _attention(attention: AttentionShape, hidden: int, which: str) -> Iterator[Weight]:
+    if not attention.projected:
+        return
+    bias = attention.qkv_bias
+    queries = attention.heads * attention.head_dim
+    keyed = attention.kv_heads * (attention.head_dim + attention.value_dim)
+    if attention.kv_rank is not None:
+        yield from _latent(attention, attention.kv_rank, hidden)
+    elif which:
+        yield Weight(f"{which}q", hidden, queries, "outputs", bias)
+        yield Weight(f"{which}kv", hidden, keyed, "outputs", bias)
+    else:
+        yield Weight("qkv", hidden, queries + keyed, "outputs", bias)
+    mixed = attention.heads * attention.value_dim
+    yield Weight(f"{which}out", mixed, hidden, "inputs", attention.out_bias)
+
+
+def _latent(attention: AttentionShape, kv_rank: int, hidden: int) -> Iterator[Weight]:
+    queries = attention.heads * attention.head_dim
+    if attention.query_rank is None:
+        yield Weight("q", hidden, queries, "outputs")
+    else:
+        yield Weight("q down", hidden, attention.query_rank, "none", attention.qkv_bias)
+        yield Weight("q up", attention.query_rank, queries, "outputs")
+    yield Weight("kv down", hidden, kv_rank + attention.rope_dim, "none", attention.qkv_bias)
+    keys = attention.head_dim - attention.rope_dim
+    yield Weight("kv up", kv_rank, attention.heads * (keys + attention.value_dim), "outputs")
+
+
+def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
+    times = 2 if mlp.gated else 1
+    if not mlp.experts:
+        yield Weight("up", hidden, times * mlp.width, "outputs", mlp.bias)
+        yield Weight("down", mlp.width, hidden, "inputs", mlp.bias)
+        return
+    yield Weight("router", hidden, mlp.experts, "none")
+    many = (mlp.experts, mlp.active)
+    yield Weight("experts up", hidden, times * mlp.width, "outputs", mlp.bias, *many)
+    yield Weight("experts down", mlp.width, hidden, "inputs", mlp.bias, *many)
+    if mlp.shared:
+        yield Weight("shared up", hidden, times * mlp.shared, "outputs", mlp.bias)
+        yield Weight("shared down", mlp.shared, hidden, "inputs", mlp.bias)
+        if mlp.shared_gate:
+            yield Weight("shared gate", hidden, 1, "none")
+
+
+def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
+    """Keys of a stack's cross-attention: the length of the last stack before that has none."""
+    seen = seq_len
+    for one in outline.stacks:
+        if one is stack:
+            break
+        if one.cross_attention is None:
+            seen = one.seq_len or seq_len
+    return seen
+
+
+def layer_parameters(stack: Stack, hidden: int) -> int:
+    """Return the parameters of one layer: matrices, biases, norms and what else was traced."""
+    norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
+    for attention in (stack.attention, stack.cross_attention):
+        if attention is None:
+            continue
+        norms += 2 * attention.head_dim if attention.qk_norm else 0
+        norms += (attention.query_rank or 0) + (attention.kv_rank or 0)  # latents are normalised
+    return sum(w.elements for w in weights(stack, hidden)) + norms + stack.other_parameters
+
+
+def outside_elements(outline: Outline) -> int:
+    """Parameters that no layer has: embeddings, positions, head and the rest; a tied head none."""
+    rows = outline.vocab + (0 if outline.tied else outline.outputs)
+    products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))
+    embedded = rows * outline.table_width + outline.learned_positions * outline.hidden
+    return embedded + products + outline.outside_parameters
+
+
+def parameters(outline: Outline) -> int:
+    """All of the model's."""
+    layers = sum(s.layers * layer_parameters(s, outline.hidden) for s in outline.stacks)
+    return layers + outside_elements(outline)
+
+
+def head_in_layers(outline: Outline) -> float:
+    """Multiply-adds of the head's products against those of a layer in the mean."""
+    block = sum(
+        stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
+        for stack in outline.stacks
+        for w in weights(stack, outline.hidden)
+    )
+    head = outline.outputs * outline.table_width + sum(p.elements for p in outline.head_products)
+    return head * outline.layers / max(block, 1)

@@ -1,0 +1,63 @@
+"""FLOPs of an outline's forward: its matrix products and attention, as in docs/flops.md."""
+
+from collections.abc import Sequence
+
+from outpace.planner.model.flops import keys_reached
+from outpace.planner.model.outline import Weight, weights
+from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
+
+
+def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
+    """FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
+
+    2·m·n·k a product. Of `attention` all keys are counted, masked or not, or those that a window
+    reaches; of experts those that a
+    token goes through, with the router. Stacks with a length of their own keep it; a decoder's
+    cross-attention sees what the encoder has.
+    """
+    total, seen, length = _products(outline.embed_products, seq_len), seq_len, seq_len
+    for stack in outline.stacks:
+        length = stack.seq_len or seq_len
+        total += stack.layers * layer_flops(
+            stack, outline.hidden, length, seen, attention=attention
+        )
+        if stack.cross_attention is None:
+            seen = length
+    predicted = outline.predicted or length
+    total += _products(outline.head_products, predicted)
+    total += 2 * predicted * outline.table_width * outline.outputs
+    return samples * total
+
+
+def layer_flops(
+    stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
+) -> int:
+    """Return FLOPs of a layer and sample: `length` tokens, `seen` others for cross-attention."""
+    total = _products(stack.other, length)
+    bare = stack.model_copy(update={"other": ()})
+    for weight in weights(bare, hidden):
+        rows = seen if weight.name == "cross kv" else length
+        total += 2 * rows * _token_elements(weight)
+    if not attention:
+        return total
+    if stack.attention is not None:
+        total += _scores_and_mix(stack.attention, length, length)
+    if stack.cross_attention is not None:
+        total += _scores_and_mix(stack.cross_attention, length, seen)
+    return total
+
+
+def _token_elements(weight: Weight) -> int:
+    """Elements that a token is multiplied by."""
+    return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
+
+
+def _scores_and_mix(attention: AttentionShape, queries: int, keys: int) -> int:
+    seen = keys_reached(keys, attention.window, attention.causal)
+    return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * seen
+
+
+def _products(products: Sequence[ProductShape], rows: int) -> int:
+    return sum(
+        2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in products
+    )

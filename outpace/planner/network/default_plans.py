@@ -1,0 +1,121 @@
+"""The plans that `outpace network` compares where it is given none: one for each strategy."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.planner.network.requirement import states_bytes
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+# A title, the plan, and the global batch nearest to what was asked for that it divides.
+Entry = tuple[str, Plan, int]
+PRODUCT = "TP × PP × DP"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Values that all plans have in common.
+
+    `global_batch`: samples a step, about; `common`: precision, checkpointing; `axes`: what was
+    asked of tp and pp.
+    """
+
+    spec: ModelSpec
+    nodes: int
+    per_node: int
+    global_batch: int
+    micro_batch: int
+    common: Mapping[str, Any]
+    axes: Mapping[str, int]
+    memory_bytes: int | None
+
+    @property
+    def world(self) -> int:
+        """Number of all devices."""
+        return self.nodes * self.per_node
+
+
+def entries(contest: Contest) -> Iterator[Entry | tuple[str, str]]:
+    """DDP, ZeRO-1/2/3 with the same micro-batch, ZeRO-3 with all samples at once, TP, PP, and both.
+
+    TP and PP alone are over all devices; a product that comes out as one of the others is left out.
+
+    A pair of two texts is a strategy with the reason why it cannot be.
+    """
+    world, micro_batch = contest.world, contest.micro_batch
+    for title, strategy, axis in (
+        ("DDP", "ddp", "dp_replicate"),
+        ("ZeRO-1", "zero1", "dp_shard"),
+        ("ZeRO-2", "zero2", "dp_shard"),
+        ("ZeRO-3", "zero3", "dp_shard"),
+    ):
+        yield _entry(
+            contest, title, {"strategy": strategy, axis: world, "micro_batch": micro_batch}
+        )
+    whole = max(1, round(contest.global_batch / world))
+    if whole > micro_batch:
+        values = {"strategy": "zero3", "dp_shard": world, "micro_batch": whole}
+        yield _entry(contest, "ZeRO-3, 1 pass", values)
+    alone = [_tensor(contest), _pipeline(contest)] if world > 1 else []
+    yield from alone
+    product = _product(contest)
+    shown = {"DP", *(title for title, plan, *_ in alone if isinstance(plan, Plan))}
+    if world == 1 or product[0].removesuffix(str(world)) not in shown:
+        yield product
+
+
+def _entry(contest: Contest, title: str, values: dict[str, Any]) -> Entry | tuple[str, str]:
+    try:
+        plan = Plan.parse({**contest.common, **values}, title)
+    except BadInputError as error:
+        return title, str(error)
+    per_pass = plan.samples_per_pass * plan.data_parallel
+    return title, plan, max(1, round(contest.global_batch / per_pass)) * per_pass
+
+
+def _tensor(contest: Contest) -> Entry | tuple[str, str]:
+    shared = {name: getattr(contest.spec, name) for name in ("heads", "kv_heads", "ffn")}
+    odd = [f"{size} {name}" for name, size in shared.items() if size % contest.world]
+    if odd:
+        return "TP", f"{contest.world} devices cannot share {' and '.join(odd)} evenly"
+    values = {"strategy": "tp", "tp": contest.world, "micro_batch": contest.micro_batch}
+    return _entry(contest, "TP", values)
+
+
+def _pipeline(contest: Contest) -> Entry | tuple[str, str]:
+    if contest.world > contest.spec.layers:
+        return "PP", f"{contest.spec.layers} layers are fewer than {contest.world} devices"
+    count = max(contest.world, round(contest.global_batch / contest.micro_batch))
+    return _entry(contest, "PP", {"strategy": "1f1b", "pp": contest.world, "pp_microbatches": count,
+                                "micro_batch": contest.micro_batch})  # fmt: skip
+
+
+def _product(contest: Contest) -> Entry | tuple[str, str]:
+    """TP within a node; the fewest stages whose states fit a device; the rest are replicas."""
+    spec, world = contest.spec, contest.world
+    tp = contest.axes.get("tp") or math.gcd(contest.per_node, spec.heads, spec.kv_heads, spec.ffn)
+    if world % tp:
+        return PRODUCT, f"tp {tp} does not divide {world} devices"
+    stages = [n for n in range(1, min(world // tp, spec.layers) + 1) if world // tp % n == 0]
+    if contest.axes.get("pp"):
+        stages = [contest.axes["pp"]]
+    found: Entry | tuple[str, str] = (PRODUCT, "no number of stages divides the devices")
+    for pp in stages:
+        if world % (tp * pp):
+            return PRODUCT, f"tp {tp} × pp {pp} do not divide {world} devices"
+        replicas = world // tp // pp
+        samples = round(contest.global_batch / (replicas * contest.micro_batch))
+        axis_values = {"tp": tp, "pp": pp, "dp_replicate": replicas}
+        title = " × ".join(f"{name}{size}" for name, size in
+                           (("TP", tp), ("PP", pp), ("DP", replicas)) if size > 1)  # fmt: skip
+        found = _entry(contest, title or "one device", {
+            "strategy": "3d", "micro_batch": contest.micro_batch,
+            "pp_microbatches": max(pp, samples) if pp > 1 else 1, **axis_values,
+        })  # fmt: skip
+        made, room = found[1], contest.memory_bytes
+        if isinstance(made, Plan) and room and states_bytes(made, spec) <= room:
+            return found
+    return found

@@ -1,0 +1,1 @@
+"""Stages and schedules of pipelines, and their simulation."""

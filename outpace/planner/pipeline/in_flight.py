@@ -1,0 +1,164 @@
+"""Micro-batches of which a pipeline's ranks keep activations, by its schedule's order.
+
+A rank keeps what a stage's forward of a micro-batch left until its backward is done. Before any
+gradients exist the most is kept at the end of the warm-up; later on, with all gradients there,
+as much or less. Both are given, since either can be the fuller.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from outpace.planner.pipeline.schedules import order
+from outpace.records.pipelines import SCHEDULES
+
+Operation = tuple[Literal["F", "B", "W"], int]  # what is done, and the local stage it is done for
+
+
+class Rank(NamedTuple):
+    """A rank of a pipeline. Numbers of chunks are of micro-batches times stages.
+
+    `chunks` are kept before there is any gradient, `later_chunks` when all are there; `losses` and
+    `later_losses` of them on the last stage, if it is here. `layers` are all that lie here,
+    `chunk_layers` the mean of a stage; `borders` are those with other ranks that something comes
+    over: hidden states from the stage before, gradients from the one after. Where a backward is
+    split, torch keeps gradients of what was received until the end: `inputs_done` of them are there
+    when the most is kept, and what gradients of weights are made from of `waiting` chunks. Of
+    its blocks the share `again` recompute, its first one, its last one.
+    """
+
+    layers: int
+    chunk_layers: float
+    stages: int
+    first: bool
+    last: bool
+    chunks: int
+    later_chunks: int
+    losses: int
+    later_losses: int
+    borders: int
+    inputs_done: int
+    waiting: int
+    again: float
+    first_again: bool
+    last_again: bool
+
+
+@lru_cache(maxsize=4096)
+def ranks_of(
+    name: str,
+    pp: int,
+    stages_per_rank: int,
+    microbatches: int,
+    layers: tuple[int, ...],
+    every: int = 0,
+) -> tuple[Rank, ...]:
+    """Return the ranks of which one is the fullest: the first, one between and the last.
+
+    Every `every`-th block from the first on recomputes; 0: none.
+    """
+    tried = {0, 1, pp // 2, pp - 2, pp - 1} & set(range(pp))
+    ranks = {
+        rank: _rank(name, pp, rank, stages_per_rank, microbatches, layers, every) for rank in tried
+    }
+    between = [rank for rank in sorted(ranks) if 0 < rank < pp - 1]
+    fullest = max(between, key=lambda r: _weight(ranks[r]), default=0)
+    return tuple(ranks[rank] for rank in sorted({0, fullest, pp - 1}))
+
+
+def _weight(rank: Rank) -> tuple[float, int]:
+    """Blocks whose activations are kept, and all blocks."""
+    return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
+
+
+def single_rank(layers: int, every: int = 0) -> Rank:
+    """All layers on one rank."""
+    blocks = range(layers)
+    return Rank(
+        layers, float(layers), 1, True, True, 1, 0, 1, 0, 0, 0, 0, *_recompute_share(blocks, every)
+    )
+
+
+def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bool]:
+    """The share of blocks that recompute, and whether the first and the last do."""
+    found = [every > 0 and block % every == 0 for block in blocks]
+    return (sum(found) / len(found), found[0], found[-1]) if found else (0.0, False, False)
+
+
+def _rank(
+    name: str,
+    pp: int,
+    rank: int,
+    each: int,
+    microbatches: int,
+    layers: tuple[int, ...],
+    every: int,
+) -> Rank:
+    schedule = SCHEDULES[name]
+    ranks = [schedule.rank_of(stage, pp) for stage in range(pp * each)]
+    mine = [stage for stage in range(pp * each) if ranks[stage] == rank]
+    held = [layers[stage] for stage in mine]
+    blocks = [sum(layers[:stage]) + n for stage in mine for n in range(layers[stage])]
+    last = mine.index(pp * each - 1) if pp * each - 1 in mine else -1
+    chunks, losses, later_chunks, later_losses, done = _most(
+        _operations(name, pp, rank, each, microbatches, mine),
+        held,
+        last,
+        schedule.splits_backward,
+        mine.index(0) if 0 in mine else -1,
+    )
+    if schedule.placement == "v":  # a backward follows at once where the V turns back
+        losses, later_losses = min(losses, 1), min(later_losses, 1)
+    borders = sum(
+        0 <= other < len(ranks) and ranks[other] != rank
+        for stage in mine
+        for other in (stage - 1, stage + 1)
+    )
+    return Rank(
+        sum(held), sum(held) / each, each, 0 in mine, last >= 0,
+        chunks, later_chunks, losses, later_losses, borders,
+        done if schedule.splits_backward else 0,
+        {"zb": rank, "zbv": 1}.get(name, 0),
+        *_recompute_share(blocks, every),
+    )  # fmt: skip
+
+
+def _most(
+    order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
+) -> tuple[int, int, int, int, int]:
+    """The most chunks that are kept before the first backward is done, and after it."""
+    kept = [0] * len(layers)
+    begun: set[int] = set()
+    early, later = (0, 0, 0), (0, 0, 0)
+    done = at_most = losses = 0
+    for kind, stage in order:
+        if kind == "F":
+            kept[stage] += 1
+            losses += stage == last
+        done += kind == "B" and stage != first
+        found = (sum(k * n for k, n in zip(kept, layers, strict=True)), sum(kept), losses)
+        if len(begun) == len(layers):
+            at_most = done if found[0] >= later[0] else at_most
+            later = max(later, found)
+        else:
+            early = max(early, found)
+        losses -= kind == "B" and stage == last
+        if kind == ("W" if splits else "B"):
+            kept[stage] -= 1
+            begun.add(stage)
+    return early[1], early[2], later[1], later[2], at_most
+
+
+def _operations(
+    name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
+) -> Iterator[Operation]:
+    """Yield a rank's operations. A whole backward of a schedule that splits others is two."""
+    splits = SCHEDULES[name].splits_backward
+    for action in order(name, rank, pp, microbatches, each):
+        stage = mine.index(action.stage)
+        if action.kind == "F" or action.kind == "W":
+            yield action.kind, stage
+            continue
+        yield "B", stage
+        if splits and action.kind == "B":
+            yield "W", stage

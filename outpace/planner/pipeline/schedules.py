@@ -1,0 +1,283 @@
+"""Table of each pipeline schedule: what every rank does, and in which order.
+
+They are torch's own (torch.distributed.pipelining 2.13, as the tests show), made without torch, so
+that a schedule can be simulated on machines that are not there. n ranks, m micro-batches, v stages
+on each rank; ranks, stages and micro-batches are counted from 0. A table says nothing about times.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from outpace.planner.pipeline.simulator import Action, Wiring, wire
+from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES, Kind, refusal
+
+# A rank's part of a table, from its number, the number of ranks, micro-batches, and stages a rank.
+_Maker = Callable[[int, int, int, int], list[Action]]
+
+
+def orders(
+    schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> list[list[Action]]:
+    """Each rank's actions. `stages_per_rank`: None is the schedule's own number.
+
+    What may be done at one time stands one after the other; `overlapped` says which. Raises
+    BadInputError for numbers that the schedule cannot take.
+    """
+    each = _stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
+    return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
+
+
+def order(
+    schedule: str, rank: int, ranks: int, microbatches: int, stages_per_rank: int
+) -> list[Action]:
+    """One rank's actions, of numbers that the schedule can take (`orders` checks them)."""
+    return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
+
+
+def overlapping_forwards(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
+    """Return forwards that may run at one time with the backward next in their order.
+
+    Only dualpipev has any: one micro-batch's all-to-all between experts hides behind the other's
+    computing (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch does one after the other. Raises
+    BadInputError as `orders`.
+    """
+    _stages_per_rank(schedule, ranks, microbatches, None)
+    if schedule != "dualpipev":
+        return frozenset()
+    written = (_dual_pipe_writer(rank, ranks, microbatches) for rank in range(ranks))
+    return frozenset(action for writer in written for action in writer.together)
+
+
+@lru_cache(maxsize=8)  # the largest, of 64 ranks and 512 micro-batches, takes some 30 MB
+def schedule_graph(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    overlap: bool = False,
+) -> Wiring:
+    """Return the table prepared for many simulations. `overlap`: what may overlap does."""
+    together = overlapping_forwards(schedule, ranks, microbatches) if overlap else frozenset()
+    return wire(orders(schedule, ranks, microbatches, stages_per_rank), together)
+
+
+def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
+    """The schedule's own number, or the one that is asked for. Raises BadInputError."""
+    if schedule not in SCHEDULES:
+        raise BadInputError(f"{schedule} is no pipeline schedule. Use {', '.join(SCHEDULES)}")
+    if ranks < 1 or microbatches < 1:
+        raise BadInputError(
+            f"{schedule} needs at least one rank and one micro-batch, but got {ranks} and "
+            f"{microbatches}"
+        )
+    laid_out = SCHEDULES[schedule]
+    number = laid_out.stages_per_rank if asked is None else asked
+    loops = laid_out.placement == "loop" and laid_out.stages_per_rank > 1
+    if number < 1 or (not loops and number != laid_out.stages_per_rank):
+        allowed = (
+            "at least 1"
+            if loops
+            else f"exactly {laid_out.stages_per_rank}. Use interleaved or loopedbfs for more"
+        )
+        raise BadInputError(f"{schedule} with {number} stages on a rank: it has {allowed}")
+    why_not = refusal(schedule, pp=ranks, microbatches=microbatches)
+    if why_not is not None:
+        raise BadInputError(why_not)
+    return number
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """All forwards, then all backwards (Huang et al., arXiv 1811.06965, §2.3)."""
+    return [Action(kind, rank, number) for kind in ("F", "B") for number in range(microbatches)]
+
+
+def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """Forwards until the first backward is there, then one of each in turn.
+
+    Narayanan et al., PipeDream, SOSP 2019, §3.2; flushed as in arXiv 2104.04473, §2.2.1.
+    """
+    numbers = [(rank, number) for number in range(microbatches)]
+    return _in_turn(numbers, numbers, ahead=min(microbatches, ranks - rank) - 1)
+
+
+def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """1f1b in rounds, in which each stage takes a micro-batch for every rank, depth first.
+
+    Narayanan et al., arXiv 2104.04473, §2.2.2; where n does not divide m, rounds are longer.
+    """
+    forwards, backwards = _rounds(rank, ranks, microbatches, each)
+    # Until the first backward is there: the round but for its last stage, and a way of two
+    # (there and back) for each rank behind this one.
+    ahead = _first_rounds(ranks, microbatches, each) + 2 * (ranks - 1 - rank)
+    return _in_turn(forwards, backwards, min(ahead, len(forwards)))
+
+
+def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """`interleaved` with weights' gradients late: as many are put off as ranks come before.
+
+    ZB-H1 of Qi et al., arXiv 2401.10241, §2. Only inputs' gradients hold other ranks up, so a
+    rank is one forward, not two, further ahead than the one behind it.
+    """
+    forwards, backwards = _rounds(rank, ranks, microbatches, each)
+    ahead = _first_rounds(ranks, microbatches, each) + ranks - 1 - rank
+    return _in_turn(forwards, backwards, min(ahead, len(forwards)), put_off=rank)
+
+
+def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """A stage takes all micro-batches before the rank's next one does; then all the way back.
+
+    Lamy-Poirier, arXiv 2211.05953, §3.
+    """
+    stages = range(rank, ranks * each, ranks)
+    forwards = [Action("F", stage, number) for stage in stages for number in range(microbatches)]
+    return [*forwards, *(Action("B", stage, number) for _, stage, number in reversed(forwards))]
+
+
+_Places = list[tuple[int, int]]  # a stage and a micro-batch each
+
+
+def _round_size(ranks: int, microbatches: int) -> int:
+    """Micro-batches of a round: n, or as many more as make rounds of equal size."""
+    return microbatches // max(1, microbatches // ranks)
+
+
+def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
+    """Forwards of the first round on all but a rank's last stage."""
+    return (each - 1) * _round_size(ranks, microbatches)
+
+
+def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Places, _Places]:
+    """A rank's forwards and backwards round by round; in each, stage by stage."""
+    size = _round_size(ranks, microbatches)
+    stages = range(rank, ranks * each, ranks)
+
+    def list_rounds(stages: range) -> _Places:
+        firsts = range(0, microbatches, size)
+        return [(s, first + place) for first in firsts for s in stages for place in range(size)]
+
+    return list_rounds(stages), list_rounds(stages[::-1])
+
+
+def _in_turn(
+    forwards: _Places, backwards: _Places, ahead: int, put_off: int | None = None
+) -> list[Action]:
+    """Return `ahead` forwards, then one forward and one backward in turn, then what is left.
+
+    `put_off`: each backward is its inputs' part, and the weights' part comes that many later.
+    """
+    kind: Kind = "B" if put_off is None else "I"
+    order = [Action("F", *place) for place in forwards[:ahead]]
+    for turn, place in enumerate(backwards):
+        if ahead + turn < len(forwards):
+            order.append(Action("F", *forwards[ahead + turn]))
+        order.append(Action(kind, *place))
+        if put_off is not None and turn >= put_off:
+            order.append(Action("W", *backwards[turn - put_off]))
+    late = backwards[-put_off:] if put_off else []
+    return order + [Action("W", *place) for place in late]
+
+
+class _Writer:
+    """Writes the order of a rank that has two stages, 0 the earlier and 1 the later.
+
+    "F0" is the next forward of stage 0, "B" a backward, "I" its inputs' part. "W0" is the weights'
+    part that has been put off longest on stage 0, "W" that on either. "F0+B1" may be done together.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.order: list[Action] = []
+        self.together: list[Action] = []
+        self._stages = (rank, 2 * ranks - 1 - rank)
+        self._begun: Counter[tuple[bool, int]] = Counter()  # forwards and backwards of a stage
+        self._put_off: list[Action] = []
+
+    def write(self, turn: str, times: int = 1) -> None:
+        """Add a turn's actions, `times` times."""
+        words = turn.split()
+        for _ in range(times):
+            for word in words:
+                first, *more = word.split("+")
+                self._add(first)
+                if more:
+                    self.together.append(self.order[-1])
+                    self._add(*more)
+
+    def _add(self, word: str) -> None:
+        kind: Kind = word[0]  # type: ignore[assignment]
+        if kind == "W":
+            stages = [self._stages[int(place)] for place in word[1:]] or self._stages
+            oldest = next(late for late in self._put_off if late.stage in stages)
+            self._put_off.remove(oldest)
+            self.order.append(oldest._replace(kind="W"))
+            return
+        stage = self._stages[int(word[1])]
+        action = Action(kind, stage, self._begun[kind == "F", stage])
+        self._begun[kind == "F", stage] += 1
+        self.order.append(action)
+        if kind == "I":
+            self._put_off.append(action)
+
+
+def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """Stages in a V: the last stage is on rank 0, which so gets to its backwards at once.
+
+    Qi et al., arXiv 2401.10241, §6. The pattern is one for at least 2n − 1 micro-batches; of those
+    only the ones that there are.
+    """
+    count = max(2 * ranks - 1, microbatches)
+    behind = ranks - 1 - rank
+    writer = _Writer(rank, ranks)
+    # The first micro-batch goes down the V and back before this rank's later stage has it.
+    writer.write("F0", 2 * behind + 1)
+    writer.write("F1 F0", rank)
+    writer.write("F1 I1 W1", behind + 1)
+    writer.write("F0 I0 W0 F1 I1 W1", count - ranks - behind)
+    writer.write("I0 W0 F1 I1 W1", behind)
+    # No forwards are left: weights' gradients fill the time in which inputs' come back.
+    writer.write("I0 I1", rank)
+    writer.write("I0 W0", behind + 1)
+    writer.write("W1", rank)
+    writer.write("W0", rank)
+    return [action for action in writer.order if action.microbatch < microbatches]
+
+
+def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+    """Stages in a V; a forward on one of a rank's stages beside a backward on the other."""
+    return _dual_pipe_writer(rank, ranks, microbatches).order
+
+
+def _dual_pipe_writer(rank: int, ranks: int, microbatches: int) -> _Writer:
+    """DeepSeek-AI, arXiv 2412.19437, §3.2.1, cut in half to a V: github.com/deepseek-ai/DualPipe.
+
+    Its steps are those of that program, which numbers them from 1 to 8.
+    """
+    behind = ranks - 1 - rank
+    main = microbatches - ranks - behind
+    writer = _Writer(rank, ranks)
+    writer.write("F0", 2 * behind)
+    writer.write("F0 F1", rank + 1)
+    writer.write("I1 W F1", behind)
+    if not behind:  # the bottom of the V waits for the first forward of the pair: not together
+        writer.write("F0 B1 F1+B0")
+    writer.write("F0+B1 F1+B0", main if behind else main - 1)
+    writer.write("B1 F1+B0", behind)
+    # Backwards with no forward beside them, of either stage in turn: the later half is split.
+    kinds = "B" * (rank + 1) + "I" * (rank + 1)
+    writer.write(" ".join(map("".join, zip(kinds, "10" * (rank + 1), strict=True))))
+    writer.write("W I0", behind)
+    writer.write("W", rank + 1)
+    return writer
+
+
+_MAKERS: Mapping[str, _Maker] = {
+    "mp": _gpipe,
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "interleaved": _interleave,
+    "loopedbfs": _breadth_first,
+    "zb": _zero_bubble,
+    "zbv": _zero_bubble_v,
+    "dualpipev": _dual_pipe_v,
+}

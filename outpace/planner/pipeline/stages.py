@@ -1,0 +1,95 @@
+"""Number of layers of each stage of a pipeline, and which ranks differ."""
+
+from collections.abc import Iterator, Sequence
+
+from outpace.planner.model.flops import block_weights, head_weights
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+_UNEVEN = 8  # ranks that are looked at, of those that may differ
+
+
+def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, such that the slowest stage is as fast as can be.
+
+    The head is weighed by the multiply-adds of its products against those of a block; looking up
+    an embedding has none. Raises BadInputError for fewer layers than stages.
+    """
+    if spec.layers < stages:
+        raise BadInputError(
+            f"a pipeline of {stages} stages needs as many layers, but the model has {spec.layers}"
+        )
+    return balance(spec.layers, stages, head_weights(spec) / block_weights(spec))
+
+
+def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """Equal layers over stages, each at least one; the last stage also has the head.
+
+    `head` is its cost in layers. The costliest stage costs as little as possible, then the next.
+    Of stages that could have one layer more the later ones do, since the earlier ones keep more
+    activations (Narayanan et al., PipeDream, SOSP 2019, §3.3).
+    """
+    return min(
+        _spreads(layers, stages),
+        key=lambda counts: sorted((*counts[:-1], counts[-1] + head), reverse=True),
+    )
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers over stages whatever they cost; of what is left the first stages have one each."""
+    each, more = divmod(layers, stages)
+    return tuple(each + (place < more) for place in range(stages))
+
+
+def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every number of layers for the last stage; the others share what is left evenly."""
+    if stages == 1:
+        yield (layers,)
+        return
+    for last in range(1, layers - stages + 2):
+        each, more = divmod(layers - last, stages - 1)
+        yield (*[each] * (stages - 1 - more), *[each + 1] * more, last)
+
+
+def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
+    """Unequal blocks over stages, in order and at least one each; the costliest is the cheapest.
+
+    The first block of a cheapest cut's last stage comes as early as it can, and so on backwards:
+    the later stages have more, since the earlier ones keep more activations.
+    """
+    count = len(costs)
+    # best[s][n]: the costliest of s stages over the first n blocks, and where the last begins.
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, stages + 1):
+        best.append(
+            {
+                end: min(
+                    (max(before, sum(costs[begin:end])), begin)
+                    for begin, (before, _) in best[-1].items()
+                    if begin < end
+                )
+                for end in range(stage, count - (stages - stage) + 1)
+            }
+        )
+    found: list[range] = []
+    end = count
+    for stage in range(stages, 0, -1):
+        begin = best[stage][end][1]
+        found.insert(0, range(begin, end))
+        end = begin
+    return found
+
+
+def representatives(plan: Plan) -> list[int]:
+    """Ranks of which one has the most memory: equal ones stand in for each other.
+
+    The first of each pipeline stage, the first of all where shares are uneven, and a server.
+    """
+    across = plan.world_size - plan.servers
+    chosen = set(range(0, across, max(1, across // plan.pp)))
+    if plan.strategy == "zero1":
+        chosen |= set(range(min(across, _UNEVEN)))
+    if plan.servers:
+        chosen.add(across)
+    return sorted(chosen)

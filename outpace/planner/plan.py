@@ -1,0 +1,531 @@
+"""The planner's answer: the plan to run, others, fastest first, with reasons, and the rejected."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import NODES, find_node
+from outpace.planner.calibration.measured_cases import (
+    Likeness,
+    extrapolations,
+    nearest_cases,
+    spread_beyond,
+)
+from outpace.planner.calibration.prediction_interval import Interval, interval
+from outpace.planner.explain.axis_links import axis_links
+from outpace.planner.explain.hints import hint
+from outpace.planner.explain.reasons import explain_plan, impossible, lacks, rejected_families
+from outpace.planner.explain.titles import given_title, title, varied_options
+from outpace.planner.hardware.device import dtype_of
+from outpace.planner.memory import peak as memory
+from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.plan_batch import MODES, Columns, Floats, of_plans
+from outpace.planner.problem import Job
+from outpace.planner.search.alternatives import EQUAL, LEAN
+from outpace.planner.search.branch_and_bound import (
+    Found,
+    fastest,
+    fastest_accepted,
+    find_alternatives,
+    fits,
+    kinds,
+    search,
+)
+from outpace.planner.search.simulate_finalists import order, simulate_pipelines
+from outpace.planner.search.space import Wanted, to_plan
+from outpace.planner.step_time.estimate import Times, estimate, offloading
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Estimate, Insistence, OffloadingPart, Planned, Plans, Role
+from outpace.records.plan import Plan
+from outpace.records.units import show_count
+
+_FINALISTS = 2  # times as many as are shown
+
+
+def plans(job: Job) -> Plans:
+    """Every plan considered; raises BadInputError, naming what would do, if none fits."""
+    began = time.perf_counter()
+    wanted = job.wanted
+    if wanted.trained and job.outline.untrained is not None:
+        raise BadInputError(
+            f"{job.outline.name} is planned for, but outpace does not train it: "
+            f"{job.outline.untrained}."
+        )
+    used, found = _fastest(job)
+    if not len(found.ranked):
+        raise BadInputError(_infeasible(job, found))
+    found = _add_alternatives(used, found)
+    shown = list_places(found)[: job.count]
+    planned = [_describe_plan(used, found, place, roles) for place, roles in shown]
+    return Plans(
+        model=job.outline.name,
+        parameters=parameters(job.outline),
+        machine=job.cluster.name,
+        nodes=job.cluster.nodes,
+        idle_nodes=job.cluster.nodes - used.cluster.nodes,
+        devices_per_node=job.cluster.fabric.per_node,
+        nominal_memory_bytes=job.cluster.device.nominal_bytes,
+        seq_len=wanted.seq_len,
+        global_batch=wanted.global_batch,
+        plans=tuple(planned),
+        rejected=tuple(rejected_families(used, found, [place for place, _ in shown])),
+        insistences=tuple(_insistences(job, _seconds(found))),
+        considered=found.considered,
+        took_s=time.perf_counter() - began,
+        source=job.cluster.source,
+        notes=(
+            *job.outline.notes,
+            *job.cluster.notes,
+            _interval(job).note,
+            *_unsure(planned),
+            *_extrapolated_note(planned[0]),
+            *_routing(job),
+            *_adapters(job, planned),
+            *_list_hints(used, found),
+        ),
+    )
+
+
+def _interval(job: Job) -> Interval:
+    """Return the interval of a problem's kind: of its chips and of its kind of model."""
+    chip = ACCELERATORS.get(job.cluster.device.name)
+    return interval(
+        job.cluster.calibrated,
+        job.cluster.guessed,
+        None if chip is None else chip.architecture,
+        bool(job.outline.experts),
+        job.cluster.residuals,
+    )
+
+
+def likeness(job: Job, plan: Plan) -> Likeness:
+    """Describe a plan of the problem as measured cases are compared with it."""
+    device = job.cluster.device
+    chip = ACCELERATORS.get(device.name)
+    return Likeness(
+        devices=plan.world_size,
+        plan=plan,
+        parameters=parameters(job.outline) / 1e9,
+        experts=bool(job.outline.experts),
+        chip=device.name,
+        architecture=None if chip is None else chip.architecture,
+        seq_len=job.wanted.seq_len,
+        stack=job.stack.name,
+    )
+
+
+def _measured_fields(job: Job, plan: Plan) -> dict[str, Any]:
+    """Return the fields of `Planned` on what was measured; nothing on processors and guesses."""
+    if job.cluster.device.kind == "cpu" or not job.outline.vocab:
+        return {}
+    return {
+        "cases": nearest_cases(likeness(job, plan)), "extrapolated": _extrapolations(job, plan)
+    }  # fmt: skip
+
+
+def _extrapolations(job: Job, plan: Plan) -> tuple[str, ...]:
+    if job.cluster.device.kind == "cpu" or not job.outline.vocab:
+        return ()
+    return extrapolations(likeness(job, plan))
+
+
+def _unsure(planned: Sequence[Planned]) -> list[str]:
+    """Return what plans rest on that the interval does not cover."""
+    told = []
+    if any(one.plan.precision == "fp8" for one in planned):
+        told.append("fp8: what finding its scales takes is not counted; MFU is of fp8's own peak.")
+    if any(one.plan.compile for one in planned):
+        told.append("compile: its gain is counted in bytes and launches (docs/planner.md).")
+    return told
+
+
+def _extrapolated_note(planned: Planned) -> list[str]:
+    """Return what of the first plan nothing that was measured resembles."""
+    if not planned.extrapolated:
+        return []
+    wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
+    return [f"Extrapolated: {'; '.join(planned.extrapolated)}{wider}."]
+
+
+def _routing(job: Job) -> list[str]:
+    """Return what is assumed of the experts' load."""
+    if not job.outline.experts:
+        return []
+    return [
+        "Experts: tokens are taken to be spread evenly, and none to be dropped. Where some experts "
+        "have most (a power law of 1.2), grouped products were measured to take "
+        f"{efficiency.UNEVEN_ALONE} times as long on one rank, {efficiency.UNEVEN_APART} times on "
+        f"the slowest of several that share experts out ({efficiency.UNEVEN_SOURCE})."
+    ]
+
+
+def _adapters(job: Job, planned: Sequence[Planned]) -> list[str]:
+    """Return what takes less than training all weights, where these wait on the host."""
+    if planned[0].plan.offload_parameters in (None, "none") or job.outline.untrained:
+        return []
+    return [
+        "Every step fetches the weights from the host, since training all of them does not fit. "
+        "Adapters take far less: outpace memory with the same --model, --machine and --seq-len, "
+        "and --micro-batch, --lora-rank 16 (and --base nf4), says whether they fit."
+    ]
+
+
+def _list_hints(job: Job, found: Found) -> list[str]:
+    """Return what is not searched and would gain, where hints are asked for."""
+    if not job.hints or job.wanted.on_host:
+        return []
+    best = to_plan(found.columns, found.fastest)
+    told = hint(job.question, job.wanted, job.checked_bytes, job.limit, best, _seconds(found))
+    return [] if told is None else [told]
+
+
+def _simulate_finalists(job: Job, found: Found) -> Found:
+    """Simulate the finalists' pipelines, and rank them by the result.
+
+    Two at least, that the fastest has another to be compared with.
+    """
+    times = simulate_pipelines(job.question, found.columns, found.times, found.ranked)
+    ranked = order(times, found.ranked)[: max(2, job.count)]
+    return replace(found, times=times, ranked=ranked)
+
+
+def _search(job: Job) -> Found:
+    count = _FINALISTS * max(2, job.count)
+    return _simulate_finalists(
+        job, search(job.question, job.wanted, job.checked_bytes, job.limit, count)
+    )
+
+
+def _add_alternatives(job: Job, found: Found) -> Found:
+    """Add the simplest and the leanest of plans about as fast, with their pipelines simulated."""
+    question = job.question
+    found = find_alternatives(
+        question, job.wanted, found, job.checked_bytes, job.least_bytes, job.limit
+    )
+    places = np.array([found.simplest, found.leanest])
+    times = simulate_pipelines(question, found.columns, found.times, places)
+    return _drop_slow_alternatives(replace(found, times=times))
+
+
+def _drop_slow_alternatives(found: Found) -> Found:
+    """Take the fastest in the place of alternatives that are slower once they are simulated."""
+    took, least = found.times.step_s, float(found.times.step_s[found.fastest])
+    is_slow = took[found.simplest] > EQUAL * least, took[found.leanest] > LEAN * least
+    return replace(
+        found,
+        simplest=found.fastest if is_slow[0] else found.simplest,
+        leanest=found.fastest if is_slow[1] else found.leanest,
+    )
+
+
+def list_places(found: Found) -> list[tuple[int, tuple[Role, ...]]]:
+    """Places of plans with their roles: the recommended, fastest and leanest, then other kinds."""
+    roles: list[tuple[int, Role]] = [
+        (found.simplest, "recommended"), (found.fastest, "fastest"), (found.leanest, "leanest"),
+    ]  # fmt: skip
+    fastest = to_plan(found.columns, found.fastest)
+    listed: dict[str, tuple[int, tuple[Role, ...]]] = {}
+    for place, role in roles:
+        plan = to_plan(found.columns, place)
+        key = plan.model_dump_json()
+        first, own = listed.get(key, (found.fastest if plan == fastest else place, ()))
+        listed[key] = first, (*own, role)
+    shown = kinds(found.columns)[[place for place, _ in listed.values()]]
+    others = [int(place) for place in found.ranked if kinds(found.columns)[place] not in shown]
+    return [*listed.values(), *((place, ()) for place in others)]
+
+
+def _fastest(job: Job) -> tuple[Job, Found]:
+    """Search on all nodes; where nodes may stay idle, on those that are fastest."""
+    best = job, _search(job)
+    for nodes in _fewer(job) if job.idle else ():
+        seconds = _seconds(best[1])
+        if _least_s(job, nodes) >= seconds:
+            break
+        less = job.with_nodes(nodes)
+        found = _search(less)
+        if _seconds(found) < seconds:
+            best = less, found
+    return best
+
+
+def _seconds(found: Found) -> float:
+    """Seconds of the fastest plan's step; infinity where none fits."""
+    return float(found.times.step_s[found.fastest]) if len(found.ranked) else math.inf
+
+
+def _fewer(job: Job) -> list[int]:
+    """Fewer nodes that are worth a look, the most first.
+
+    Halves again and again, powers of two, and those whose devices divide the global batch: all
+    that are looked at of a machine are looked at of one twice as large.
+    """
+    nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
+    batch = job.wanted.global_batch
+    halves = {nodes >> shift for shift in range(nodes.bit_length())}
+    powers = {1 << shift for shift in range(nodes.bit_length())}
+    even = {n for n in range(1, min(nodes, batch // each) + 1) if batch % (n * each) == 0}
+    return sorted((n for n in halves | powers | even if 0 < n < nodes), reverse=True)
+
+
+def _least_s(job: Job, nodes: int) -> float:
+    """Return less than any plan's step on `nodes` nodes takes: its products at the best rate."""
+    wanted = job.wanted
+    flops = 3 * forward_flops(job.outline, wanted.seq_len, wanted.global_batch, attention=False)
+    own = (wanted.keep.get("precision", wanted.precision),)
+    names = wanted.vary.get("precision", own)
+    rate = max(job.cluster.device.rate(dtype_of(name)) for name in names)
+    return flops / (rate * nodes * job.cluster.fabric.per_node)
+
+
+def fastest_plans(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
+    """The `count` fastest plans with seconds of a step, of one kind or many; and of how many."""
+    columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
+    places = np.arange(len(columns))
+    times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
+    ranked = sorted(places, key=lambda place: times.step_s[place])
+    return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
+
+
+def fastest_plan(job: Job, accepts: Callable[[Plan], bool]) -> tuple[Planned | None, int]:
+    """The fastest plan that fits and that `accepts` takes, and of how many."""
+    plan, considered = fastest_accepted(
+        job.question, job.wanted, job.checked_bytes, job.limit, accepts
+    )
+    if plan is None:
+        return None, considered
+    named = ", ".join([title(plan), *varied_options(plan, job.wanted.vary)])
+    return estimate_plan(job, plan).model_copy(update={"title": named}), considered
+
+
+def estimate_plan(job: Job, plan: Plan) -> Planned:
+    """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
+    columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
+    times = estimate(job.question, columns)
+    times = simulate_pipelines(job.question, columns, times, np.array([0]))
+    return Planned(
+        title=given_title(plan, job.wanted.precision, job.wanted.vary),
+        plan=plan,
+        identity=plan.identity(job.wanted.global_batch),
+        estimate=_estimate(job, columns, times, job.required_bytes(columns), 0),
+        why="as given",
+        untrained=job.outline.untrained or plan.training_obstacle,
+        placement=axis_links(job.cluster, plan),
+        **_measured_fields(job, plan),
+    )
+
+
+def _describe_plan(job: Job, found: Found, place: int, roles: tuple[Role, ...]) -> Planned:
+    plan = to_plan(found.columns, place)
+    return Planned(
+        title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
+        plan=plan,
+        identity=plan.identity(job.wanted.global_batch),
+        estimate=_estimate(job, found.columns, found.times, found.needs, place),
+        why=explain_plan(job, found, place, roles),
+        roles=roles,
+        untrained=job.outline.untrained or plan.training_obstacle,
+        placement=axis_links(job.cluster, plan),
+        **_measured_fields(job, plan),
+    )
+
+
+def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: int) -> Estimate:
+    wanted, device = job.wanted, job.cluster.device
+    seconds = float(times.step_s[place])
+    samples = wanted.global_batch
+    tokens = samples * wanted.seq_len
+    row = columns.take([place])
+    ranks = int(row.ranks[0] + row.servers[0])
+    forward = forward_flops(job.outline, wanted.seq_len, samples)
+    full = row.modes[0, MODES.index("full")] + row.modes[0, MODES.index("attention")]
+    peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
+    mfu = None if peak is None else 3 * forward / seconds / peak / ranks
+    low, high, _, level = _interval(job)
+    wider = spread_beyond(_extrapolations(job, to_plan(row, 0)))
+    low, high = low**wider, high**wider
+    by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind, habits=job.habits)
+    kinds: dict[str, int] = {
+        str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
+    }
+    kinds.pop("offloaded", 0)  # as it is at the device's fullest moment, not at its own
+    host, disk = (round(float(amount[0])) for amount in job.offloaded_bytes(row))
+    inside = sum(kinds.values())
+    kinds["allocator and libraries"] = max(0, round(float(needs[place])) - inside)
+    budget = None if job.tokens is None else job.tokens / tokens * seconds
+    return Estimate(
+        depth="estimate",
+        step_time_s=seconds,
+        low_s=seconds * low,
+        high_s=seconds * high,
+        level=level,
+        tokens_per_s=tokens / seconds,
+        samples_per_s=None if job.outline.vocab else job.wanted.global_batch / seconds,
+        mfu=mfu,
+        hfu=None if mfu is None else mfu * (1 + float(full) / 3),
+        peak_memory_bytes=inside + kinds["allocator and libraries"],
+        memory_bytes=device.memory_bytes,
+        memory=kinds,
+        host_offloaded_bytes=host,
+        host_memory_bytes=job.cluster.host_bytes,
+        disk_offloaded_bytes=disk,
+        parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
+        offloading=_offloading(job, row) if host or disk else (),
+        ranks=ranks,
+        tokens=job.tokens,
+        time_s=budget,
+        cost=None if budget is None or job.price is None else budget / 3600 * ranks * job.price,
+    )
+
+
+def _offloading(job: Job, row: Columns) -> tuple[OffloadingPart, ...]:
+    """Copies and steps of a plan that offloads."""
+    found = offloading(job.question, row)
+    plan = to_plan(row, 0)
+    sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [
+        ("weights", plan.offload_parameters),
+        ("activations", plan.offload_activations),
+        ("optimizer", plan.offload_optimizer),
+    ]
+    parts = [
+        OffloadingPart(
+            what=what,
+            nbytes=round(float(getattr(found, f"{what}_bytes")[0])),
+            exposed_s=float(getattr(found, f"{what}_s")[0]),
+        )
+        for what, place in sent
+        if place != "none"
+    ]
+    if found.host_step_s[0]:
+        parts.append(OffloadingPart(what="host step", exposed_s=float(found.host_step_s[0])))
+    if found.disk_bytes[0]:
+        nbytes = round(float(found.disk_bytes[0]))
+        parts.append(OffloadingPart(what="disk", nbytes=nbytes, exposed_s=float(found.disk_s[0])))
+    return tuple(parts)
+
+
+def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
+    """Return the cost of each option that the user insists on: the time without it."""
+    rows = []
+    wanted = job.wanted
+    asked: list[tuple[str, Wanted]] = [
+        (f"{name}={value}", replace(wanted, keep={k: v for k, v in wanted.keep.items()
+                                                  if k != name}))
+        for name, value in wanted.keep.items()
+    ]  # fmt: skip
+    if wanted.most_tp is not None:
+        asked.append((f"max-tp {wanted.most_tp}", replace(wanted, most_tp=None)))
+    for setting, freer in asked:
+        _, found = _fastest(replace(job, wanted=freer, count=1))
+        if len(found.ranked):
+            free_s = _seconds(found)
+            rows.append(Insistence(setting=setting, slowdown=max(0.0, fastest_s / free_s - 1)))
+    return rows
+
+
+def _infeasible(job: Job, found: Found) -> str:
+    """Explain why nothing fits, and name the smallest machine that would do."""
+    if not found.smallest:
+        return impossible(job.wanted)
+    needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
+    place = found.smallest[min(needs, key=lambda name: needs[name])]
+    beside = _fewest_beside(job)
+    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
+    return (
+        f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
+        f"smallest plan ({title(to_plan(found.columns, place))}) "
+        f"{lacks(job, found.columns, place)}. "
+        + (f"It fits on {beside[0]} of them in one node: --machine {beside[1]}." if beside else
+           f"It fits on {more} nodes of {job.cluster.name}." if more else
+           "Use devices with more memory, a shorter --seq-len, or a smaller model.")
+        + _beyond_positions(job)
+    )  # fmt: skip
+
+
+_MOST_BESIDE = 8  # accelerators in a host
+_COUNT = re.compile(r"^\d+-?[x×*]-?")  # of "4xrtx-3090" and "4-x-rtx-3090"
+
+
+def _fewest_beside(job: Job) -> tuple[int, str] | None:
+    """The fewest accelerators in one node that are enough, and the machine's name by number.
+
+    None where the machine is one that is sold as it is or was probed, or 8 are too few.
+    """
+    cluster = job.cluster
+    if cluster.name in NODES or cluster.probed or cluster.nodes > 1:
+        return None
+    name = _COUNT.sub("", cluster.name)  # with its memory: "rtx-3060:12gb"
+    try:
+        if find_node(name, ACCELERATORS).accelerator != cluster.device.name:
+            return None
+    except BadInputError:
+        return None
+    count = 2 * cluster.fabric.per_node
+    while count <= _MOST_BESIDE:
+        fabric = replace(cluster.fabric, per_node=count)
+        larger = replace(cluster, fabric=fabric)
+        batch = math.ceil(job.wanted.global_batch / count) * count
+        wanted = replace(job.wanted, world=count, per_node=count, global_batch=batch)
+        other = replace(job, cluster=larger, wanted=wanted)
+        if fits(wanted, other.checked_bytes, job.limit):
+            return count, f"{count}x{name}"
+        count *= 2
+    return None
+
+
+def _beyond_positions(job: Job) -> str:
+    """Return ' Its sequences …' where they are longer than the model takes as it is, or ''."""
+    most = job.outline.max_positions
+    if job.wanted.seq_len <= most:
+        return ""
+    return (
+        f" Its sequences of {job.wanted.seq_len} tokens are longer than the {most} positions of "
+        "the model, too: as it is, it takes none longer."
+    )
+
+
+_MOST_NODES = 4096
+
+
+def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
+    """The fewest nodes that are enough, if more never are too many."""
+    enough = 1
+    while not fits(enough):
+        enough *= 2
+        if enough > _MOST_NODES:
+            return None
+    less = enough // 2
+    while enough - less > 1:
+        middle = (less + enough) // 2
+        if fits(middle):
+            enough = middle
+        else:
+            less = middle
+    return enough
+
+
+def _fits_on(job: Job, nodes: int) -> bool:
+    """Return whether `nodes` nodes are enough, with a global batch that they can share out."""
+    if nodes <= job.cluster.nodes:
+        return False
+    other = job.with_nodes(nodes)
+    world = other.wanted.world
+    batch = math.ceil(job.wanted.global_batch / world) * world
+    wanted = replace(other.wanted, global_batch=batch)
+    return fits(wanted, other.checked_bytes, job.limit)
+
+
+def throughput(job: Job, nodes: int) -> Planned | None:
+    """Return the fastest plan on `nodes` nodes; None where none fits."""
+    used, found = _fastest(replace(job.with_nodes(nodes), count=2))
+    if not len(found.ranked):
+        return None
+    return _describe_plan(used, found, found.fastest, ("fastest",))

@@ -1,0 +1,150 @@
+"""Plans as columns, from which time and memory of many plans are estimated at once.
+
+Every array has one entry a plan. Words stand as numbers: their places in the tuples here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Checkpointing, Offload, Plan, Strategy
+from outpace.records.strategies import TRAITS
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+SCHEDULE_NAMES: tuple[str, ...] = ("none", *SCHEDULES)
+MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Plans, one entry each. `samples` are a data-parallel rank's of a step.
+
+    `zero` is 0 where dp_shard is 1. `modes` has four columns: the share of blocks that recompute
+    by each mode, in the order of MODES. `etp` ranks of tp cut each expert. `passes`
+    is the accumulation: samples = micro_batch × microbatches × passes.
+    """
+
+    strategy: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    zero: Ints
+    tp: Ints
+    cp: Ints
+    pp: Ints
+    ep: Ints
+    etp: Ints
+    schedule: Ints
+    stages_per_rank: Ints
+    even_stages: Bools
+    sequence_parallel: Bools
+    async_tp: Bools
+    micro_batch: Ints
+    microbatches: Ints
+    passes: Ints
+    modes: Floats
+    offload_activations: Ints
+    offload_parameters: Ints
+    offload_optimizer: Ints
+    precision: Ints
+    optimizer: Ints
+    chunked_loss: Bools
+    compile: Bools
+    in_backward: Bools
+    bucket_bytes: Ints
+    servers: Ints
+
+    def __len__(self) -> int:
+        return len(self.strategy)
+
+    def take(self, chosen: Any) -> Self:
+        """The plans of a mask, a slice or a list of places."""
+        return type(self)(
+            **{field.name: getattr(self, field.name)[chosen] for field in fields(self)}
+        )
+
+    @property
+    def data_parallel(self) -> Ints:
+        """Shares that a global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> Ints:
+        """Ranks on the axes; parameter servers come beside."""
+        return self.data_parallel * self.tp * self.cp * self.pp
+
+    @property
+    def shards(self) -> Ints:
+        """Ranks that what is sharded is spread over: those of cp share in 3d."""
+        product = self.strategy == STRATEGIES.index("3d")
+        return self.dp_shard * np.where(product & (self.zero > 0), self.cp, 1)
+
+    def schedule_in(self, *names: str) -> Bools:
+        """Return which pipelines have one of these schedules."""
+        return np.isin(self.schedule, [SCHEDULE_NAMES.index(name) for name in names])
+
+    def strategy_in(self, *names: Strategy) -> Bools:
+        """Return which plans have one of these strategies."""
+        return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
+
+    def holds_masters(self) -> Bools:
+        """Plans whose fp32 shards are the master weights that bf16-master gathers in bf16."""
+        product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
+        split = product | self.strategy_in("zero2", "zero3", "hsdp")
+        found: Bools = split & self.precision_in("bf16-master")
+        return found
+
+    def precision_in(self, *names: Precision) -> Bools:
+        """Return which plans have one of these precisions."""
+        return np.isin(self.precision, [PRECISIONS.index(name) for name in names])
+
+
+def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> Columns:
+    """The columns of `plans`. Raises BadInputError where one does not divide the batch."""
+    rows = [_row(plan, global_batch, layers) for plan in plans]
+    arrays: dict[str, Any] = {
+        field.name: np.array([row[field.name] for row in rows]) for field in fields(Columns)
+    }
+    return Columns(**arrays)
+
+
+def _row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:
+    modes = plan.modes(layers)
+    zero = plan.zero if plan.strategy == "3d" else TRAITS[plan.strategy].zero
+    named = plan.schedule if plan.schedule in SCHEDULE_NAMES else "none"
+    return {
+        "strategy": STRATEGIES.index(plan.strategy),
+        **{
+            name: getattr(plan, name)
+            for name in (
+                "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "stages_per_rank",
+                "sequence_parallel", "async_tp", "micro_batch", "compile", "servers",
+            )
+        },
+        "etp": plan.expert_tp,
+        "even_stages": plan.stage_split == "even",
+        "zero": zero if plan.dp_shard > 1 else 0,
+        "schedule": SCHEDULE_NAMES.index(named),
+        "microbatches": plan.pp_microbatches,
+        "passes": plan.accumulation(global_batch),
+        "modes": [sum(mode == one for mode in modes) / len(modes) for one in MODES],
+        "offload_activations": OFFLOADS.index(plan.offload_activations),
+        "offload_parameters": OFFLOADS.index(plan.offload_parameters),
+        "offload_optimizer": OFFLOADS.index(plan.offload_optimizer),
+        "precision": PRECISIONS.index(plan.precision),
+        "optimizer": OPTIMIZERS.index(plan.optimizer),
+        "chunked_loss": plan.loss == "chunked",
+        "in_backward": plan.optimizer_in_backward,
+        "bucket_bytes": plan.bucket_mib * 2**20,
+    }  # fmt: skip

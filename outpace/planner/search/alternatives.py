@@ -1,0 +1,154 @@
+"""Choice among plans that are about as fast: the simplest with room, and the leanest.
+
+Estimates of two plans on one machine differ by less than they are off together, but 2 % is within
+what they may be off each. Below that the plan that an expert would run comes first: nothing
+offloaded, no axis or schedule more than needed, and memory left.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from outpace.planner.plan_batch import OFFLOADS, Columns, Floats, Ints
+from outpace.planner.search.space import Lever, expand, untrained_mask
+
+EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
+LEAN = 1.10  # times the fastest's step, at most, of the leanest
+ROOMY = 0.9  # of a device's memory: above, fragments and longer samples may run out of it
+_ENOUGH = 0.5  # of it: less use of memory is no further advantage
+_TIGHT = 2  # what less room counts for, beside the axes and options of `_layout_costs`
+_LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
+_PIECE = 256  # plans whose bytes are reckoned first; then twice as many, again and again
+
+Estimates = Callable[[Columns], Floats]
+
+
+def simplest(
+    plain: Columns,
+    chosen: Sequence[Lever],
+    seconds: Estimates,
+    needs: Estimates,
+    floors: Estimates,
+    memory_bytes: float,
+    most_s: float,
+    trains_all: bool,
+) -> Columns | None:
+    """The simplest plan that takes `most_s` at most and fits; of equals that with the most room.
+
+    `plain` are layouts without options that may be as fast, `chosen` the options to go with them.
+    `trains_all`: the trainer is not outpace, so that what outpace does not train counts nothing.
+    """
+    of_layout = _layout_costs(plain, trains_all)
+    of_lever = np.array([_option_cost(lever, chosen[0]) for lever in chosen])
+    best: tuple[float, float, float, Columns] | None = None
+    for cost in np.unique(of_layout[:, None] + of_lever[None, :]):
+        if best is not None and best[0] < cost:
+            break
+        for own in np.unique(of_lever):
+            some = plain.take(np.flatnonzero(of_layout == cost - own))
+            levers = [lever for lever, c in zip(chosen, of_lever, strict=True) if c == own]
+            found = _roomiest(some, levers, seconds, needs, floors, memory_bytes, most_s,
+                              _ENOUGH * memory_bytes)  # fmt: skip
+            if found is None:
+                continue
+            total = float(cost) + _TIGHT * (found[0] > ROOMY * memory_bytes)
+            if best is None or (total, *found[:2]) < best[:3]:
+                best = total, *found
+    return None if best is None else best[3]
+
+
+def leanest(
+    plain: Columns,
+    chosen: Sequence[Lever],
+    seconds: Estimates,
+    needs: Estimates,
+    floors: Estimates,
+    memory_bytes: float,
+    most_s: float,
+    offloads: bool,
+) -> Columns | None:
+    """The plan of the least memory of a device that takes `most_s` at most and fits.
+
+    `offloads`: nothing else fits; without need nothing is moved to a host's memory.
+    """
+    places = [f"offload_{name}" for name in ("activations", "parameters", "optimizer")]
+    levers = [one for one in chosen if offloads or not any(one[name] for name in places)]
+    found = _roomiest(plain, levers, seconds, needs, floors, memory_bytes, most_s, 0.0)
+    return None if found is None else found[2]
+
+
+def _roomiest(
+    plain: Columns,
+    chosen: Sequence[Lever],
+    seconds: Estimates,
+    needs: Estimates,
+    floors: Estimates,
+    memory_bytes: float,
+    most_s: float,
+    enough: float,
+) -> tuple[float, float, Columns] | None:
+    """The plan of the least memory among the layouts with all options; None: none fits.
+
+    With its bytes and seconds: of those that need `enough` or less, the fastest, with `enough`.
+    `floors` are bytes that a plan needs at least, which take less time than `needs`: the
+    lowest come first, until none of the rest can need less than what was found.
+    """
+    best: tuple[float, float, Columns] | None = None
+    for part, took in _quick_plans(plain, chosen, seconds, most_s):
+        least = np.maximum(floors(part), enough)
+        order = np.argsort(least, kind="stable")
+        size = _PIECE
+        while len(order):
+            rows, order, size = order[:size], order[size:], 2 * size
+            if least[rows[0]] > (memory_bytes if best is None else best[0]):
+                break
+            nbytes = np.maximum(needs(part.take(rows)), enough)
+            place = int(np.lexsort((took[rows], nbytes))[0])
+            own = float(nbytes[place]), float(took[rows[place]])
+            if own[0] <= memory_bytes and (best is None or own < best[:2]):
+                best = *own, part.take(rows[[place]])
+    return best
+
+
+def _quick_plans(
+    plain: Columns, chosen: Sequence[Lever], seconds: Estimates, most_s: float
+) -> Iterator[tuple[Columns, Floats]]:
+    """Yield plans that take `most_s` at most, with their seconds, those of some layouts a time."""
+    for begin in range(0, len(plain) if chosen else 0, _LAYOUTS):
+        part = expand(plain.take(slice(begin, begin + _LAYOUTS)), chosen)
+        took = seconds(part)
+        within = np.flatnonzero(took <= most_s)
+        if len(within):
+            yield part.take(within), took[within]
+
+
+def _layout_costs(c: Columns, trains_all: bool) -> Ints:
+    """Count what a layout asks of who runs it, beside DDP: 1 for an axis of shards, 2 for others.
+
+    What outpace itself does not train counts 3, unless another program trains all of it.
+    """
+    exotic = (c.pp > 1) & ~c.schedule_in("gpipe", "1f1b")
+    found: Ints = (
+        (c.zero > 0).astype(np.int64)
+        + c.strategy_in("hsdp")
+        + 2 * ((c.tp > 1).astype(np.int64) + (c.cp > 1) + (c.pp > 1) + exotic)
+        + (c.ep > 1)
+        + ((c.even_stages & (c.pp > 1)) | ((c.async_tp | ~c.sequence_parallel) & (c.tp > 1)))
+        + 3 * c.strategy_in("dp", "ps", "ring", "mp", "horovod")
+        + 2 * c.precision_in("fp8")
+    )
+    return found if trains_all else found + 3 * untrained_mask(c)
+
+
+def _option_cost(option: Lever, plainest: Lever) -> int:
+    """Count what options ask: offloading most, recomputation and a chunked loss a little."""
+    disk = OFFLOADS.index("disk")
+    places = [option[f"offload_{name}"] for name in ("activations", "parameters", "optimizer")]
+    offloads = sum(3 if place == disk else 2 for place in places if place)
+    others = (
+        option["modes"][0] < 1,
+        option["optimizer"] != plainest["optimizer"],
+        option["chunked_loss"],
+        option["in_backward"],
+    )
+    return offloads + sum(map(bool, others))

@@ -1,0 +1,442 @@
+"""Search for the fastest plans that fit, leaving none out.
+
+A layout takes no longer without an option (recomputation, a chunked loss, offloading) than with it,
+by its fastest optimizer.
+So layouts are looked at in the order of what they take without, all options of a few at a time, and
+the search ends where the next layout cannot be better than what was found: branch and bound, with
+the same answer as trying everything.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+
+from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Columns, Floats, Ints
+from outpace.planner.search.alternatives import EQUAL, LEAN, leanest, simplest
+from outpace.planner.search.space import Lever, Wanted, expand, layouts, levers, to_plan
+from outpace.planner.step_time.estimate import Times, estimate
+from outpace.planner.step_time.setup import Question
+from outpace.records.plan import Plan
+
+# Bytes that each plan's fullest rank needs.
+Needs = Callable[[Columns], Floats]
+
+FAMILIES = (
+    "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
+    "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
+    "one device", "product of axes",
+)  # fmt: skip
+_BATCH = 512  # layouts whose levers are looked at together
+_FIRST = 16
+_PIECE = 4096  # plans whose bytes are reckoned together
+_NEAR = 1.001  # what plainness can make up for
+
+
+@dataclass(frozen=True)
+class Found:
+    """Plans that fit, fastest first, and where each family ends.
+
+    `best` has a family's fastest plan that fits, `smallest` one that needs the least memory of
+    those that do not: places in `columns`, −1 for none. `simplest` and `leanest` are places, too:
+    of plans as fast as the fastest, or nearly (see `alternatives`); −1: not looked for. `layouts`
+    are all without options, which take the seconds of `bound` at least.
+    """
+
+    columns: Columns
+    times: Times
+    needs: Floats
+    ranked: Ints
+    best: dict[str, int]
+    smallest: dict[str, int]
+    considered: int
+    simplest: int = -1
+    leanest: int = -1
+    layouts: Columns | None = None
+    bound: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def fastest(self) -> int:
+        """The place of the fastest plan that fits; −1 where none does."""
+        if not len(self.ranked):
+            return -1
+        return int(self.ranked[np.argmin(self.times.step_s[self.ranked])])
+
+
+def family(columns: Columns) -> Ints:
+    """Places in FAMILIES."""
+    names = {
+        "dp": 0, "ps": 1, "ring": 2, "horovod": 2, "ddp": 3, "zero1": 4, "zero2": 5, "zero3": 6,
+        "hsdp": 7, "mp": 8, "tp": 10, "cp": 11, "single": 12, "3d": 13,
+    }  # fmt: skip
+    return np.array([names.get(name, 9) for name in STRATEGIES])[columns.strategy]
+
+
+def search(
+    question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int = 10
+) -> Found:
+    """The `count` fastest kinds of plan that fit into `memory_bytes`, and every family's end.
+
+    Plans of one kind split the same axes and have the same level of ZeRO: the fastest is taken.
+    """
+    plain = layouts(wanted)
+    chosen = list(levers(wanted))
+    if not chosen:
+        return _empty_result(plain, question)
+    bound = least_s(question, wanted, plain)
+    of_family = family(plain)
+    kind = kinds(plain)
+    taken: list[Columns] = []
+    for place in np.unique(of_family):
+        mine = np.nonzero(of_family == place)[0]
+        order = mine[np.argsort(bound[mine], kind="stable")]
+        taken += _family(question, plain, order, bound, kind, chosen, needs, memory_bytes, count)
+    if not taken:
+        return _empty_result(plain, question)
+    together = _concatenate(taken)
+    considered = len(plain) * len(chosen)
+    found = _finish_search(question, together, needs, memory_bytes, count, considered)
+    return replace(found, layouts=plain, bound=bound)
+
+
+def find_alternatives(
+    question: Question,
+    wanted: Wanted,
+    found: Found,
+    needs: Needs,
+    floors: Needs,
+    memory_bytes: float,
+) -> Found:
+    """`found` with the simplest and the leanest of plans that are about as fast, as rows more.
+
+    `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`).
+    """
+    if found.layouts is None or not len(found.ranked):
+        return found
+    least, chosen = float(found.times.step_s[found.fastest]), list(levers(wanted))
+
+    def seconds(columns: Columns) -> Floats:
+        return estimate(question, columns).step_s
+
+    near, lean = (found.layouts.take(found.bound <= limit * least) for limit in (EQUAL, LEAN))
+    simple = simplest(near, chosen, seconds, needs, floors, memory_bytes, EQUAL * least,
+                      question.other_program)  # fmt: skip
+    first = found.columns.take([found.fastest])
+    offloads = any(
+        getattr(first, f"offload_{name}")[0] for name in ("activations", "parameters", "optimizer")
+    )
+    small = leanest(lean, chosen, seconds, needs, floors, memory_bytes, LEAN * least, offloads)
+    both = _concatenate([one for one in (simple, small) if one is not None] or [near.take([])])
+    more = estimate(question, both)
+    times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])
+             for f in fields(Times)}  # fmt: skip
+    count = len(found.columns)
+    return replace(
+        found,
+        columns=_concatenate([found.columns, both]),
+        times=Times(**times),
+        needs=np.concatenate([found.needs, needs(both)]),
+        simplest=count if simple is not None else found.fastest,
+        leanest=count + len(both) - 1 if small is not None else found.fastest,
+    )
+
+
+def fastest(
+    question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int
+) -> tuple[Columns, int]:
+    """Return the `count` fastest plans that fit, fastest first, and the number considered.
+
+    Layouts come in the order of what they take without options, until none can be among them.
+    """
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    bound = least_s(question, wanted, plain)
+    order = np.argsort(bound, kind="stable")
+    kept, worst = plain.take(slice(0, 0)), np.inf
+    for begin in range(0, len(order) if chosen else 0, _BATCH):
+        places = order[begin : begin + _BATCH]
+        if bound[places[0]] > worst * _NEAR:
+            break
+        part = expand(plain.take(places), chosen)
+        part = part.take(needs(part) <= memory_bytes)
+        both = _concatenate([kept, part])
+        seconds = estimate(question, both).step_s
+        kept = both.take(np.argsort(_ranking_s(both, seconds), kind="stable")[:count])
+        if len(kept) == count:
+            worst = float(estimate(question, kept).step_s.max())
+    return kept, len(plain) * len(chosen)
+
+
+def fastest_accepted(
+    question: Question,
+    wanted: Wanted,
+    needs: Needs,
+    memory_bytes: float,
+    accepts: Callable[[Plan], bool],
+) -> tuple[Plan | None, int]:
+    """Return the fastest plan that fits and that `accepts` takes, and the number considered.
+
+    Of plans that differ in their micro-batches only one is asked about: `accepts` answers for a way
+    to split a model and what goes with it. Layouts come in the order of what they take without
+    options, until none can be faster than what was found.
+    """
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    considered = len(plain) * len(chosen)
+    asked = _Asked(accepts, wanted.seq_len)
+    # No lever makes a layout one that can be accepted.
+    plain = plain.take(asked.accepted_mask(plain))
+    bound = least_s(question, wanted, plain)
+    order = np.argsort(bound, kind="stable")
+    chosen = _accepted_levers(plain.take(order), chosen, asked)
+    best, best_s = None, np.inf
+    for begin in range(0, len(order) if chosen else 0, _BATCH):
+        places = order[begin : begin + _BATCH]
+        if bound[places[0]] > best_s * _NEAR:
+            break
+        part = expand(plain.take(places), chosen)
+        ranked = _ranking_s(part, estimate(question, part).step_s)
+        for piece in _pieces(ranked):
+            piece = piece[ranked[piece] < best_s]
+            fits = piece[needs(part.take(piece)) <= memory_bytes] if len(piece) else piece
+            taken = asked.first(part.take(fits))
+            if taken is not None:
+                place = int(fits[taken])
+                best, best_s = to_plan(part, place), float(ranked[place])
+                break
+    return best, considered
+
+
+def least_s(question: Question, wanted: Wanted, plain: Columns) -> Floats:
+    """Return seconds that no plan of a layout takes less than: without options, by any optimizer.
+
+    Which optimizer is fastest depends on the layout: compiled those of fewer bits move less.
+    """
+    found: Floats = estimate(question, plain).step_s
+    for name in wanted.vary.get("optimizer", ()):
+        other = replace(plain, optimizer=np.full(len(plain), OPTIMIZERS.index(name)))
+        found = np.minimum(found, estimate(question, other).step_s)
+    return found
+
+
+class _Asked:
+    """Whether plans are accepted, asked once of plans that are said in the same words."""
+
+    def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
+        self._accepts = accepts
+        self._seq_len = seq_len
+        self._known: dict[bytes, bool] = {}
+
+    def accepted_mask(self, columns: Columns) -> Bools:
+        """Return which plans are accepted."""
+        rows, first, back = np.unique(
+            _sayings(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
+        )
+        answers = [
+            self._accepts_row(row, columns, int(at)) for row, at in zip(rows, first, strict=True)
+        ]
+        found: Bools = np.array(answers, bool)[back.reshape(-1)]
+        return found
+
+    def first(self, columns: Columns) -> int | None:
+        """The place of the first that is."""
+        rows = _sayings(columns, self._seq_len)
+        places = range(len(columns))
+        return next(
+            (place for place in places if self._accepts_row(rows[place], columns, place)), None
+        )
+
+    def _accepts_row(self, saying: Ints, columns: Columns, place: int) -> bool:
+        key = saying.tobytes()
+        if key not in self._known:
+            self._known[key] = self._accepts(to_plan(columns, place))
+        return self._known[key]
+
+
+def _sayings(c: Columns, seq_len: int) -> Ints:
+    """A row for each plan; of two alike the plans can be said in the same words, or neither.
+
+    Sizes of batches and numbers of replicas and shards are aside.
+    """
+    columns = [
+        c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp, c.cp > 1,
+        seq_len % (2 * c.cp) > 0, c.pp > 1, c.pp * c.stages_per_rank, c.ep > 1, c.schedule,
+        c.stages_per_rank, c.even_stages, c.sequence_parallel, c.async_tp,
+        c.microbatches * c.passes % c.pp > 0, c.offload_activations, c.offload_parameters,
+        c.offload_optimizer, c.precision, c.optimizer, c.chunked_loss, c.compile, c.in_backward,
+        c.bucket_bytes, c.servers, *(c.modes * 1024).T,
+    ]  # fmt: skip
+    return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
+
+
+# Levers of which one may need another: these are tried together.
+_TOGETHER = (
+    ("modes", "offload_activations"),
+    ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),
+)
+
+
+def _accepted_levers(plain: Columns, chosen: list[Lever], asked: _Asked) -> list[Lever]:
+    """Return options of which every part is accepted with a strategy's fastest layout."""
+    if not chosen or not len(plain):
+        return []
+    _, first = np.unique(plain.strategy, return_index=True)
+    some = plain.take(np.sort(first))
+    alone = [(name,) for name in chosen[0] if not any(name in names for names in _TOGETHER)]
+    for names in (*_TOGETHER, *alone):
+        names = tuple(name for name in names if name in chosen[0])
+        fine: dict[str, bool] = {}
+        for lever in chosen:
+            key = str([lever[name] for name in names])
+            if key not in fine:
+                part = expand(some, [{**chosen[0], **{name: lever[name] for name in names}}])
+                fine[key] = asked.first(part) is not None
+        chosen = [one for one in chosen if fine[str([one[name] for name in names])]]
+        if not chosen:
+            break
+    return chosen
+
+
+def _family(
+    question: Question,
+    plain: Columns,
+    order: Ints,
+    bound: Floats,
+    kind: Ints,
+    chosen: list[dict[str, object]],
+    needs: Needs,
+    memory_bytes: float,
+    count: int,
+) -> Iterator[Columns]:
+    """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
+
+    Of a kind that was found, only what may be faster still is looked at. Times are estimated before
+    bytes, which take longer.
+    """
+    fastest: dict[int, float] = {}
+    least: tuple[float, Columns] | None = None
+    size = _FIRST
+    while True:
+        order = order[bound[order] <= _worth(fastest, count, kind[order])]
+        if not len(order):
+            break
+        part = expand(plain.take(order[:size]), chosen)
+        order, size = order[size:], min(2 * size, _BATCH)
+        seconds, own_kinds = estimate(question, part).step_s, kinds(part)
+        for piece in _pieces(seconds):
+            piece = piece[seconds[piece] <= _worth(fastest, count, own_kinds[piece])]
+            if not len(piece):
+                continue
+            some = part.take(piece)
+            need = needs(some)
+            if not fastest:
+                small = int(np.argmin(need))
+                if least is None or need[small] < least[0]:
+                    least = (float(need[small]), some.take([small]))
+            fits = piece[need <= memory_bytes]
+            keep = fits[_first_of(own_kinds[fits], _ranking_s(part.take(fits), seconds[fits]))]
+            for place in keep:
+                own, took = int(own_kinds[place]), float(seconds[place])
+                fastest[own] = min(fastest.get(own, np.inf), took)
+            yield part.take(keep)
+    if not fastest and least is not None:
+        yield least[1]
+
+
+def _worth(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
+    """Seconds that a plan of each of `kinds` may take at most to be worth a look."""
+    worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
+    each, place = np.unique(kinds, return_inverse=True)
+    limits = [min(worst, fastest.get(int(one), np.inf)) for one in each]
+    found: Floats = np.array(limits, float)[place] * _NEAR
+    return found
+
+
+def _pieces(seconds: Floats) -> Iterator[Ints]:
+    """Places, the fastest first, some at a time."""
+    order = np.argsort(seconds, kind="stable")
+    for begin in range(0, len(order), _PIECE):
+        yield order[begin : begin + _PIECE]
+
+
+def _first_of(kinds: Ints, seconds: Floats) -> Ints:
+    """Return the fastest of each kind; of equals the first, which has the fewest options."""
+    order = np.argsort(seconds, kind="stable")
+    _, first = np.unique(kinds[order], return_index=True)
+    return order[first]
+
+
+def kinds(c: Columns) -> Ints:
+    """A number for each combination of a family, the axes that are split and the level of ZeRO."""
+    found = family(c)
+    for split in (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1):
+        found = found * 2 + split
+    return found * 4 + c.zero
+
+
+def _ranking_s(c: Columns, seconds: Floats) -> Floats:
+    """Return seconds to rank by: of plans that take as long, the plainest comes first.
+
+    Each axis that is split and each option that is set counts for a ten-thousandth.
+    """
+    pulled = sum(
+        values.astype(float)
+        for values in (
+            c.tp > 1, c.cp > 1, c.pp > 1, c.dp_replicate > 1, c.stages_per_rank > 1,
+            c.chunked_loss, c.offload_activations > 0, c.offload_parameters > 0,
+            c.offload_optimizer > 0, c.modes[:, 0] < 1, c.even_stages, c.in_backward,
+        )
+    )  # fmt: skip
+    ranked: Floats = seconds * (1 + 1e-4 * pulled)
+    return ranked
+
+
+def _concatenate(parts: list[Columns]) -> Columns:
+    names = Columns.__dataclass_fields__
+    return Columns(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def _finish_search(
+    question: Question, columns: Columns, needs: Needs, memory_bytes: float, count: int,
+    considered: int,
+) -> Found:  # fmt: skip
+    times, need = estimate(question, columns), needs(columns)
+    seconds, of_family = times.step_s, family(columns)
+    fits = need <= memory_bytes
+    inside = np.nonzero(fits)[0]
+    order_s = _ranking_s(columns, seconds)
+    ranked = inside[_first_of(kinds(columns)[inside], order_s[inside])]
+    ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
+    # What pipelines wait for is known once they are simulated: others must not be hidden by it.
+    finalists = np.zeros(len(ranked), bool)
+    finalists[:count] = True
+    finalists[np.flatnonzero(columns.pp[ranked] == 1)[: max(1, count // 2)]] = True
+    ranked = ranked[finalists]
+    best, smallest = {}, {}
+    for place in np.unique(of_family):
+        mine = np.nonzero(of_family == place)[0]
+        able = mine[fits[mine]]
+        name = FAMILIES[place]
+        best[name] = int(able[np.argmin(seconds[able])]) if len(able) else -1
+        smallest[name] = int(mine[np.argmin(need[mine])])
+    return Found(columns, times, need, ranked, best, smallest, considered)
+
+
+def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
+    """Whether any plan does: all of the smallest micro-batch that recompute the most are tried."""
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    if not chosen or not len(plain):
+        return False
+    chosen = [lever for lever in chosen if lever["modes"] == chosen[-1]["modes"]]
+    plain = plain.take(plain.micro_batch == plain.micro_batch.min())
+    # Those that share out the most among the ranks first.
+    order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
+    for begin in range(0, len(order), _BATCH):
+        part = expand(plain.take(order[begin : begin + _BATCH]), chosen)
+        if len(part) and (needs(part) <= memory_bytes).any():
+            return True
+    return False
+
+
+def _empty_result(plain: Columns, question: Question) -> Found:
+    none = plain.take(slice(0, 0))
+    empty = np.zeros(0)
+    return Found(none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain))

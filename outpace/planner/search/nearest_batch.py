@@ -1,0 +1,40 @@
+"""Global batches near one that no layout of the ranks can share out."""
+
+from dataclasses import replace
+
+from outpace.planner.search.space import Wanted, layouts, levers
+
+_TRIED = 12  # candidates on either side: each costs a list of all layouts
+
+
+def nearest_batches(wanted: Wanted) -> tuple[int, ...]:
+    """The nearest smaller and larger global batch, in samples, that can be laid out.
+
+    Empty where the batch is not what stands in the way.
+    """
+    if len(layouts(wanted)) or not any(True for _ in levers(wanted)):
+        return ()
+    given, candidates = wanted.global_batch, set[int]()
+    for unit in _units(wanted):
+        below = given // unit * unit
+        candidates |= {below, below + unit}
+    smaller = sorted((n for n in candidates if 0 < n < given), reverse=True)
+    larger = sorted(n for n in candidates if n > given)
+    found = (_first(wanted, smaller), _first(wanted, larger))
+    return tuple(n for n in found if n is not None)
+
+
+def _units(wanted: Wanted) -> set[int]:
+    """Return the numbers that a batch has to be a multiple of, by number of replicas."""
+    world, keep = wanted.world, wanted.keep
+    replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
+    each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))
+    stages = {1, int(keep.get("pp", 1))}  # a pipeline wants as many micro-batches as stages
+    return {n * each * more for n in replicas for more in stages}
+
+
+def _first(wanted: Wanted, batches: list[int]) -> int | None:
+    for batch in batches[:_TRIED]:
+        if len(layouts(replace(wanted, global_batch=batch))):
+            return batch
+    return None

@@ -1,0 +1,58 @@
+"""Simulation of the finalists' pipelines event by event, with their unequal stages.
+
+The closed forms that rank all plans take every stage as the mean, or the slowest; a table that is
+simulated waits for what it really waits for. What it differs by goes to the bubble.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+
+from outpace.planner.pipeline.schedules import schedule_graph
+from outpace.planner.plan_batch import SCHEDULE_NAMES, Columns, Ints
+from outpace.planner.step_time.estimate import Times, stages_of
+from outpace.planner.step_time.setup import Question
+
+# Of a step, what a pipeline's passes are made of.
+_PASSES = (
+    "products_s", "attention_s", "memory_s", "host_s", "bubble_s", "tensor_s", "pipeline_s",
+)  # fmt: skip
+_MOST_ACTIONS = 400_000  # that are played; longer tables have next to no bubble
+
+
+def simulate_pipelines(question: Question, columns: Columns, times: Times, places: Ints) -> Times:
+    """`times`, with those at `places` that are pipelines as their table comes out."""
+    found = {f.name: getattr(times, f.name).copy() for f in fields(Times)}
+    for place in places:
+        row = columns.take([int(place)])
+        if row.pp[0] == 1 or row.schedule_in("mp")[0] or _actions(row) > _MOST_ACTIONS:
+            continue
+        pipeline = stages_of(question, row)
+        table = schedule_graph(
+            SCHEDULE_NAMES[row.schedule[0]], int(row.pp[0]), int(row.microbatches[0]),
+            int(row.stages_per_rank[0]),
+        )  # fmt: skip
+        passes = float(row.passes[0])
+        whole = table.makespan_s(pipeline.times, pipeline.transfer_s) / question.device.sharers
+        # Ranks that take turns on a core are faster while others wait, up to what all have to do.
+        work = sum(one.seconds("F") + one.seconds("B") for one in pipeline.times) / int(row.pp[0])
+        busy = float(row.microbatches[0]) * work
+        whole = passes * (max(whole, busy) + pipeline.posted_s)
+        known = {name: float(found[name][place]) for name in _PASSES}
+        waits = whole - sum(known.values()) + known["bubble_s"] + known["pipeline_s"]
+        sends = min(known["pipeline_s"], max(waits, 0.0))
+        found["pipeline_s"][place] = sends
+        found["bubble_s"][place] = max(waits - sends, 0.0)
+        if waits < 0:  # stages that were taken as the slowest wait less
+            found["host_s"][place] = max(known["host_s"] + waits, 0.0)
+    return Times(**found)
+
+
+def _actions(row: Columns) -> int:
+    return int(3 * row.pp[0] * row.stages_per_rank[0] * row.microbatches[0])
+
+
+def order(times: Times, places: Ints) -> Ints:
+    """`places`, fastest first."""
+    found: Ints = places[np.argsort(times.step_s[places], kind="stable")]
+    return found

@@ -1,0 +1,529 @@
+"""Space of plans: every possible layout of the ranks, times every option, as columns."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from outpace.planner.model.outline import weights
+from outpace.planner.plan_batch import (
+    MODES,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULE_NAMES,
+    STRATEGIES,
+    Columns,
+)
+from outpace.records.optimizers import (
+    LOW,
+    MASTERS,
+    PURE,
+    SCALED,
+    OptimizerName,
+    Precision,
+    default_optimizer,
+)
+from outpace.records.outline import Outline
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import IN_BACKWARD, Offload, Plan, Strategy
+
+# Layers that are all computed again, or every second; the other modes are of all layers.
+_MODES: tuple[tuple[str, int], ...] = (
+    ("none", 1), ("selective", 1), ("attention", 1), ("full", 2), ("full", 1),
+)  # fmt: skip
+# Of activations, parameters and the optimizer's state.
+_OFFLOADS: tuple[tuple[Offload, Offload, Offload], ...] = (
+    ("none", "none", "none"), ("none", "none", "cpu"), ("none", "cpu", "cpu"),
+    ("cpu", "none", "none"), ("cpu", "cpu", "cpu"), ("none", "none", "disk"),
+    ("none", "disk", "disk"),
+)  # fmt: skip
+_GATHERS = (2, 3)  # levels of ZeRO that gather parameters before their use
+_SHORTEST_PART = 1024  # tokens of a sequence on a rank of cp
+_MOST_MICRO_BATCH = 64
+_MOST_VIRTUAL = 8
+_LOOPS = ("interleaved", "loopedbfs", "zb")
+_SPLITS = ("zb", "zbv", "dualpipev")
+
+# What may be varied, its plainest first. Precision and optimizer change the numbers that are
+# trained, the others only how they are computed. Optimizers are AdamW and its forms that keep less.
+VARIED: Mapping[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "bf16-master", "fp16", "fp32", "fp8"),
+    "optimizer": ("adamw-fused", "adamw-bf16", "adamw-8bit", "adamw-4bit"),
+    "compile": (False, True),
+    "stage_split": ("cost", "even"),
+    "sequence_parallel": (True, False),
+    "async_tp": (False, True),
+    "optimizer_in_backward": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Planning request. `keep` has what the user insists on, by the names of a plan's settings.
+
+    `precision`: where none is kept or varied. Plans that offload weights or the optimizer's state
+    are in `offloaded_precision`, if it is given.
+    `vary` has values of settings (of VARIED) that are searched too, the fastest optimizer first.
+    `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well. `without`: not these.
+    """
+
+    outline: Outline
+    seq_len: int
+    global_batch: int
+    world: int
+    per_node: int
+    precision: Precision
+    offloaded_precision: Precision | None = None
+    optimizer: OptimizerName | None = None
+    most_tp: int | None = None
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    trained: bool = False
+    naive: bool = True
+    without: Collection[Strategy] = ()
+    on_host: bool = False  # devices are CPUs: offloading to them means nothing
+    alike: bool = True  # layers are, so that every pipeline can be cut
+
+
+_MOST_EP = 64
+# A layout is a row of these: ranks on axes, a schedule and a micro-batch.
+_COLUMNS = (
+    "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "schedule",
+    "stages_per_rank", "micro_batch", "microbatches", "passes", "servers",
+)  # fmt: skip
+_Row = tuple[int, ...]
+# Settings of a plan by other names than their columns.
+_ASKED = {"pp_microbatches": "microbatches", "virtual_stages": "stages_per_rank"}
+_WORDS: Mapping[str, Sequence[str]] = {"strategy": STRATEGIES, "pp_schedule": SCHEDULE_NAMES}
+Lever = dict[str, Any]
+
+
+def layouts(wanted: Wanted) -> Columns:
+    """Return every layout without any option, kept or not: it takes no longer than with some.
+
+    What is varied and makes some layouts faster and others slower makes layouts of its own.
+    """
+    rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
+    values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
+    optimizer, in_backward = _optimizers(wanted)[0]
+    plain = _lever(wanted, ("none", 1), _OFFLOADS[0], False, optimizer, in_backward)
+    count = len(rows)
+    keep = wanted.keep
+    among = values["dp_shard"] * values["cp"]
+    found = Columns(
+        **values,
+        etp=np.where(among % values["ep"] == 0, values["tp"], 1),
+        **{
+            "precision": np.full(count, PRECISIONS.index(keep.get("precision", wanted.precision))),
+            **{name: _repeat(value, count) for name, value in plain.items()},
+        },
+        compile=np.full(count, bool(keep.get("compile", False))),
+        sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
+        async_tp=np.full(count, bool(keep.get("async_tp", False))),
+        even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
+        bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
+    )
+    found = _vary(found, wanted.vary)
+    fine = _keep_mask(found, keep) & _goes(found)
+    if wanted.trained:
+        fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
+    return found.take(fine)
+
+
+def _vary(found: Columns, vary: Mapping[str, Sequence[Any]]) -> Columns:
+    """Each layout with each of the values, where they make a difference; else with the first."""
+    for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
+        if name not in vary:
+            continue
+        column = "even_stages" if name == "stage_split" else name
+        codes = [
+            PRECISIONS.index(value) if name == "precision" else value == "even"
+            if name == "stage_split" else value for value in vary[name]
+        ]  # fmt: skip
+        repeated = found.take(np.repeat(np.arange(len(found)), len(codes)))
+        found = replace(repeated, **{column: np.tile(np.array(codes), len(found))})
+        axis = {"stage_split": found.pp, "sequence_parallel": found.tp, "async_tp": found.tp}
+        if name in axis:
+            found = found.take((axis[name] > 1) | (getattr(found, column) == codes[0]))
+    return found
+
+
+def _repeat(value: Any, count: int) -> Any:
+    array = np.asarray(value)
+    return np.broadcast_to(array, (count, *array.shape)).copy()
+
+
+def expand(columns: Columns, chosen: Sequence[Lever]) -> Columns:
+    """Combine every layout with every option that it goes with."""
+    count = len(chosen)
+    values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(Columns)}
+    for name in chosen[0]:
+        array = np.array([lever[name] for lever in chosen])
+        values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
+    found = Columns(**values)
+    return found.take(_possible(found))
+
+
+def _keep_mask(c: Columns, keep: Mapping[str, Any]) -> Any:
+    """Return which plans are as the user insists."""
+    fine = np.ones(len(c), bool)
+    for name, value in keep.items():
+        if name in _WORDS:
+            column = c.strategy if name == "strategy" else c.schedule
+            fine &= column == list(_WORDS[name]).index(value)
+        elif _ASKED.get(name, name) in _COLUMNS:
+            fine &= getattr(c, _ASKED.get(name, name)) == value
+    return fine
+
+
+def levers(wanted: Wanted) -> Iterator[Lever]:
+    """Yield what can be set whatever the layout is, the plainest first."""
+    keep = wanted.keep
+    modes = [
+        (mode, every)
+        for mode, every in _MODES
+        if keep.get("checkpointing", mode) == mode and keep.get("checkpoint_every", every) == every
+    ]
+    every = keep.get("checkpoint_every", 1)
+    if every > 2 and keep.get("checkpointing") != "none":
+        modes = [(mode, every) for mode in MODES[1:] if keep.get("checkpointing", mode) == mode]
+    names = ("offload_activations", "offload_parameters", "offload_optimizer")
+    places = [
+        three
+        for three in _OFFLOADS
+        if all(keep.get(name, place) == place for name, place in zip(names, three, strict=True))
+        and not (wanted.on_host and "cpu" in three)
+    ]
+    losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
+    for (name, now), three, mode, chunked in product(_optimizers(wanted), places, modes, losses):
+        yield _lever(wanted, mode, three, chunked, name, now)
+
+
+def _optimizers(wanted: Wanted) -> list[tuple[OptimizerName, bool]]:
+    """Optimizers, and whether in the backward; the first takes no longer than the others."""
+    keep = wanted.keep
+    precision = keep.get("precision", wanted.precision)
+    own = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
+    names = wanted.vary.get("optimizer", (own,))
+    whens = wanted.vary.get("optimizer_in_backward", (keep.get("optimizer_in_backward", False),))
+    return [*product(names, whens)]
+
+
+def _lever(
+    wanted: Wanted,
+    mode: tuple[str, int],
+    places: tuple[Offload, Offload, Offload],
+    chunked: bool,
+    optimizer: OptimizerName,
+    in_backward: bool,
+) -> Lever:
+    shares, layers = [0.0] * len(MODES), wanted.outline.layers
+    again = math.ceil(layers / mode[1])  # each so-many-th layer from the first
+    shares[[*MODES].index(mode[0])] += again / layers  # type: ignore[arg-type]
+    shares[0] += (layers - again) / layers
+    activations, parameters, state = (OFFLOADS.index(place) for place in places)
+    precision: dict[str, int] = {}
+    away = wanted.offloaded_precision
+    if away is not None and "precision" not in {*wanted.keep, *wanted.vary}:
+        chosen = away if parameters or state else wanted.precision
+        precision = {"precision": PRECISIONS.index(chosen)}
+    return {
+        **precision,
+        "modes": shares,
+        "offload_activations": activations,
+        "offload_parameters": parameters,
+        "offload_optimizer": state,
+        "optimizer": OPTIMIZERS.index(optimizer),
+        "chunked_loss": chunked,
+        "in_backward": in_backward,
+    }
+
+
+def untrained_mask(c: Columns) -> Any:
+    """Return which plans outpace itself does not train (`records.plan.Plan.training_obstacle`)."""
+    product, piped = c.strategy_in("3d"), c.pp > 1
+    found = (c.async_tp & (c.tp > 1)) | (c.ep > 1)
+    found |= product & (c.dp_shard > 1) & (c.zero != 3)
+    usual = np.array([
+        SCHEDULES[name].stages_per_rank if name in SCHEDULES else 1 for name in SCHEDULE_NAMES
+    ])  # fmt: skip
+    found |= piped & (c.even_stages | (product & c.schedule_in(*_SPLITS)))
+    return found | (piped & ~c.schedule_in("mp") & (c.stages_per_rank != usual[c.schedule]))
+
+
+def _goes(c: Columns) -> Any:
+    """Return which layouts go with what is the same in all of their plans."""
+    fine = ~(c.precision_in("fp8") & (c.tp > 1))
+    low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
+    fine &= low | ~c.precision_in(*PURE)
+    fine &= ~c.in_backward | (c.strategy_in(*IN_BACKWARD) & ~c.precision_in(*SCALED))
+    return fine & ~(c.schedule_in(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
+
+
+def _possible(c: Columns) -> Any:
+    """Return which can be plans: what goes with what, as `records.plan` has it."""
+    fine = _goes(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
+    gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
+    fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
+    adamw = np.isin(c.optimizer, [i for i, name in enumerate(OPTIMIZERS) if name[:7] == "adamw-f"])
+    elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
+    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precision_in(*MASTERS)))
+    fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))
+    fine &= ~((c.offload_parameters == OFFLOADS.index("disk")) & c.compile)
+    fine &= ~(elsewhere & (c.pp > 1))
+    naive = c.strategy_in("dp", "ps", "ring", "mp")
+    return fine & ~(naive & (elsewhere | (c.offload_activations > 0)))
+
+
+def _layouts(wanted: Wanted) -> Iterator[_Row]:
+    """Ranks on axes in every way, with every schedule and micro-batch."""
+    for tp, cp, pp in _meshes(wanted):
+        replicas = wanted.world // (tp * cp * pp)
+        if wanted.global_batch % replicas:
+            continue
+        share = wanted.global_batch // replicas
+        sizes = _micro_batches(share, wanted.keep)
+        for rep, shard, zero in _data_axes(replicas, tp, cp, wanted):
+            strategy = _name(rep, shard, zero, tp, cp, pp)
+            if wanted.trained and strategy == "3d" and zero in (1, 2):
+                continue
+            for ep, micro in product(_expert_axes(shard * cp * tp, wanted), sizes):
+                axes = (rep, shard, zero, tp, cp, pp, ep)
+                name = "3d" if ep > 1 else strategy
+                if name in wanted.without:
+                    continue
+                yield from _schedule_rows(name, axes, micro, share // micro, wanted)
+    if wanted.naive:
+        yield from _naive(wanted)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _meshes(wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+    """tp × cp × pp. tp divides heads and stays in a node; cp leaves parts of some length."""
+    world = wanted.world
+    for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
+        if world % (tp * cp * pp) == 0:
+            yield tp, cp, pp
+
+
+def _sizes(wanted: Wanted, axis: str) -> list[int]:
+    return [n for n in _divisors(wanted.world) if refused_size(wanted, axis, n) is None]
+
+
+def allowed_sizes(wanted: Wanted, axis: str) -> list[int]:
+    """Return the sizes that an axis may have, each for itself: tp, cp, pp or ep."""
+    return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
+
+
+def refused_size(wanted: Wanted, axis: str, size: int) -> str | None:
+    """Explain why an axis cannot have a size for this model and machine; None where it can."""
+    name, world = wanted.outline.name, wanted.world
+    if size == 1:
+        return None
+    if world % size:
+        return f"{axis} {size} does not divide the {world} devices"
+    return _REFUSALS[axis](wanted, size, name)
+
+
+def _refused_tp(wanted: Wanted, size: int, name: str) -> str | None:
+    most = min(wanted.per_node, wanted.most_tp or wanted.per_node)
+    if size > most:
+        where = "--max-tp" if wanted.most_tp == most else "the devices of a node"
+        return f"tp {size} is more than {where}, {most}"
+    for stack in wanted.outline.stacks:
+        for attention in (stack.attention, stack.cross_attention):
+            if attention is None:
+                continue
+            for heads, what in (
+                (attention.heads, "heads"), (attention.kv_heads, "key and value heads")
+            ):  # fmt: skip
+                if heads % size:
+                    return f"tp {size} does not divide the {heads} {what} of {name}"
+        for weight in weights(stack, wanted.outline.hidden):
+            width = weight.outputs if weight.cut == "outputs" else weight.inputs
+            if weight.cut != "none" and not weight.experts and width % size:
+                return f"tp {size} does not divide {width}, which {weight.name} of {name} is wide"
+    return None
+
+
+def _refused_cp(wanted: Wanted, size: int, name: str) -> str | None:
+    if all(stack.attention is None for stack in wanted.outline.stacks):
+        return f"{name} has no attention to share out by cp"
+    if wanted.seq_len % (2 * size):
+        return f"cp {size} cuts sequences into {2 * size}, which does not divide {wanted.seq_len}"
+    if size > max(1, wanted.seq_len // _SHORTEST_PART):
+        return f"cp {size} leaves less than {_SHORTEST_PART} tokens of {wanted.seq_len} to a device"
+    return None
+
+
+def _refused_pp(wanted: Wanted, size: int, name: str) -> str | None:
+    if not wanted.alike:
+        return f"pp {size}: the layers of {name} are not alike, so that they cannot be cut evenly"
+    if size > wanted.outline.layers:
+        return f"pp {size} is more than the {wanted.outline.layers} layers of {name}"
+    return None
+
+
+def _refused_ep(wanted: Wanted, size: int, name: str) -> str | None:
+    experts = wanted.outline.experts
+    if not experts:
+        return f"ep {size}: {name} has no experts"
+    if wanted.trained:
+        return f"ep {size}: outpace does not train it (--trained)"
+    if experts % size:
+        return f"ep {size} does not divide the {experts} experts of {name}"
+    return f"ep {size} is more than {_MOST_EP}" if size > _MOST_EP else None
+
+
+_REFUSALS = MappingProxyType(
+    {"tp": _refused_tp, "cp": _refused_cp, "pp": _refused_pp, "ep": _refused_ep}
+)
+
+
+def _data_axes(replicas: int, tp: int, cp: int, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+    """dp_replicate × dp_shard and the level of ZeRO: replicas, shards of all, shards in groups."""
+    yield replicas, 1, 0
+    if replicas == 1:
+        return
+    for zero in (1, 2, 3):
+        yield 1, replicas, zero
+    inside = wanted.per_node // (tp * cp)
+    for size in sorted(
+        {inside, inside * 2, inside * 4, inside * 8, wanted.keep.get("dp_shard", 0)}
+    ):
+        if 1 < size < replicas and replicas % size == 0:
+            yield replicas // size, size, 3
+
+
+def _expert_axes(ranks: int, wanted: Wanted) -> list[int]:
+    experts = wanted.outline.experts
+    if not experts or wanted.trained:
+        return [1]
+    return [n for n in _divisors(math.gcd(ranks, experts)) if n <= _MOST_EP]
+
+
+def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
+    """The strategy that splits these axes; a pipeline alone is named by its schedule later."""
+    alone: dict[str, Strategy] = {"tp": "tp", "cp": "cp", "pp": "1f1b"}
+    axes = [name for name, size in (("tp", tp), ("cp", cp), ("pp", pp)) if size > 1]
+    if axes:
+        return "3d" if rep > 1 or shard > 1 or len(axes) > 1 else alone[axes[0]]
+    if rep > 1:
+        return "hsdp" if shard > 1 else "ddp"
+    names: tuple[Strategy, ...] = ("single", "zero1", "zero2", "zero3")
+    return names[zero]
+
+
+def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
+    """Return divisors of a rank's samples: the powers of two, and all of them where they are few.
+
+    What the user insists on is among them.
+    """
+    if "micro_batch" in keep or "pp_microbatches" in keep:
+        return _divisors(share)
+    found = [n for n in _divisors(share) if n <= _MOST_MICRO_BATCH]
+    powers = [n for n in found if n & (n - 1) == 0]
+    return found if len(found) <= 6 else sorted({*powers, found[-1]})
+
+
+def _schedule_rows(
+    strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: Wanted
+) -> Iterator[_Row]:
+    """Yield a row for every schedule of `parts` micro-batches; without a pipeline, one."""
+    layers, pp = wanted.outline.layers, axes[5]
+    if pp == 1:
+        yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
+        return
+    for schedule in SCHEDULE_NAMES[2:]:
+        if wanted.trained and strategy == "3d" and schedule in _SPLITS:
+            continue
+        own = SCHEDULES[schedule].stages_per_rank
+        many = range(own, own + 1)
+        if schedule in _LOOPS and not wanted.trained:
+            many = range(own, max(_MOST_VIRTUAL, wanted.keep.get("virtual_stages", 0)) + 1)
+        name: Strategy = schedule if strategy == "1f1b" else strategy  # type: ignore[assignment]
+        for count in many:
+            even = layers % (pp * count) == 0 or count == own
+            if even and pp * count <= layers and _takes(schedule, pp, count, parts):
+                place = SCHEDULE_NAMES.index(schedule)
+                yield (STRATEGIES.index(name), *axes, place, count, micro, parts, 1, 0)
+
+
+def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
+    """Return whether a schedule takes that many micro-batches (`records.pipelines.refusal`)."""
+    if schedule == "1f1b":
+        return parts >= pp
+    if schedule == "dualpipev":
+        return parts >= pp * count
+    if schedule in ("interleaved", "zb"):
+        return parts % max(1, parts // pp) == 0 and parts % pp == 0
+    return True
+
+
+def _naive(wanted: Wanted) -> Iterator[_Row]:
+    """Yield baselines: one process for all, servers, a ring, one after another."""
+    world, batch = wanted.world, wanted.global_batch
+    if 1 < world <= wanted.outline.layers:
+        for micro in _micro_batches(batch, wanted.keep):
+            axes = (1, 1, 0, 1, 1, world, 1)
+            yield (STRATEGIES.index("mp"), *axes, 1, 1, micro, 1, batch // micro, 0)
+    named: tuple[tuple[Strategy, int], ...] = (("dp", 0), ("ring", 0), ("ps", 1))
+    for strategy, servers in named:
+        ranks = world - servers
+        if ranks < 2 or batch % ranks or (strategy == "dp" and world > wanted.per_node):
+            continue
+        for micro in _micro_batches(batch // ranks, wanted.keep):
+            passes = batch // ranks // micro
+            axes = (ranks, 1, 0, 1, 1, 1, 1)
+            yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, passes, servers)
+
+
+def to_plan(c: Columns, place: int) -> Plan:
+    """One row as a plan."""
+    strategy = STRATEGIES[c.strategy[place]]
+    mode, every = _mode(c.modes[place])
+    schedule = SCHEDULE_NAMES[c.schedule[place]]
+    count = int(c.stages_per_rank[place])
+    values: dict[str, Any] = {
+        "strategy": strategy,
+        **{name: int(getattr(c, name)[place])
+           for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "micro_batch",
+                        "servers")},
+        "pp_microbatches": int(c.microbatches[place]),
+        "sequence_parallel": bool(c.sequence_parallel[place]),
+        "async_tp": bool(c.async_tp[place]),
+        "precision": PRECISIONS[c.precision[place]],
+        "optimizer": OPTIMIZERS[c.optimizer[place]],
+        "checkpointing": mode,
+        "checkpoint_every": every,
+        "loss": "chunked" if c.chunked_loss[place] else "auto",
+        "compile": bool(c.compile[place]),
+        "optimizer_in_backward": bool(c.in_backward[place]),
+        "bucket_mib": int(c.bucket_bytes[place]) // 2**20,
+        "stage_split": "even" if c.even_stages[place] else "cost",
+        **{name: OFFLOADS[getattr(c, name)[place]]
+           for name in ("offload_activations", "offload_parameters", "offload_optimizer")},
+    }  # fmt: skip
+    if schedule not in ("none", "mp") and count != SCHEDULES[schedule].stages_per_rank:
+        values["virtual_stages"] = count
+    if strategy == "3d":
+        values["zero"] = int(c.zero[place]) or 3
+        if schedule != "none":
+            values["pp_schedule"] = schedule
+    return Plan.parse(values, "plan")
+
+
+def _mode(shares: Any) -> tuple[str, int]:
+    for place in range(len(MODES) - 1, 0, -1):
+        if shares[place]:
+            return MODES[place], round(1 / float(shares[place]))
+    return "none", 1

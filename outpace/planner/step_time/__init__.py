@@ -1,0 +1,1 @@
+"""Step time of every plan of a batch, in closed form."""

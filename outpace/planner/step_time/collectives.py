@@ -1,0 +1,215 @@
+"""Exposed communication: gradients and parameters, keys and values, experts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.planner.model.outline import weights
+from outpace.planner.plan_batch import MODES, Floats
+from outpace.planner.step_time.pipeline import Pipeline
+from outpace.planner.step_time.setup import FP32, Pass, Setup, of_stacks
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Seconds of a step's, each alone: of gradients and weights whole, parameters as computed."""
+
+    grads: Floats  # bytes
+    scatter: Floats
+    sum: Floats
+    gather: Floats
+    weights: Floats
+    replicas: Floats
+
+
+class Exchanges(Setup):
+    """Communication that no computation hides."""
+
+    def ring_s(
+        self, forwards: list[Pass], backwards: list[Pass], shares: Floats, own: Floats
+    ) -> Floats:
+        """Keys and values go round while attention is computed; what is left is waited for.
+
+        Forwards once round, backwards with gradients twice as much; where attention is computed
+        again, they go round again.
+        """
+        c = self.c
+        total, merged = np.zeros(len(c)), np.zeros(len(c))
+        for stack in self.outline.stacks:
+            a = stack.attention
+            if a is None:
+                continue
+            # Each part's outputs are put together with those before: read, read, written, in fp32;
+            # gradients likewise.
+            outputs = self.tokens * a.heads / c.tp * a.value_dim * 3 * FP32
+            merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
+                outputs / self.device.memory_bytes_per_s + 3 * self.device.fixed_s
+            )
+            widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
+            each = self.fabric.send_s(self.tokens * widths * self.item, c.tp)
+            total = total + stack.layers / c.pp * (c.cp - 1) * each
+        share = (c.cp - 1) / c.cp
+        full = self.c.modes[:, MODES.index("full")]
+        ahead = share * own * of_stacks(forwards, shares, "attention_s")
+        back = share * own * of_stacks(backwards, shares, "attention_s") - full * ahead
+        exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
+        whole = (3 + full) * total
+        exposed = whole - self.device.hides * (whole - exposed)
+        return np.where(c.cp > 1, self.micro * (exposed + merged * (1 + full / 2)), 0.0)
+
+    def experts_s(self, busy: Floats) -> Floats:
+        """Tokens to their experts and back, all to all: twice forwards, twice backwards.
+
+        Of ranks of tp each sends its part of the tokens; those that have parts of the same experts
+        gather what came to any of them, and scatter sums, of more tokens than tp's own collectives
+        do (`passes.Passes._tensor`) by as many as a token has experts. `busy`: seconds of passes,
+        which hide them where the stack overlaps one micro-batch's with another's computing.
+        """
+        c = self.c
+        total = np.zeros(len(c))
+        again = 1 + c.modes[:, MODES.index("full")] / 2 + c.modes[:, MODES.index("attention")] / 2
+        for stack in self.outline.stacks:
+            if stack.mlp is not None and stack.mlp.experts:
+                nbytes = self.tokens * self.outline.hidden * self.item
+                one = self._dispatch_s(nbytes / c.tp, stack.mlp.active)
+                more = nbytes * (stack.mlp.active - 1)
+                near = np.ones_like(c.etp)
+                together = self.fabric.gather_s(more, c.etp, near)
+                together = together + self.fabric.scatter_s(more, c.etp, near)
+                total = total + stack.layers / c.pp * again * (4 * one + 2 * together)
+        found = np.where(c.ep > 1, self.micro * total, 0.0)
+        if self.q.stack.overlaps_dispatch:
+            found = found - self.device.hides * np.minimum(found, busy)
+        return found
+
+    def _dispatch_s(self, nbytes: Floats, copies: int) -> Floats:
+        """Return seconds in which a layer's tokens reach their experts, or come back from them."""
+        c, fabric = self.c, self.fabric
+        if self.q.stack.dispatcher == "allgather":  # and back by sums that are scattered
+            whole = nbytes * c.ep
+            both = fabric.gather_s(whole, c.ep, c.etp) + fabric.scatter_s(whole, c.ep, c.etp)
+            return both / 2
+        once = self.q.stack.dispatcher == "deepep"
+        return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once)
+
+    def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: Pipeline) -> Floats:
+        """Return what is exposed of gradients' sums, and of gathering parameters that are sharded.
+
+        `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
+        differ, one that is not the slowest may be by what it exposes.
+        """
+        c, collectives = self.c, self._collectives()
+        busy = self.micro * pipeline.pace_s
+        exposed: Floats = np.max(
+            [
+                self.micro * seconds
+                - busy
+                + self._zero_exposed_s(collectives, count * ahead_s, count * back_s)
+                for seconds, count in pipeline.ranks
+            ],
+            axis=0,
+        )
+        exposed = exposed + self._units(np.maximum(self.outline.layers / c.pp, 1.0))
+        exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
+        return np.where(c.strategy_in("dp", "ps"), self._one_to_all_s(collectives.grads), exposed)
+
+    def _collectives(self) -> "_Collectives":
+        c, fabric = self.c, self.fabric
+        together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
+        grads = self.trained * self.kept
+        # Gathered is what was stepped; where weights are spread, all of them, as they are kept.
+        width = np.where(self.item < FP32, 2.0, FP32)
+        frozen = self.q.adapters.base_bytes if self.q.adapters is not None else None
+        spread = self.parameters * (width if frozen is None else frozen)
+        low = np.where(c.zero < 2, self.trained * width, spread)
+        far = c.tp * c.cp * c.dp_shard
+        each = grads / np.where(c.zero > 0, c.dp_shard, 1)
+        replicas = fabric.sum_s(each, c.dp_replicate, far)
+        replicas = replicas + np.where(c.zero == 0, fabric.sum_s(grads, c.cp, c.tp), 0.0)
+        units, buckets = self._pieces(), self._buckets(grads)
+        sum_s = buckets * fabric.sum_s(grads / buckets, together, c.tp)
+        sent = fabric.broadcasts_s if self.q.stack.broadcasts else fabric.gather_s
+        return _Collectives(
+            grads=grads,
+            scatter=units * fabric.scatter_s(grads / units, together, c.tp),
+            sum=sum_s,
+            gather=np.where(
+                (c.zero == 1) & self.q.stack.broadcasts,
+                fabric.broadcasts_s(low, together, c.tp),
+                units * fabric.gather_s(low / units, together, c.tp),
+            ),
+            weights=sent(grads, together, c.tp),
+            replicas=replicas,
+        )
+
+    def _pieces(self) -> Floats:
+        """Collectives that parameters are gathered and gradients summed in: blocks, or parameters.
+
+        Each takes its latency, which grows with the ranks.
+        """
+        each = 1.0
+        if self.q.stack.collectives == "parameters":
+            counts = [
+                stack.layers * sum(1 + w.bias for w in weights(stack, self.outline.hidden))
+                + stack.layers * stack.norms * (2 if stack.norm_bias else 1)
+                for stack in self.outline.stacks
+            ]
+            each = sum(counts) / self.outline.layers
+        return np.maximum(self.outline.layers / self.c.pp, 1.0) * each + 1
+
+    def _zero_exposed_s(self, of: "_Collectives", ahead: Floats, back: Floats) -> Floats:
+        """Return what passes of one micro-batch leave exposed, by the level of ZeRO."""
+        c = self.c
+        buckets, units = self._buckets(of.grads), np.maximum(self.outline.layers / c.pp, 1.0)
+        # A pipeline's micro-batches share gathers and sums.
+        shared = np.where(c.pp > 1, c.microbatches, 1)
+        rounds = np.where(c.pp > 1, c.passes, self.micro)
+        # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
+        # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
+        product = c.strategy_in("3d")
+        states = np.where(product, of.scatter, of.sum)
+        own_gather = np.where(product, self.exposed_s(of.gather, ahead, units), of.weights)
+        zero1 = self.exposed_s(states, back, buckets) + self.exposed_s(of.replicas, back, buckets)
+        # Layer by layer: a gather before each forward and backward, a sum after.
+        sums = of.scatter + of.replicas
+        gathered = self.exposed_s(of.gather, shared * ahead, units + 1)
+        zero3 = rounds * (gathered + self.exposed_s(of.gather + sums, shared * back, units + 1))
+        zero2 = rounds * (gathered + self.exposed_s(sums, shared * back, units + 1))
+        plain = self.exposed_s(of.replicas, back, buckets)
+        levels = [c.zero == level for level in (1, 2, 3)]
+        return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
+
+    def _buckets(self, grads: Floats) -> Floats:
+        """Parts in which replicas sum up; the embedding's gradient is the last to be whole, and a
+        bucket is no smaller than it."""
+        c = self.c
+        table = self.outline.vocab * self.outline.table_width / c.tp / self.parameters
+        last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
+        buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
+        found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
+        return found
+
+    def _units(self, units: Floats) -> Floats:
+        """The host's part of gathering shards and summing up gradients, unit by unit."""
+        c = self.c
+        rounds = np.where(c.pp > 1, c.passes, self.micro)
+        sums = np.where(c.zero > 1, rounds, 0)
+        gathers = np.where(c.zero == 3, 2 * rounds, sums)
+        found: Floats = (sums + gathers) * (units + 1) * self.device.unit_s
+        return found
+
+    def _one_to_all_s(self, grads: Floats) -> Floats:
+        """dp: parameters to every replica before a forward, gradients back, over one device's link.
+
+        ps: as much over the servers' links, each worker's in turn, both ways at the same time.
+        """
+        c = self.c
+        others = np.maximum(c.data_parallel - 1, 0)
+        link = np.where(
+            c.data_parallel <= self.fabric.per_node,
+            self.fabric.pair_bytes_per_s,
+            self.fabric.across_bytes_per_s,
+        )
+        dp = 2 * others * grads / link
+        ps = c.data_parallel * grads / np.maximum(c.servers, 1) / link
+        return np.where(c.strategy_in("ps"), ps, self.micro * dp)

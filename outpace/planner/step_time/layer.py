@@ -1,0 +1,562 @@
+"""Seconds of one layer, of the embedding and of the head, for one micro-batch on one rank.
+
+Products by their shapes on the rank; attention by its kernel; what only moves memory by its bytes;
+and the host, which launches every operator: where the device is done sooner, it waits for the host.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.catalog.stacks import Dispatcher, Elementwise
+from outpace.planner.hardware.device import Device, sustained_product_s
+from outpace.planner.model.outline import Weight, seen_length, weights
+from outpace.planner.plan_batch import Floats
+from outpace.planner.step_time.adapters import (
+    OPERATORS_AHEAD,
+    OPERATORS_BACK,
+    Adapters,
+    adapter_s,
+    unpacking_s,
+)
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+
+# What the newest PyTorch takes on the chip; a kernel by name (where the chip has none of it, as
+# "fused"); the Triton kernels of before; scores that are written.
+Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Distinct cases of what a layer's time depends on, one entry each.
+
+    `rate` is FLOP/s of its products, `item` bytes of their numbers, `wide` those of the residual
+    stream. `samples` of a micro-batch; `fused`: attention is; `norm_split` is by how many ranks
+    norms and residual are cut (sequence parallelism), `etp` by how many experts are.
+    `elementwise`: how a program without a compiler computes them; `fuses_dropout` and `dispatcher`
+    are its traits, too (catalog.stacks). `adapters` are what is trained, where weights are frozen.
+    """
+
+    rate: Floats
+    item: Floats
+    wide: Floats
+    samples: Floats
+    tp: Floats
+    cp: Floats
+    ep: Floats
+    etp: Floats
+    norm_split: Floats
+    compiled: Floats
+    elementwise: Elementwise = "kernels"
+    fuses_dropout: bool = False
+    dispatcher: Dispatcher = "alltoall"
+    adapters: Adapters | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Device seconds by kind, and operators that the host launches; forwards and backwards.
+
+    `inner` is the attention within a forward, which some recomputation leaves out or does alone;
+    `products` are a forward's seconds of matrix products by weights.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weights_s: Floats
+    forward_operators: Floats
+    backward_operators: Floats
+    products_s: Floats
+    attention_s: Floats
+    attention_back_s: Floats
+    inner_s: Floats
+    inner_operators: Floats
+
+
+# How much longer a norm's bytes take than a triad's, on the H200 where both were measured.
+_NORM_AHEAD = 4.15 / 4.8 / efficiency.NORM_FORWARD
+_NORM_BACK = 4.15 / 4.8 / efficiency.NORM_BACKWARD
+# Widths that an RMS norm of several operators reads and writes: squares, their mean, two products;
+# backwards the weight's product and sum, the inner product with the input, and both gradients'
+# products and sum. Those of the package's own (nn.norms): the input twice, the result; backwards
+# gradient and input, the input's gradient, the gradient's mean, which is added. And a rotation's:
+# halves that are swapped, two products, a sum.
+_RMS_PIECES = (2 + 1 + 2 + 2, 4 + 2 + 4 + 2 + 3 + 3)
+_RMS_WHOLE = (2 + 1, 2 + 1 + 1 + 2)
+# Bytes of a number that an RMS norm of 16 bits takes by operators in fp32 (transformers' and,
+# until torch 2.9, nn.RMSNorm): to fp32, square, mean, product, to 16 bits, times the weight;
+# backwards the weight's product and sum, to fp32, the products' and the square's gradients, their
+# sum, to 16 bits.
+_RMS_OPERATORS = (6.0 + 8 + 4 + 8 + 6 + 4, 6.0 + 8 + 6 + 12 + 12 + 4 + 12 + 12 + 6)
+_TURN_PIECES = 2 + 2 + 2 + 3
+# Of fp32 logits. Softmax over many columns reads them for the largest, the sum and the result, and
+# writes; its backward reads result and gradient twice, and writes. The loss's gradient is one
+# column of a tensor of zeros. (aten/src/ATen/native/cuda/SoftMax.cu, Loss.cu.)
+_LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
+# Without a compiler scaling 2 bytes to float8 is |x| (2 + 2), its largest (2), fp32 (2 + 4), times
+# the scale (4 + 4), clamped (4 + 4), cast (4 + 1) rather than 2 + 2 + 1 bytes, by a dozen operators
+# an operand (torchao/float8/float8_utils.py, float8_scaling_utils.py).
+_SCALED_EAGERLY = 33 / 5
+_SCALING_OPERATORS = 12
+# On a GPU (nn.head_loss) the vocabulary is padded to a multiple of 64. Compiled, 16-bit logits are
+# read once in the forward, read and written once in the backward; eagerly the largest is sought, an
+# fp32 copy and its softmax are made (read twice and written), and their product with the mask.
+_PADDED_TO = 64
+# Of the length at which causal attention reaches half of its rate, without a mask: cuDNN 9.19 on
+# H200, 633 TFLOP/s at 2,048 keys and 702 at 16,384; causal 484 and 673 (NVIDIA/cudnn-frontend
+# 3929da2).
+_WHOLE = 0.25
+_EAGER_LOSS = (3, 6)  # times the bytes of a logit, and of a number in fp32
+_CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the other way round
+
+
+def layer(
+    device: Device, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
+) -> Work:
+    """One layer of `stack`, all phases."""
+    length = stack.seq_len or seq_len
+    seen = seen_length(outline, stack, seq_len)
+    tokens = cells.samples * length / cells.cp
+    forward = backward = into = np.zeros_like(tokens)
+    for weight in weights(stack.model_copy(update={"other": ()}), outline.hidden):
+        rows = cells.samples * seen / cells.cp if weight.name == "cross kv" else tokens
+        one, inputs, grads = _weight(device, cells, weight, rows)
+        forward, backward, into = forward + one, backward + inputs + grads, into + grads
+    for one, inputs, grads in _products(device, cells, stack.other, length):
+        forward, backward, into = forward + one, backward + inputs + grads, into + grads
+    products = forward
+    inner = inner_back = np.zeros_like(tokens)
+    for attention, keys in ((stack.attention, length), (stack.cross_attention, seen)):
+        if attention is None:
+            continue
+        ahead, back = _attention(device, cells, attention, length, keys, kernel)
+        inner, inner_back = inner + ahead, inner_back + back
+    fused = kernel != "unfused"
+    moved, moved_back = _layer_traffic(device, outline, stack, cells, fused)
+    rate = device.memory_bytes_per_s
+    forward = forward + inner + tokens * moved / rate
+    backward = backward + inner_back + tokens * moved_back / rate
+    operators, inner_operators = _operators(outline, stack, fused)
+    more: Floats | float = _backward_operators(outline, stack)
+    # RMS norms of spread tensors: five operators in place of one.
+    apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
+    calls = operators + 4.0 * stack.norms * apart.astype(float)
+    if cells.adapters is not None:
+        targets = cells.adapters.targets
+        names = [weight.name for weight in weights(stack, outline.hidden)]
+        count = sum(targets[name].number for name in names if name in targets)
+        calls, more = calls + OPERATORS_AHEAD * count, OPERATORS_BACK * count
+    scaled = _float8(device, cells) * _SCALING_OPERATORS * len([*weights(stack, outline.hidden)])
+    calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
+    tight = cells.compiled > 0
+    kernels, kernels_back = _kernels(outline, stack, inner_operators)
+    return Work(
+        forward_s=forward,
+        backward_s=backward,
+        weights_s=into,
+        forward_operators=np.where(tight, kernels, calls),
+        backward_operators=np.where(tight, kernels_back, calls + more),
+        products_s=products,
+        attention_s=inner,
+        attention_back_s=inner_back,
+        inner_s=inner,
+        inner_operators=np.full_like(tokens, inner_operators),
+    )
+
+
+def _weight(
+    device: Device, cells: Cells, weight: Weight, tokens: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """A forward, and a backward's gradients of inputs and of the weight."""
+    tp = cells.etp if weight.experts else cells.tp
+    n = weight.outputs / np.where(weight.cut == "outputs", tp, 1.0)
+    k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
+    batch: Floats | float = 1.0
+    if weight.experts:
+        # Ranks of tp that do not cut experts have each their part of the tokens.
+        batch = np.maximum(weight.experts / cells.ep, 1.0)
+        tokens = tokens * weight.active / batch * cells.etp / cells.tp
+    one = sustained_product_s(device, cells.rate, tokens, n, k, cells.item, batch)
+    inputs = sustained_product_s(device, cells.rate, tokens, k, n, cells.item, batch)
+    grads = sustained_product_s(device, cells.rate, k, n, tokens, cells.item, batch)
+    eight = _float8(device, cells) * batch
+    tight = (cells.compiled > 0) | (cells.elementwise == "fused")
+    casts = np.where(tight, 1.0, _SCALED_EAGERLY)
+    # Transformer Engine keeps a step's weights in float8 for all its micro-batches.
+    own = 0.0 if cells.elementwise == "fused" else 1.0
+    rate = device.memory_bytes_per_s
+    one = one + eight * (casts * (5 * tokens * k + own * 9 * n * k) / rate + 4 * device.fixed_s)
+    inputs = inputs + eight * (
+        (casts * 5 * tokens * n + own * 2 * n * k) / rate + 3 * device.fixed_s
+    )
+    grads = grads + eight * (2 * (tokens * n + tokens * k) / rate + 2 * device.fixed_s)
+    if weight.bias:
+        grads = grads + batch * tokens * n * cells.item / device.memory_bytes_per_s
+    if cells.adapters is not None:
+        return _frozen_weight(device, cells, weight, (tokens, n, k), (one, inputs))
+    return one, inputs, grads
+
+
+def _frozen_weight(
+    device: Device, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
+    products: tuple[Floats, Floats],
+) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    """Return `_weight` of a weight without a gradient, with its adapters."""
+    assert cells.adapters is not None
+    one, inputs = products
+    grads = np.zeros_like(one)
+    if weight.name not in ("head", "router"):
+        unpacked = unpacking_s(device, cells.adapters, shape[1] * shape[2], cells.item)
+        one, inputs = one + unpacked, inputs + unpacked
+    if weight.name in cells.adapters.targets:
+        ahead, back, grads = adapter_s(device, cells.adapters, weight, shape, cells.item)
+        one, inputs = one + ahead, inputs + back
+    return one, inputs, grads
+
+
+def _float8(device: Device, cells: Cells) -> Floats:
+    """Return 1 where products are in float8, whose operands are scaled and cast each time.
+
+    torchao's Float8Linear has one scale a tensor. Bytes of a number: the largest is looked for
+    (reads 2 of an activation or its gradient, 4 of a weight), then it is cast (reads as much,
+    writes 1), and for the other product that an operand has part in it is laid out the other way
+    round (reads 1, writes 1). Each is a kernel: two to look and to cast, one to turn.
+    """
+    eight: Floats = device.is_fp8(cells.rate).astype(float)
+    return eight
+
+
+def _products(
+    device: Device, cells: Cells, products: Sequence[ProductShape], length: int
+) -> Iterator[tuple[Floats, Floats, Floats]]:
+    """Yield `_weight` for products that nothing cuts."""
+    for product in products:
+        tokens = cells.samples * (product.positions or length) / cells.cp
+        weight = Weight(product.name, product.inputs, product.outputs, "none")
+        times = product.count * product.uses
+        one, inputs, grads = _weight(device, cells, weight, tokens)
+        yield times * one, times * inputs, times * grads
+
+
+def _attention(
+    device: Device, cells: Cells, attention: AttentionShape, length: int, keys: int, kernel: Kernel
+) -> tuple[Floats, Floats]:
+    """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
+    heads = np.maximum(attention.heads / cells.tp, 1.0)
+    own = length / cells.cp  # queries; keys are all, in turns
+    widths = attention.head_dim + attention.value_dim
+    if kernel != "unfused":
+        seen = _keys_seen(device, attention, keys)
+        causal = attention.causal and seen == length
+        flops = 2.0 * cells.samples * heads * own * seen * widths * (0.5 if causal else 1.0)
+        # FlexAttention's shares are of FlashAttention-2's rate, whatever else the chip has.
+        by_blocks = device.kind == "cuda" and seen < keys
+        named = "flash2" if by_blocks else kernel
+        forward, backward, narrow, half = _attention_shares(device, named)
+        speed = _attention_rate(device, cells) * _width_share(attention.head_dim, narrow)
+        speed = speed * seen / (seen + half * (1.0 if causal else _WHOLE))
+        flex = (efficiency.FLEX_FORWARD, efficiency.FLEX_BACKWARD) if by_blocks else (1.0, 1.0)
+        ahead = flops / (speed * forward * flex[0])
+        back = 2.5 * flops / (speed * backward * flex[1])
+        return ahead + device.fixed_s, back + 2 * device.fixed_s
+    batch = cells.samples * heads
+    s = np.full_like(own, float(keys))
+    scores = sustained_product_s(device, cells.rate, own, s, np.full_like(own, attention.head_dim),
+                       cells.item, batch)  # fmt: skip
+    mix = sustained_product_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
+                    cells.item, batch)  # fmt: skip
+    entries = batch * own * keys
+    # Softmax reads and writes scores; dropout reads, writes and keeps a byte each.
+    ahead_bytes = entries * (4 * cells.item + 1)
+    # Dropout once more; softmax reads its outputs and their gradients, and writes.
+    back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
+    rate = device.memory_bytes_per_s
+    return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
+
+
+def _attention_shares(device: Device, kernel: Kernel) -> tuple[float, float, float, float]:
+    """Return forward and backward of the rate, the share of heads of 64, and keys that halve it."""
+    own = (device.attention_forward, device.attention_backward, device.attention_narrow,
+           device.attention_half)  # fmt: skip
+    found = device.attention_kernels.get("flash2" if kernel == "triton" else kernel)
+    if found is not None:
+        own = (found.forward, found.backward, found.narrow, found.half_length)
+    slower = efficiency.TRITON_SLOWER if kernel == "triton" else 1.0
+    return own[0] / slower, own[1] / slower, own[2], own[3]
+
+
+def _width_share(head_dim: int, narrow: float) -> float:
+    """Return the share of the rate for heads of 128 that heads of other widths reach.
+
+    Between 64 and 128 it grows as the width does (72 and 80: aiconfigurator 095f58a5, kernels of
+    vllm 0.24.0 for pictures).
+    """
+    return narrow + (1 - narrow) * min(max(head_dim - 64, 0) / 64, 1.0)
+
+
+def _keys_seen(device: Device, attention: AttentionShape, keys: int) -> int:
+    """Return the keys that a query has scores for. On a GPU a window has whole blocks."""
+    if attention.window is None:
+        return keys
+    sides = 1 if attention.causal else 2
+    if device.kind != "cuda":
+        return min(keys, sides * (attention.window - 1) + 1)
+    block = efficiency.FLEX_BLOCK
+    return min(keys, block * (1 + sides * -(-(attention.window - 1) // block)))
+
+
+def _attention_rate(device: Device, cells: Cells) -> Floats:
+    """FLOP/s: in 16 bits under fp8 too; in fp32 as slowly as products are."""
+    if device.attention_rates:
+        low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
+        return np.where(cells.item < 4, low, full)
+    rate: Floats = np.minimum(device.rate("bf16"), cells.rate)
+    return rate
+
+
+def _layer_traffic(
+    device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
+) -> tuple[Floats, Floats]:
+    """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
+    routed, routed_back = _routing_traffic(outline, stack, cells)
+    ahead, back = _eager_traffic(device, outline, stack, cells, fused)
+    if device.kind == "cuda":
+        tight = _compiled_traffic(outline, stack, cells, fused)
+        ahead = np.where(cells.compiled > 0, tight[0], ahead)
+        back = np.where(cells.compiled > 0, tight[1], back)
+    return ahead + routed, back + routed_back
+
+
+def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
+    """Return bytes of a token's permutation: to the order of its experts, and back.
+
+    A token is read and written once for each of its experts, whose results are read, weighted and
+    summed; backwards the other way round, where gradients of weights read the results again. Ranks
+    of tp that have whole experts have each their part of the tokens. Where copies of a token are
+    sent, what arrives is ordered by ranks, and is put in the order of a rank's experts, and back
+    (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
+    all-to-all).
+    """
+    mlp = stack.mlp
+    if mlp is None or not mlp.experts:
+        zero = np.zeros_like(cells.tp)
+        return zero, zero
+    width = outline.hidden * cells.item * cells.etp / cells.tp
+    sorts = np.zeros_like(cells.tp)
+    if cells.dispatcher == "alltoall":
+        sorts = np.where((cells.ep > 1) & (mlp.experts > cells.ep), 4.0 * mlp.active, 0.0)
+    return width * (2 + 2 * mlp.active + sorts), width * (2 + 3 * mlp.active + sorts)
+
+
+def _compiled_traffic(
+    outline: Outline, stack: Stack, cells: Cells, fused: bool
+) -> tuple[Floats, Floats]:
+    """Return `_layer_traffic` of Inductor's kernels for a GPU (torch/_inductor/scheduler.py).
+
+    It fuses what is elementwise with a reduction over the same rows. A sum into the residual
+    stream, the norm after it and the cast for the next product are one kernel, which reads the
+    stream and the branch and writes the stream and the norm's result. Backwards one kernel reads
+    the gradient of the result, the stream and its gradient, and writes the latter, and once more
+    cast for the product before; another reads the first two again for the norm's weights. Dropout
+    draws its numbers again. An activation is one kernel between products, and so is a rotation.
+    """
+    split = outline.hidden / cells.norm_split
+    wide, low = split * cells.wide, split * cells.item
+    ahead = stack.norms * (2 * wide + 2 * low)
+    back = stack.norms * (3 * wide + 2 * low + (wide + low))
+    if stack.mlp is not None:
+        width = _width(stack.mlp) * cells.item / cells.tp
+        ahead = ahead + width * (3 if stack.mlp.gated else 2)
+        back = back + width * (5 if stack.mlp.gated else 3)
+    if stack.attention is not None:
+        a = stack.attention
+        keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
+        values = a.kv_heads * a.value_dim * cells.item / cells.tp
+        if not outline.learned_positions:
+            ahead, back = ahead + 2 * keys, back + 2 * keys
+        if not fused:
+            ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
+    return ahead, back
+
+
+def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
+    """Kernels of a compiled layer's forward and backward: those of `_moved_compiled`, and products.
+
+    Backwards a product has two, attention one more than forwards (it sums gradients and outputs
+    beforehand), a norm two, a bias a sum.
+    """
+    parts = list(weights(stack, outline.hidden))
+    products = len(parts) + sum(p.count for p in stack.other)
+    biases = sum(weight.bias for weight in parts)
+    between = (stack.mlp is not None) + (
+        stack.attention is not None and not outline.learned_positions
+    )
+    ahead = products + inner + stack.norms + between
+    return float(ahead), float(2 * products + inner + 1 + 2 * stack.norms + between + biases)
+
+
+def _eager_traffic(
+    device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
+) -> tuple[Floats, Floats]:
+    """Return `_layer_traffic` of a kernel for each operator; on a CPU also of what is compiled.
+
+    On a GPU autocast casts what a norm gives for the product after it, and the branch's gradient.
+    """
+    wide = outline.hidden * cells.wide / cells.norm_split
+    adds = 2 if stack.mlp is not None and stack.attention is not None else 1
+    adds += stack.cross_attention is not None
+    own = (cells.compiled == 0) & device.piecewise & (not stack.norm_bias)
+    spread = cells.tp > 1
+    norm, norm_back = (
+        np.where(own, np.where(spread, pieces, whole), kernel)
+        for pieces, whole, kernel in zip(
+            _RMS_PIECES, _RMS_WHOLE, (2 * _NORM_AHEAD, 3 * _NORM_BACK), strict=True
+        )
+    )
+    ahead = stack.norms * norm * wide + adds * 3 * wide
+    back = stack.norms * norm_back * wide + adds * 3 * wide
+    operators = cells.elementwise == "operators" and not stack.norm_bias
+    if operators:
+        each = stack.norms * outline.hidden / cells.norm_split
+        ahead = ahead + each * (_RMS_OPERATORS[0] - norm * cells.wide)
+        back = back + each * (_RMS_OPERATORS[1] - norm_back * cells.wide)
+    if device.kind == "cuda":
+        cast = np.where(cells.item < cells.wide, outline.hidden / cells.norm_split, 0.0)
+        cast = cast * (cells.wide + cells.item)
+        ahead, back = ahead + stack.norms * cast, back + (stack.norms + adds) * cast
+    if stack.dropout:
+        mask = outline.hidden / cells.norm_split
+        written = 0.0 if cells.fuses_dropout else 2.0  # else read and written by itself
+        ahead, back = ahead + adds * (written * wide + mask), back + adds * (2 * wide + mask)
+    if stack.mlp is not None:
+        width = _width(stack.mlp) * cells.item / cells.tp
+        eager = 5.0 if stack.mlp.gated else 2.0
+        eager_back = 9.0 if stack.mlp.gated else 3.0
+        tight = 3.0 if stack.mlp.gated else 2.0
+        tight_back = 5.0 if stack.mlp.gated else 3.0
+        one = (cells.compiled > 0) | (cells.elementwise == "fused")
+        ahead = ahead + width * np.where(one, tight, eager)
+        back = back + width * np.where(one, tight_back, eager_back)
+    if stack.attention is not None:
+        a = stack.attention
+        keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
+        values = a.kv_heads * a.value_dim * cells.item / cells.tp
+        if not outline.learned_positions:
+            apart = (cells.compiled == 0) & (device.piecewise or operators)
+            turned = np.where(apart, _TURN_PIECES, 4)  # or read, turned, written
+            ahead, back = ahead + turned * keys, back + turned * keys
+        if not fused:  # heads are laid out one after the other for batched products
+            ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
+    return ahead, back
+
+
+def _width(mlp: Mlp) -> int:
+    return mlp.width * (mlp.active if mlp.experts else 1) + mlp.shared
+
+
+def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
+    """Operators of a layer's forward that the host launches, views included; those of attention."""
+    count = float(stack.norms)
+    inner = 0.0
+    for attention in (stack.attention, stack.cross_attention):
+        if attention is None:
+            continue
+        # Product and view; a split of three; a transposition of each.
+        count += 8 + (4 if attention.kv_rank is not None else 0)
+        if not outline.learned_positions:
+            count += 12  # two tensors: halves, products, sums
+        # Scores, scaled and masked softmax, dropout, mix, with their views; or the one kernel.
+        inner += 2 if fused else 12
+        count += 3  # back, and the product
+    if stack.mlp is not None:
+        count += 3 + (2 if stack.mlp.gated else 0) + (20 if stack.mlp.experts else 0)
+    count += 2 * (2 if stack.dropout else 1)
+    return count + inner + sum(p.count for p in stack.other), inner
+
+
+def _backward_operators(outline: Outline, stack: Stack) -> float:
+    """Operators of a backward beyond those of the forward.
+
+    A product has two gradients and a bias a sum; every parameter's gradient is put or added where
+    gradients are kept.
+    """
+    products = biases = 0
+    for weight in weights(stack, outline.hidden):
+        products, biases = products + 1, biases + weight.bias
+    parameters = products + biases + stack.norms * (2 if stack.norm_bias else 1)
+    return float(products + biases + parameters)
+
+
+class Ends(NamedTuple):
+    """Device seconds of what lies before the layers, or after them, and of its products alone."""
+
+    forward_s: Floats
+    backward_s: Floats
+    products_s: Floats
+    products_back_s: Floats
+    operators: Floats
+
+
+def head(
+    device: Device, outline: Outline, cells: Cells, seq_len: int, own_loss: bool = True
+) -> Ends:
+    """The head and its loss, and the operators of either direction.
+
+    `own_loss`: on a GPU by `nn.head_loss`, not as other programs take it.
+    """
+    zero = np.zeros_like(cells.samples)
+    if not outline.outputs:
+        return Ends(zero, zero, zero, zero, zero)
+    length = outline.stacks[-1].seq_len or seq_len
+    length = min(length, outline.predicted or length)
+    tokens = cells.samples * length / cells.cp
+    # Float8 is of the blocks alone.
+    cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
+    outputs = outline.outputs
+    own_loss = own_loss and device.kind == "cuda"
+    if own_loss and outline.vocab:  # tokens are predicted, not classes
+        outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
+    weight = Weight("head", outline.table_width, outputs, "outputs")
+    one, inputs, grads = _weight(device, cells, weight, tokens)
+    for ahead, back, own in _products(device, cells, outline.head_products, length):
+        one, inputs, grads = one + ahead, inputs + back, grads + own
+    columns = outline.outputs / cells.tp
+    low = cells.item < 4
+    cast = np.where(low, _CAST, 0.0)
+    ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
+    if own_loss:
+        tight, eager = cells.compiled > 0, _EAGER_LOSS[0] * cells.item + _EAGER_LOSS[1] * 4.0
+        ahead_bytes = columns * np.where(tight, cells.item, eager)
+        back_bytes = columns * np.where(tight, 2 * cells.item, 0.0)
+    rate = device.memory_bytes_per_s
+    return Ends(
+        one + tokens * ahead_bytes / rate,
+        inputs + grads + tokens * back_bytes / rate,
+        one,
+        inputs + grads,
+        np.full_like(tokens, 8.0),
+    )
+
+
+def embedding(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
+    """Looking up, and adding gradients up into a table of zeros; patches' and other products.
+
+    And the operators of either direction.
+    """
+    length = outline.stacks[0].seq_len or seq_len
+    tokens = cells.samples * length / cells.cp
+    hidden = outline.hidden * cells.wide
+    rate = device.memory_bytes_per_s
+    one = back_s = np.zeros_like(tokens)
+    for ahead, inputs, grads in _products(device, cells, outline.embed_products, length):
+        one, back_s = one + ahead, back_s + inputs + grads
+    moved = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
+    table = outline.vocab / cells.tp * outline.table_width * cells.wide
+    moved_back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
+    if cells.adapters is not None:
+        moved_back = np.zeros_like(tokens)
+    operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_products))
+    return Ends(one + moved, back_s + moved_back, one, back_s, operators)

@@ -1,0 +1,149 @@
+"""Time of each optimizer's step: bytes that its operators move, products, launches."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.links import Fabric
+from outpace.planner.memory.states import layer_shapes
+from outpace.planner.plan_batch import OPTIMIZERS, Bools, Columns, Floats
+from outpace.planner.step_time.optimizer_operators import count_operators
+from outpace.records.optimizers import MASTERS, OptimizerName
+from outpace.records.outline import Outline
+
+_FP32 = 4.0
+_CLIPPING = 12.0  # bytes of a parameter's gradient: read for the norm; read and written, scaled
+_MASTERS = 12.0  # read in 16 bits and unscaled before, weights written in 16 bits
+# Master weights of outpace (optim.master): gradients of 16 bits are made fp32 (6 bytes, none where
+# micro-batches were added up in fp32), multiplied (8), and weights are rounded (6).
+_WIDENED, _MULTIPLIED, _ROUNDED = 6.0, 8.0, 6.0
+# Of outpace's kernel over master weights beside the gradient, which it reads, multiplies and steps
+# by at once (optim.fused_master): master and moments read and written, the weight written.
+_KERNEL = 24.0 + 2.0
+# What an optimizer launches besides, whatever its parameters are.
+_OPERATORS = 100
+_KERNEL_OPERATORS = 20  # of which most find the norm
+_NEWTON_SCHULZ_STEPS = 5
+
+# Bytes moved for a parameter, counted in the sources, with weights, gradients and what is reckoned
+# with in fp32. Eager operators read their inputs from memory and write their outputs to it:
+# torch/optim/adam.py of 2.13 (fused: weight and moments read and written, gradient read; otherwise
+# decay 8, mean 12, square 20, root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and
+# optim/low.py, adafactor.py and muon.py of outpace. Of LowAdamW 96 bytes are arithmetic in fp32;
+# the rest reads moments (bf16 6, 8 bits 21, 4 bits 25 each) and writes them: rounded by random bits
+# 34, or as codes 35 and 37, with their blocks' largest magnitudes.
+_EAGER: Mapping[OptimizerName, float] = {
+    "adamw-fused": 28,
+    "adamw-foreach": 80,
+    "adamw-for-loop": 80,
+    "adamw-bf16": 176,
+    "adamw-8bit": 208,
+    "adamw-4bit": 220,
+    "adafactor": 108,
+    "muon": 62,
+    "sgd": 44,
+}
+# What outpace compiles on a GPU (optim.compiled): each number is read once and written once. Weight
+# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; what
+# bf16 is rounded by is counted within the kernel. Adafactor's matrix is read again for its
+# sums (counted as gradients once more, and the update).
+_COMPILED: Mapping[OptimizerName, float] = {
+    "adamw-bf16": 12 + 8,
+    "adamw-8bit": 12 + 4 + 16 / 256,
+    "adamw-4bit": 12 + 2 + 16 / 128,
+    "adafactor": 12 + 4 + 8,
+}
+# torch's SGD as one kernel: weight and momentum read and written, the gradient read.
+_FUSED_SGD = 20
+
+
+def optimizer_s(
+    outline: Outline, device: Device, fabric: Fabric, c: Columns, own: Floats,
+    ahead_s: Floats | None = None,
+) -> Floats:  # fmt: skip
+    """Return seconds of a step and of clipping. `own` are the parameters that a rank steps.
+
+    Operators proceed beside the host, which launches them: what takes longer is waited for.
+    `ahead_s`: on a GPU as outpace steps, whose host does not wait for the device within a step, and
+    is so far ahead of it when the optimizer begins; another program reads its loss or its norm.
+    Muon adds the products of its iteration and gathers its matrices.
+    """
+    moved = np.array([_EAGER[name] for name in OPTIMIZERS])[c.optimizer]
+    compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
+    masters = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0)
+    moved = moved + _CLIPPING + masters
+    operators: Floats | float = float(_OPERATORS)
+    if ahead_s is not None:
+        spread = (c.zero > 1) | (c.tp > 1)  # tensors over ranks
+        compiled = c.compile & ~(spread & (c.optimizer == OPTIMIZERS.index("adafactor")))
+        fused = (c.optimizer == OPTIMIZERS.index("sgd")) & ~spread
+        moved, operators = _on_gpu(c, moved, spread, compiled, fused)
+    rate = device.memory_bytes_per_s * device.optimizer_share
+    busy = own * moved / rate
+    muon = c.optimizer == OPTIMIZERS.index("muon")
+    if muon.any():
+        busy = busy + np.where(muon, _muon_s(outline, device, fabric, c), 0.0)
+    launched = np.where(fused, 0.0, count_operators(outline, device.kind, c, compiled))
+    host, besides = launched * device.operator_s, operators * device.operator_s
+    if ahead_s is not None:
+        return np.maximum(busy, host + besides - ahead_s)
+    together = busy + host if device.kind == "cpu" else np.maximum(busy, host)
+    found: Floats = together + besides
+    return found
+
+
+def _on_gpu(
+    c: Columns, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
+) -> tuple[Floats, Floats]:
+    """Return bytes of a parameter, and operators whatever the tensors are, as outpace steps there.
+
+    `moved` are those of single operators.
+    """
+    fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
+    for name, nbytes in _COMPILED.items():
+        chosen = compiled & (c.optimizer == OPTIMIZERS.index(name))
+        moved = np.where(chosen, fixed + nbytes, moved)
+    moved = np.where(fused, fixed + _FUSED_SGD, moved)
+    # Of bf16 over masters the gradient is not scaled where it lies; it is fp32 where added up.
+    masters = c.precision_in("bf16-master") & ~c.holds_masters()
+    several = c.microbatches * c.passes > 1
+    gradient = np.where(several, 4.0, 2.0)
+    parts = np.where(several, 0.0, _WIDENED) + _MULTIPLIED + _ROUNDED
+    moved = np.where(masters, moved - fixed + gradient + parts, moved)
+    kernel = masters & ~spread & (c.optimizer == OPTIMIZERS.index("adamw-fused"))
+    moved = np.where(kernel, gradient + gradient + _KERNEL, moved)
+    return moved, np.where(kernel, float(_KERNEL_OPERATORS), float(_OPERATORS))
+
+
+@lru_cache(maxsize=256)
+def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
+    """Elements of the layers' matrices, and FLOPs that make all of them orthogonal.
+
+    Of (r, k) with r ≤ k each step of the iteration is X·Xᵀ, its square, and one product with X:
+    4r²k + 2r³ (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
+    """
+    elements = flops = 0.0
+    for stack in outline.stacks:
+        for shape in layer_shapes(stack, outline.hidden, 1, ep):
+            if len(shape) == 2:
+                r, k = sorted(map(float, shape))
+                elements += stack.layers * r * k
+                flops += stack.layers * _NEWTON_SCHULZ_STEPS * (4 * r * r * k + 2 * r**3)
+    return elements, flops
+
+
+def _muon_s(outline: Outline, device: Device, fabric: Fabric, c: Columns) -> Floats:
+    """The iteration's products, in bf16, and gathers of what shards and tp have parts of.
+
+    Every rank turns every matrix of its layers, but under ZeRO-1, which shares out whole ones.
+    """
+    each, place = np.unique(c.ep, return_inverse=True)
+    found = np.array([_matrices(outline, int(ep)) for ep in each], float).reshape(-1, 2)[place]
+    elements, flops = found.T / c.pp
+    whole = np.where(c.zero == 1, c.dp_shard, 1)
+    parts = c.tp * np.where(c.zero > 1, c.dp_shard * c.cp, 1)
+    gathered = fabric.gather_s(_FP32 * elements, parts, np.ones_like(parts))
+    seconds: Floats = flops / whole / device.rate("bf16") + gathered
+    return seconds

@@ -1,0 +1,221 @@
+"""Operators that an optimizer's step asks of the host, by the tensors that it steps."""
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from outpace.planner.memory.optimizer_bytes import (
+    COUNTED_VALUES,
+    FEW_VALUES,
+    JOINED_VALUES,
+    MUON_BATCH_BYTES,
+    Kept,
+    block,
+)
+from outpace.planner.memory.states import Shape, layer_shapes
+from outpace.planner.plan_batch import OPTIMIZERS, Bools, Columns, Floats, Ints
+from outpace.records.optimizers import OptimizerName
+from outpace.records.outline import Outline
+
+
+class Operators(NamedTuple):
+    """Operators of what is stepped at once: a matrix, a vector, or several joined of either.
+
+    Tensors that are joined take `each` more. `counted`: for numbers to round by that are counted;
+    tensors that are joined and draw theirs take `drawn` more each.
+    """
+
+    matrix: float
+    vector: float
+    matrices: float = 0
+    vectors: float = 0
+    each: float = 0
+    counted: float = 0
+    drawn: float = 0
+
+
+# Counted as torch dispatches them (2.13) in steps over one to three tensors of a kind, with weights
+# in fp32; tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Steps'
+# numbers, which Python reads from the host's own memory, are none: nothing is launched for them.
+# Muon's matrices are turned one by one on a CPU, as batches of a shape on a GPU, and Adafactor's
+# tensors likewise.
+_EAGER: Mapping[OptimizerName, Operators] = {
+    "adamw-fused": Operators(0, 0),
+    "adamw-foreach": Operators(0, 0),
+    "adamw-for-loop": Operators(9, 8),
+    "adamw-bf16": Operators(30, 30, 41, 39, each=1, counted=22, drawn=4),
+    "adamw-8bit": Operators(48, 14, 65, 23, each=1),
+    "adamw-4bit": Operators(64, 14, 81, 23, each=1),
+    "adafactor": Operators(42, 30, 52, 37),
+    "muon": Operators(30, 9, 56),
+    "sgd": Operators(4, 3),
+}
+# What a compiled function is given and what is copied from it, counted with nothing in its place.
+# The function is taken for two: its guards and its kernel. No stacks are compiled.
+_FUNCTION = 2
+_COMPILED: Mapping[OptimizerName, Operators] = {
+    "adamw-bf16": Operators(3 + _FUNCTION, 3 + _FUNCTION, 12 + _FUNCTION, 10 + _FUNCTION, each=1),
+    "adamw-8bit": Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
+    "adamw-4bit": Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
+    "adafactor": Operators(5 + _FUNCTION, 5 + _FUNCTION),
+}
+
+
+def count_operators(outline: Outline, kind: str, c: Columns, compiled: Bools) -> Floats:
+    """Return operators of the tensors that a rank steps on a device of `kind`, one entry a plan.
+
+    `compiled`: where plans compile; not every optimizer does then. What does not depend on tensors
+    is left out.
+    """
+    found = np.zeros(len(c))
+    keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)
+    for optimizer, tp, ep, as_function in np.unique(keys, axis=1).T.tolist():
+        name = OPTIMIZERS[optimizer]
+        each = (as_function and _COMPILED.get(name)) or _EAGER[name]
+        if not any(each):
+            continue
+        key = [[optimizer], [tp], [ep], [as_function]]
+        chosen = np.flatnonzero((keys == key).all(axis=0))
+        zero, shards = c.zero[chosen], c.dp_shard[chosen]
+        # Adafactor's tensors are joined by their whole shapes, whatever a rank has of them.
+        split = 1 if name == "adafactor" else tp
+        layers, ends = _layer_shapes(outline, split, ep), _outside_shapes(outline, split)
+        # ZeRO-1 shares out whole tensors; the embedding, the head and what lies beside are few.
+        counts: dict[Shape, Floats] = {}
+        for shape in (*layers, *ends):
+            counts[shape] = (layers[shape] / c.pp[chosen] + ends[shape]) / np.where(
+                zero == 1, shards, 1
+            )
+        parts = np.where(zero > 1, shards * c.cp[chosen], 1)
+        on_gpu = kind == "cuda"
+        if name == "muon":
+            whole = np.where(zero == 1, shards, 1)
+            found[chosen] = _count_muon(each, layers, ends, c.pp[chosen], whole, on_gpu)
+        elif name == "adafactor":
+            found[chosen] = _count_stacked(each, counts, on_gpu and not as_function)
+        elif name in ("adamw-bf16", "adamw-8bit", "adamw-4bit"):
+            sizes = {shape: prod(shape) / parts for shape in counts}
+            found[chosen] = _count_joined(each, name, counts, sizes, kind)
+        else:
+            found[chosen] = sum(_count_alone(each, shape) * n for shape, n in counts.items())
+    return found
+
+
+@lru_cache(maxsize=256)
+def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
+    """Count all layers' tensors of each shape."""
+    found: Counter[Shape] = Counter()
+    for stack in outline.stacks:
+        for shape, count in Counter(layer_shapes(stack, outline.hidden, tp, ep)).items():
+            found[shape] += stack.layers * count
+    return found
+
+
+def _outside_shapes(outline: Outline, tp: int) -> Counter[Shape]:
+    """Count tensors of each shape outside of layers: embeddings, a head, a norm of two."""
+    rows = [outline.vocab // tp, outline.learned_positions]
+    rows += [] if outline.tied else [outline.outputs // tp]
+    found: Counter[Shape] = Counter((count, outline.hidden) for count in rows if count)
+    found[outline.hidden,] += 2
+    return found
+
+
+def _count_alone(each: Operators, shape: Shape) -> float:
+    return each.matrix if len(shape) > 1 else each.vector
+
+
+def _count_muon(
+    each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
+    on_gpu: bool,
+) -> Floats:  # fmt: skip
+    """Count layers' matrices by Muon, all else by AdamW, which is fused on a GPU."""
+    matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
+    found = np.zeros(len(pp))
+    for shape, count in matrices.items():
+        most = max(1, MUON_BATCH_BYTES // (2 * prod(shape))) if on_gpu else 1
+        found += np.ceil(count / most) * (each.matrices if on_gpu else each.matrix)
+    if not on_gpu:
+        vectors = sum(count for shape, count in layers.items() if len(shape) == 1)
+        found += each.vector * (vectors / pp + ends.total()) / parts
+    return found
+
+
+def _count_stacked(
+    each: Operators, counts: Mapping[Shape, Floats], stacked: bool
+) -> Floats | float:  # fmt: skip
+    """Count Adafactor's: tensors of one shape as one, if they are small and `stacked`."""
+    found: Floats | float = 0.0
+    for is_matrix in (True, False):
+        shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
+        most = _joined_limit(max(map(prod, shapes), default=0), "cuda")
+        for shape in shapes:
+            size, count = prod(shape), counts[shape]
+            alone = count * _count_alone(each, shape)
+            if stacked and size <= most // 2:
+                batches = np.ceil(count / (most // size))
+                joined = batches * (each.matrices if is_matrix else each.vectors)
+                found = found + np.where(count > 1, joined, alone)
+            else:
+                found = found + alone
+    return found
+
+
+def _count_joined(
+    each: Operators, name: str, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
+    kind: str,
+) -> Floats:  # fmt: skip
+    """Count those of AdamW of fewer bits: small tensors of one kind, of `sizes` values, as one.
+
+    Batches are taken to have as many as if all were of the same size.
+    """
+    found = np.zeros(np.shape(next(iter(sizes.values()))))
+    for is_matrix in (True, False):
+        shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
+        if not shapes:
+            continue
+        most = _joined_limit(np.max([sizes[shape] for shape in shapes], axis=0), kind)
+        for alike in _group_by_block(name, shapes):
+            wide = is_matrix and (name == "adamw-bf16" or _block_length(name, alike[0]) is not None)
+            alone, batch = (each.matrix, each.matrices) if wide else (each.vector, each.vectors)
+            for counted in (True, False):
+                tensors = np.zeros_like(found)
+                values = np.zeros_like(found)
+                for shape in alike:
+                    size = sizes[shape]
+                    here = (size <= COUNTED_VALUES.get(kind, 0)) == counted
+                    small = here & (size <= most // 2)
+                    single = alone + (each.counted if counted else 0.0)
+                    found += np.where(here & ~small, counts[shape] * single, 0.0)
+                    tensors += np.where(small, counts[shape], 0.0)
+                    values += np.where(small, counts[shape] * size, 0.0)
+                mean = np.maximum(values, 1) / np.maximum(tensors, 1)
+                batches = np.ceil(tensors / np.maximum(most // mean, 1))
+                more = each.counted if counted else 0.0
+                own = each.each + (0.0 if counted else each.drawn)
+                joined = batches * (batch + more) + tensors * own
+                found += np.where(tensors > 1, joined, tensors * (alone + more))
+    return found
+
+
+def _group_by_block(name: str, shapes: list[Shape]) -> list[list[Shape]]:
+    """Return shapes whose values share scales in blocks of one length."""
+    kinds: dict[int | None, list[Shape]] = {}
+    for shape in shapes:
+        kinds.setdefault(_block_length(name, shape), []).append(shape)
+    return list(kinds.values())
+
+
+def _block_length(name: str, shape: Shape) -> int | None:
+    if name == "adamw-bf16":
+        return None
+    kept: Kept = "8bit" if name == "adamw-8bit" else "4bit"
+    return block(shape, kept)
+
+
+def _joined_limit(largest: Floats | int, kind: str) -> Floats:
+    """Return how many values are stepped as one at most, beside one of `largest` values."""
+    return np.minimum(JOINED_VALUES.get(kind, 0), np.maximum(largest // 2, FEW_VALUES))

@@ -1,0 +1,1 @@
+"""Measuring collectives and links."""

@@ -1,0 +1,167 @@
+"""Advice from measured links: whether they are enough for large trainings, and who is slow."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from outpace.probing.collectives.groups import Nodes, Pair
+from outpace.probing.collectives.stragglers import slow_links, slow_ranks
+from outpace.probing.timing.intervals import spread
+from outpace.records.figure import Figure
+from outpace.records.probed import Advice, LinkFit, network_fit, node_bytes_per_s
+from outpace.records.units import show_count
+
+# Bekman, "Machine Learning Engineering", "Inter-node speed requirements": "at least 400Gbps", and
+# BLOOM was trained on 50.
+_WANTED_BITS_PER_S, _BLOOM_BITS_PER_S = 400e9, 50e9
+_RECOMMENDED_NODES = 4
+_FIRST_NAMED = 5
+# Rounds across nodes lie further apart than this, and so many times as far as within nodes: then it
+# is the network.
+_WANDERS, _TIMES_NODE = 0.10, 3.0
+_LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
+
+
+def link_sentence(fit: LinkFit) -> str:
+    """'all-reduce over 4 ranks (gloo): 21 µs + 3.20 GB/s (busbw)'."""
+    latency = fit.latency.value
+    shown = "n/a" if latency is None else f"{1e6 * latency:.3g} µs"
+    rate = show_count(fit.bandwidth.value, "B/s")
+    return f"{fit.collective} over {fit.ranks} ranks ({fit.backend}): {shown} + {rate} (busbw)"
+
+
+def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
+    """Compare the network between nodes with what large trainings want; nothing on one node."""
+    fit = network_fit(fits, len(nodes))
+    if len(nodes) < 2:
+        return []
+    if fit is None:
+        text = (
+            "the bandwidth between nodes is not known: larger arrays took no longer than small "
+            "ones, or too few were measured. Probe for longer, with nothing else running"
+        )
+        return [Advice(about="network", text=text)]
+    at_once = min(map(len, nodes))
+    rate = node_bytes_per_s(fit, at_once)
+    if rate is None:
+        text = f"the bandwidth between nodes is not known: {fit.bandwidth.unstable}"
+        return [Advice(about="network", text=text, of=(fit.bandwidth.key,))]
+    bits_per_s = 8 * rate
+    text = (
+        f"{link_sentence(fit)} between nodes, {at_once} at once from each node: "
+        f"{show_count(bits_per_s, 'bit/s')} for a node. {_compare_rate(bits_per_s)} outpace "
+        "network says what one training needs."
+    )
+    return [Advice(about="network", text=text, of=(fit.bandwidth.key,))]
+
+
+def _compare_rate(bits_per_s: float) -> str:
+    wanted = "Large trainings want 400 Gbit/s or more between nodes"
+    if bits_per_s >= _WANTED_BITS_PER_S:
+        return f"{wanted}: this is enough."
+    share = f"{wanted}, {_WANTED_BITS_PER_S / bits_per_s:.2g} times as much"
+    if bits_per_s >= _BLOOM_BITS_PER_S:
+        return f"{share}; BLOOM was trained on 50."
+    return f"{share}; BLOOM was trained on 50. Sharding parameters across nodes (ZeRO-3) will wait."
+
+
+def world_notes(nodes: Nodes) -> list[str]:
+    """State what this world cannot tell."""
+    if len(nodes) == 1:
+        return [
+            "all ranks are on one node: this says nothing about a network between nodes. For that, "
+            f"probe under torchrun on at least {_RECOMMENDED_NODES} nodes, or on all that will be "
+            "used"
+        ]
+    if len(nodes) < _RECOMMENDED_NODES:
+        return [
+            f"{len(nodes)} nodes: a network is shared by more than that. Probe on at least "
+            f"{_RECOMMENDED_NODES}, or on all that will be used"
+        ]
+    return []
+
+
+def wander_notes(figures: Sequence[Figure]) -> list[str]:
+    """Note that the network between nodes does not hold still, where all within the nodes does.
+
+    It is judged by how far apart rounds of the same collectives lie, of which the larger sizes tell
+    of links.
+    """
+    apart = {axis: _wander(figures, axis) for axis in ("across", "node")}
+    across, node = apart["across"], apart["node"]
+    if across is None or node is None or across <= max(_WANDERS, _TIMES_NODE * node):
+        return []
+    return [
+        f"the network between nodes does not hold still: from round to round collectives across "
+        f"nodes differ by {across:.0%} in the median, the same within nodes by {node:.0%}. Others "
+        "may use it, too: probe again when they do not, and expect the same of training"
+    ]
+
+
+def _wander(figures: Sequence[Figure], axis: str) -> float | None:
+    """Return how far the medians of rounds lie apart, as a share, in the median of large
+    collectives.
+    """
+    large = [
+        figure
+        for figure in figures
+        if figure.key.what == "time"
+        and figure.key.has(axis=axis)
+        and int(figure.key.of["bytes"]) >= _LARGE_BYTES
+        and len(figure.rounds) >= _LEAST_ROUNDS
+    ]
+    middles = [[median(samples) for samples in figure.rounds] for figure in large]
+    return median(spread(of) / median(of) for of in middles) if middles else None
+
+
+def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
+    """Ranks that compute slower than the others, from how long each took for the same."""
+    found = []
+    for what in dict.fromkeys(figure.key.what for figure in figures):
+        of = {int(f.key.of["rank"]): f for f in figures if f.key.what == what}
+        for slow in slow_ranks({rank: figure.samples for rank, figure in of.items()})[
+            :_FIRST_NAMED
+        ]:
+            text = (
+                f"rank {slow.who} is a straggler: {slow} than the others in {what}, and all ranks "
+                "wait for the slowest. Look at its clocks, temperature and power limit, and at "
+                "what else runs on its cores"
+            )
+            found.append(
+                Advice(about="straggler", text=text, gain=slow.times - 1, low=slow.low - 1,
+                       high=slow.high - 1, of=(of[slow.who].key,))
+            )  # fmt: skip
+    return found
+
+
+def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[Advice]:
+    """Slow links, and ranks whose links all are; within nodes and between them by themselves."""
+    node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+    found: list[Advice] = []
+    for within in (True, False):
+        largest = {
+            pair: max(of, key=lambda figure: int(figure.key.of["bytes"]))
+            for pair, of in figures.items()
+            if (node_of[pair[0]] == node_of[pair[1]]) == within
+        }
+        slow = slow_links({pair: figure.samples for pair, figure in largest.items()})
+        for rank in slow.ranks[:_FIRST_NAMED]:
+            keys = tuple(figure.key for pair, figure in largest.items() if rank.who in pair)
+            whose = f"rank {rank.who}" if within else f"rank {rank.who}'s node"
+            text = (
+                f"all links of {whose} are slow: {rank} than those of the others. {_look(within)}"
+            )
+            found.append(Advice(about="slow link", text=text, of=keys))
+        for link in slow.links[:_FIRST_NAMED]:
+            a, b = link.who
+            text = (
+                f"the link between ranks {a} and {b} is slow: {link} than the others. "
+                f"{_look(within)}"
+            )
+            found.append(Advice(about="slow link", text=text, of=(largest[link.who].key,)))
+    return found
+
+
+def _look(within: bool) -> str:
+    if within:
+        return "outpace topology shows what lies between them"
+    return "Look at the cable, the port's speed and its errors, and at the switch between them"

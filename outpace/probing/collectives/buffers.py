@@ -1,0 +1,137 @@
+"""The data that ranks send, the room they receive into, and whether what arrives is right."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import log10
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.probing.timing.rank_clock import PreparedCall
+
+ITEM_BYTES = 4  # fp32
+# A prime: no array's parts begin at the same place of it, so a part in the wrong place shows.
+_PERIOD = 65_521
+_PERIODS_AT_ONCE = 16  # are compared
+# Sums of fp32 in any order, as a share of the sum of magnitudes.
+_TOLERANCE = 1e-6
+# Summed again and again in place, values grow by the number of ranks each time.
+_DECADES = 30
+
+
+def contribution(rank: int, draw: int = 0) -> Tensor:
+    """Return a rank's data, repeated as needed: (65521,) random fp32 values, others in each
+    draw.
+    """
+    seed = (0xC0DE + draw << 24) + rank
+    return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Buffers:
+    """A rank's data, and room for what it receives; both grow to the largest size asked for."""
+
+    device: torch.device
+    rank: int
+    source: Tensor = field(init=False)
+    room: Tensor = field(init=False)
+    draw: int = field(default=0, init=False)
+    _held: list[list[Any]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.grow(ITEM_BYTES)
+
+    def grow(self, size: int) -> None:
+        """Have `size` bytes of each."""
+        count = size // ITEM_BYTES
+        own = contribution(self.rank, self.draw).to(self.device)
+        self.source = own.repeat(-(-count // _PERIOD))[:count]
+        self.room = torch.zeros_like(self.source)
+
+    def hold(self) -> list[Any]:
+        """A list for what uses the buffers, which `settle` empties."""
+        self._held.append([])
+        return self._held[-1]
+
+    def settle(self) -> None:
+        """Give back what cases hold that were made before the buffers grew to their last size."""
+        for held in self._held:
+            held.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def renew(self, size: int | None = None) -> None:
+        """Put other data in the same place, so that what was received before would be wrong now.
+
+        `size`: only of the first `size` bytes; those beyond are of an earlier draw then.
+        """
+        self.draw += 1
+        own = contribution(self.rank, self.draw).to(self.device)
+        for piece in self.source[: size and size // ITEM_BYTES].split(_PERIOD):
+            piece.copy_(own[: len(piece)])
+
+    def take(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` elements of the data, and of the room."""
+        return self.source_of(count), self.room_of(count)
+
+    def source_of(self, count: int) -> Tensor:
+        """Return `count` elements of the data."""
+        if count > self.source.numel():
+            self.grow(count * ITEM_BYTES)
+        return self.source[:count]
+
+    def room_of(self, count: int) -> Tensor:
+        """Return `count` elements to receive into."""
+        if count > self.room.numel():
+            self.grow(count * ITEM_BYTES)
+        return self.room[:count]
+
+
+def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
+    """Say what is wrong with the sum of these ranks' data from element `offset` on; None if
+    nothing.
+    """
+    wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
+    for rank in ranks:
+        part = contribution(rank, draw).double().roll(-(offset % _PERIOD))
+        wanted += part
+        size += part.abs()
+    allowed = _TOLERANCE * size if len(ranks) > 1 else torch.zeros_like(size)
+    periods = min(_PERIODS_AT_ONCE, -(-found.numel() // _PERIOD))
+    wanted, allowed = (one.to(found.device).repeat(periods) for one in (wanted, allowed))
+    for start in range(0, found.numel(), len(wanted)):
+        piece = found[start : start + len(wanted)].double()
+        # Written so that NaN is wrong too.
+        wrong = ~((piece - wanted[: len(piece)]).abs() <= allowed[: len(piece)])
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            return (
+                f"element {start + at} of {found.numel()} is {piece[at].item():.7g} instead of "
+                f"{wanted[at].item():.7g}"
+            )
+    return None
+
+
+def sum_in_place(
+    buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
+) -> PreparedCall:
+    """Calls of `reduce` that sum in place, each array so few times that nothing overflows.
+
+    As many arrays as that needs are filled with the data before the calls, which is not timed.
+    """
+    every = max(1, int(_DECADES / log10(max(2, ranks))))
+    todo: list[Tensor] = []
+
+    def prepare(calls: int) -> None:
+        arrays = -(-calls // every)
+        rows = buffers.room_of(arrays * count).view(arrays, count)
+        rows.copy_(buffers.source_of(count))
+        todo[:] = [row for row in rows for _ in range(every)]
+
+    def call() -> Any:
+        if not todo:
+            prepare(1)
+        return reduce(todo.pop())
+
+    return PreparedCall(call, prepare)

@@ -1,0 +1,249 @@
+"""The collectives as cases: what they are called with, and what has to come out.
+
+Bytes count as nccl-tests counts them: of the whole array, so of what a rank has after an
+all-gather and before a reduce-scatter or an all-to-all; send/recv is each rank sending to the next
+and receiving from the one before. Data are random; each rank can compute what any other sent.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from outpace.nn import torch_versions
+from outpace.probing.collectives.buffers import ITEM_BYTES, Buffers, compare, sum_in_place
+from outpace.probing.collectives.groups import Axis
+from outpace.probing.timing.measure import Case, WrongResultError
+from outpace.probing.timing.rank_clock import RanksClock, await_device
+from outpace.records.figure import Key
+
+# 4 B to 4 GiB, in larger steps where only latency counts.
+FULL_BYTES = tuple(4**power for power in (1, 4, 6, *range(8, 17)))
+QUICK_BYTES = (4, *(4**power for power in (6, 8, 10, 11, 12, 13, 14)))  # to 256 MiB
+_LEAST_SIZES = 3  # that latency and bandwidth can be fitted to
+
+
+@dataclass(frozen=True)
+class AxisPlace:
+    """A rank's position on an axis, and what its tensors go through."""
+
+    axis: Axis
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    rank: int
+    backend: str
+    buffers: Buffers
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this rank's group; none where it is in no group of the axis."""
+        return self.axis.group_of(self.rank)
+
+    @property
+    def number(self) -> int:
+        """Number of this rank in its group."""
+        return self.members.index(self.rank)
+
+    def count(self, size: int) -> int:
+        """Elements of an array of about `size` bytes that all ranks can have equal parts of."""
+        share = self.axis.ranks
+        return max(1, size // ITEM_BYTES // share) * share
+
+
+Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
+
+
+def case(collective: str, place: AxisPlace, size: int) -> Case:
+    """One collective with an array of about `size` bytes, on all groups of an axis at once.
+
+    Its check is the same on all ranks: what is wrong on one is said by all.
+    """
+    splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
+    count = place.count(size) if splits else max(1, size // ITEM_BYTES)
+    make = _MAKERS[collective]
+    held: list[Made] = place.buffers.hold()
+
+    def make_call() -> Callable[[], Any]:
+        if not place.members:
+            return lambda: None
+        held[:] = [make(place, count)]
+        return held[0][0]
+
+    check = check_on_all(place, lambda found: held[0][1](found))  # noqa: PLW0108  (not held yet)
+    return Case(_key(collective, place, count * ITEM_BYTES), "s", make_call, check=check)
+
+
+def check_on_all(
+    place: AxisPlace, wrong: Callable[[Any], str | None]
+) -> Callable[[Any], str | None]:
+    """`wrong` as a check that all ranks make: what one of them finds is the answer on all."""
+
+    def check(found: Any) -> str | None:
+        if not place.members:
+            return first_fault(None, place.control)
+        await_device(place.group, place.buffers.device)
+        return first_fault(wrong(found), place.control)
+
+    return check
+
+
+def _key(collective: str, place: AxisPlace, size: int) -> Key:
+    of = {
+        "axis": place.axis.name, "backend": place.backend, "device": place.buffers.device.type,
+        "ranks": place.axis.ranks, "bytes": size,
+    }  # fmt: skip
+    return Key(kind=collective, what="time", of=of)
+
+
+def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
+    """Return what the first rank with anything wrong says, on all ranks."""
+    said: list[str | None] = [None] * control.size()
+    dist.all_gather_object(said, wrong, group=control)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
+
+
+def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
+    """One more call of each case, with other data than was timed, compared in full.
+
+    Raises WrongResultError on all ranks where a value is wrong.
+    """
+    for one in cases:
+        buffers.renew(int(one.key.of["bytes"]))  # in each: what the one before left is wrong too
+        wrong = one.check(one.make()()) if one.check else None
+        if wrong:
+            raise WrongResultError(f"{one.key}, after it was timed: {wrong}")
+    buffers.renew()
+
+
+def _all_reduce(place: AxisPlace, count: int) -> Made:
+    def reduce(room: Tensor) -> Tensor:
+        dist.all_reduce(room, group=place.group)
+        return room
+
+    call = sum_in_place(place.buffers, count, len(place.members), reduce)
+    return call, lambda found: compare(found, place.members, 0, place.buffers.draw)
+
+
+def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
+    """Say what is wrong with equal parts, each of which one rank had from element `offset` on."""
+    for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
+        if wrong := compare(piece, [rank], offset, place.buffers.draw):
+            return wrong
+    return None
+
+
+def _all_gather(place: AxisPlace, count: int) -> Made:
+    source, room = place.buffers.take(count)
+    part = source[: count // len(place.members)]
+
+    def call() -> Tensor:
+        torch_versions.all_gather_single(room, part, group=place.group)
+        return room
+
+    return call, lambda found: parts_wrong(place, found, 0)
+
+
+def _reduce_scatter(place: AxisPlace, count: int) -> Made:
+    source, room = place.buffers.take(count)
+    part = count // len(place.members)
+    out = room[:part]
+
+    def call() -> Tensor:
+        torch_versions.reduce_scatter_single(out, source, group=place.group)
+        return out
+
+    return call, lambda found: compare(
+        found, place.members, part * place.number, place.buffers.draw
+    )
+
+
+def _all_to_all(place: AxisPlace, count: int) -> Made:
+    source, room = place.buffers.take(count)
+    offset = count // len(place.members) * place.number
+
+    def call() -> Tensor:
+        dist.all_to_all_single(room, source, group=place.group)
+        return room
+
+    return call, lambda found: parts_wrong(place, found, offset)
+
+
+def _broadcast(place: AxisPlace, count: int) -> Made:
+    source, room = place.buffers.take(count)
+    root = place.members[0]
+    room.copy_(source)
+
+    def call() -> Tensor:
+        dist.broadcast(room, root, group=place.group)
+        return room
+
+    return call, lambda found: compare(found, [root], 0, place.buffers.draw)
+
+
+def _send_recv(place: AxisPlace, count: int) -> Made:
+    before = place.members[place.number - 1]
+    after = place.members[(place.number + 1) % len(place.members)]
+    return send_and_receive(place, count, after, before)
+
+
+def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> Made:
+    """Send to one rank and receive from another at the same time."""
+    source, room = place.buffers.take(count)
+
+    def call() -> Tensor:
+        # What is received first is announced before what is sent fills the connection.
+        todo = [
+            dist.P2POp(dist.irecv, room, before, group=place.group),
+            dist.P2POp(dist.isend, source, after, group=place.group),
+        ]
+        for work in dist.batch_isend_irecv(todo):
+            work.wait()
+        return room
+
+    return call, lambda found: compare(found, [before], 0, place.buffers.draw)
+
+
+_MAKERS: dict[str, Callable[[AxisPlace, int], Made]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "broadcast": _broadcast,
+    "send/recv": _send_recv,
+}
+
+
+@dataclass(frozen=True)
+class SizeLimits:
+    """Limits on how large arrays may become: by memory, and by how long one call may take."""
+
+    most_bytes: int
+    longest_s: float
+
+
+def climb(
+    collective: str, place: AxisPlace, sizes: Sequence[int], limits: SizeLimits, clock: RanksClock
+) -> list[Case]:
+    """Cases from small to large, as far as one call does not take too long.
+
+    The largest are tried once on the way; all ranks come to the same cases.
+    """
+    cases: list[Case] = []
+    took_s = 0.0
+    for size in sizes:
+        if size > limits.most_bytes:
+            break
+        one = case(collective, place, size)
+        if cases and one.key == cases[-1].key:
+            continue  # too small to be in parts
+        call = one.make()
+        clock.seconds(call, 1)
+        took_s = clock.seconds(call, 1)
+        if took_s <= limits.longest_s or len(cases) < _LEAST_SIZES:
+            cases.append(one)
+        # The next is four times as large, or more.
+        if took_s > limits.longest_s / 2 and len(cases) >= _LEAST_SIZES:
+            break
+    return cases

@@ -1,0 +1,87 @@
+"""Groups of ranks that talk to each other: all, those of a node, those across nodes, and pairs.
+
+The network between nodes is measured as a training uses it: by one group for each local rank, all
+at the same time, since they share the node's way out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from outpace.records.errors import BadInputError
+
+Nodes = tuple[tuple[int, ...], ...]
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Groups of ranks that each do the same at the same time. All are of one size."""
+
+    name: str
+    groups: Nodes
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in each group."""
+        return len(self.groups[0])
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The group that a rank is in; empty where it is in none."""
+        return next((group for group in self.groups if rank in group), ())
+
+
+def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
+    """The ranks of each node, from (local rank, local world size) by rank.
+
+    Raises BadInputError where a node's ranks do not follow one another, as torchrun counts them.
+    """
+    nodes: list[tuple[int, ...]] = []
+    rank = 0
+    while rank < len(places):
+        size = places[rank][1]
+        node = places[rank : rank + size]
+        if node != [(local, size) for local in range(size)]:
+            raise BadInputError(
+                f"the ranks from {rank} on are (local rank, local world size) {list(node)}, but "
+                f"{size} ranks of a node have to follow one another. Start with torchrun, or with "
+                "mpirun --map-by slot."
+            )
+        nodes.append(tuple(range(rank, rank + size)))
+        rank += size
+    return tuple(nodes)
+
+
+def axes_of(nodes: Nodes) -> list[Axis]:
+    """All ranks; and those within nodes and across them, where that is something else."""
+    world = tuple(rank for node in nodes for rank in node)
+    axes = [Axis("all", (world,))]
+    sizes = {len(node) for node in nodes}
+    if len(nodes) > 1 and sizes != {1}:
+        if len(sizes) == 1:
+            axes.append(Axis("node", nodes))
+        across = zip(*nodes, strict=False)  # as far as all nodes have a rank of that number
+        axes.append(Axis("across", tuple(across)))
+    return axes
+
+
+def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
+    """Every pair within nodes, and every pair of nodes by their first ranks, once.
+
+    The pairs of a slot do not share a node's links, so they can be timed at the same time.
+    """
+    largest = max(map(len, nodes))
+    for a, b in combinations(range(largest), 2):
+        yield tuple((node[a], node[b]) for node in nodes if b < len(node))
+    yield from _tournament([node[0] for node in nodes])
+
+
+def _tournament(players: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
+    """Yield rounds in which all meet all, each pair at most once in a round: the circle method."""
+    ring: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
+    for _ in range(len(ring) - 1):
+        facing = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
+        round_ = [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        if round_:
+            yield tuple(round_)
+        ring = [ring[0], ring[-1], *ring[1:-1]]

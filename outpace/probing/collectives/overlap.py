@@ -1,0 +1,231 @@
+"""Share of a collective that hides behind computing: each alone, and both at once, side by side."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outpace.nn import torch_versions
+from outpace.probing.collectives.buffers import ITEM_BYTES, compare, sum_in_place
+from outpace.probing.collectives.cases import AxisPlace, check_again, check_on_all, parts_wrong
+from outpace.probing.compute.matmul import wrong_product
+from outpace.probing.timing.interleave import Turns
+from outpace.probing.timing.intervals import LEVEL, half_width
+from outpace.probing.timing.measure import Case, Clock, Effort, measure
+from outpace.probing.timing.rank_clock import PreparedCall
+from outpace.records.figure import Figure, Key
+
+# A share that a repeat may find this far away is no answer.
+_CONCLUSIVE = 0.15
+_LEAST_S = 1e-6
+# Those that trainings overlap: gradients of replicas, parameters and gradients of shards.
+OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
+
+
+def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
+    """Return what the longer hides of the shorter: 1 all, 0 nothing, below 0 it costs time."""
+    return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
+
+
+def probe_overlap(
+    place: AxisPlace,
+    sizes: Sequence[int],
+    clock: Clock,
+    effort: Effort,
+    collectives: Sequence[str] = OVERLAPPED,
+) -> Turns[list[list[Figure]]]:
+    """Time computing, each collective and size, and both at once; and return the share hidden.
+
+    Computing is as many products of matrices as take about as long as the collective. Raises
+    WrongResultError where what comes out of it is wrong, before it is timed or after.
+    """
+    product, right = _product(place.buffers.device)
+    clock.seconds(product, 1)
+    product_s = min(clock.seconds(product, 1) for _ in range(3))
+    begun = [_make_begun(name, place, place.count(size)) for name in collectives for size in sizes]
+    timed = _Product(product, right, product_s)
+    cases = [case for one in begun for case in _cases(one, place, timed, clock)]
+    place.buffers.settle()
+    found = yield from measure(cases, clock, effort)
+    check_again(cases, place.buffers)
+    each = [found[at : at + 3] for at in range(0, len(found), 3)]
+    return [
+        [*of, share_hidden(one.key(place, "hidden share"), of)]
+        for one, of in zip(begun, each, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A collective that is begun, and waited for later."""
+
+    collective: str
+    count: int
+    begin: PreparedCall  # gives its result's place, and what is to be waited for
+    wrong: Callable[[Tensor], str | None]
+
+    def key(self, place: AxisPlace, what: str) -> Key:
+        of: dict[str, str | int] = {
+            "axis": place.axis.name, "backend": place.backend, "ranks": place.axis.ranks,
+            "device": place.buffers.device.type, "bytes": self.count * ITEM_BYTES,
+        }  # fmt: skip
+        if what != self.collective:
+            of["collective"] = self.collective
+        return Key(kind="overlap", what=what, of=of)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of matrices, what is wrong with what it gave, and the time it takes."""
+
+    call: Callable[[], Tensor]
+    wrong: Callable[[Tensor], str | None]
+    seconds: float
+
+
+def _cases(one: _Begun, place: AxisPlace, product: _Product, clock: Clock) -> list[Case]:
+    """Computing, the collective, and both at once."""
+    alone = _compute_meanwhile(one, _compute_nothing)
+    collective_s = min(clock.seconds(alone, 1) for _ in range(4))
+    products = max(1, round(collective_s / max(product.seconds, _LEAST_S)))
+
+    def compute() -> Tensor:
+        for _ in range(products):
+            found = product.call()
+        return found
+
+    both = _compute_meanwhile(one, compute)
+    check = check_on_all(place, one.wrong)
+    return [
+        Case(
+            one.key(place, "computing"),
+            "s",
+            lambda: compute,
+            check=check_on_all(place, product.wrong),
+        ),
+        Case(one.key(place, one.collective), "s", lambda: _ready(alone), check=check),
+        Case(one.key(place, "both"), "s", lambda: _ready(both), check=check),
+    ]
+
+
+def _compute_meanwhile(one: _Begun, compute: Callable[[], Any]) -> PreparedCall:
+    """Begin the collective, compute, wait for its end."""
+
+    def call() -> Tensor:
+        room: Tensor
+        room, work = one.begin()
+        compute()
+        work.wait()
+        return room
+
+    return PreparedCall(call, one.begin.prepare)
+
+
+def _ready(call: PreparedCall) -> PreparedCall:
+    call.prepare(1)  # what was summed before is no data to be checked
+    return call
+
+
+def _compute_nothing() -> None:
+    pass
+
+
+def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
+    """Return how much hides, by rounds in which computing, collective and both were timed in
+    turn.
+    """
+    rounds = tuple(
+        tuple(hidden_share(*times) for times in zip(*samples, strict=True))
+        for samples in zip(*(figure.rounds for figure in found), strict=False)
+    )
+    shares = list(chain.from_iterable(rounds))
+    middle, away = median(shares), half_width(shares)
+    conclusive = away <= _CONCLUSIVE
+    # Only now: noise that a limit cut off would seem less than it is.
+    low, value, high = (min(1.0, max(0.0, middle + by)) for by in (-away, 0.0, away))
+    return Figure(
+        key=key, unit="ratio", value=value if conclusive else None, origin="measured", low=low,
+        high=high, level=LEVEL, rounds=rounds,
+        unstable=None if conclusive else f"a repeat may lie {100 * away:.0f} points away",
+    )  # fmt: skip
+
+
+def _make_begun(collective: str, place: AxisPlace, count: int) -> _Begun:
+    return _BEGUN[collective](place, count)
+
+
+def _all_reduce(place: AxisPlace, count: int) -> _Begun:
+    buffers = place.buffers
+
+    def begin(room: Tensor) -> tuple[Tensor, Any]:
+        return room, dist.all_reduce(room, group=place.group, async_op=True)
+
+    def wrong(found: Tensor) -> str | None:
+        return compare(found, place.members, 0, buffers.draw)
+
+    return _Begun(
+        "all-reduce", count, sum_in_place(buffers, count, len(place.members), begin), wrong
+    )
+
+
+def _all_gather(place: AxisPlace, count: int) -> _Begun:
+    part = count // len(place.members)
+
+    def begin() -> tuple[Tensor, Any]:
+        source, room = place.buffers.take(count)
+        work = torch_versions.all_gather_single(
+            room, source[:part], group=place.group, async_op=True
+        )
+        return room, work
+
+    return _Begun(
+        "all-gather", count, _leave_data(begin), lambda found: parts_wrong(place, found, 0)
+    )
+
+
+def _reduce_scatter(place: AxisPlace, count: int) -> _Begun:
+    part = count // len(place.members)
+
+    def begin() -> tuple[Tensor, Any]:
+        source, room = place.buffers.take(count)
+        out = room[:part]
+        work = torch_versions.reduce_scatter_single(out, source, group=place.group, async_op=True)
+        return out, work
+
+    def wrong(found: Tensor) -> str | None:
+        return compare(found, place.members, part * place.number, place.buffers.draw)
+
+    return _Begun("reduce-scatter", count, _leave_data(begin), wrong)
+
+
+def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
+    """Prepare nothing: the call leaves its data as they are."""
+    return PreparedCall(begin, lambda calls: None)
+
+
+_BEGUN: dict[str, Callable[[AxisPlace, int], _Begun]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+}
+
+
+def _product(
+    device: torch.device,
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
+    """A product of matrices, and what is wrong with what it gave."""
+    size = 2048 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def wrong(found: Tensor) -> str | None:
+        said = wrong_product(found, a, b, "fp32")
+        out.zero_()  # so that the next one's is not this
+        return said
+
+    return lambda: torch.mm(a, b, out=out), wrong

@@ -1,0 +1,112 @@
+"""Ranks and links that are slower than the others, by times that were measured side by side.
+
+Slow is what is slower by more than noise: where a repeat would still find it slower than
+`_RANK_SLOWER` or `_LINK_SLOWER`. Who is slow on every link is named once, and not its links.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import median
+from typing import Generic, TypeVar
+
+from outpace.probing.collectives.groups import Pair
+from outpace.probing.timing.intervals import half_width, spread
+
+_RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
+# Beyond what the others differ by among themselves, in their standard deviations.
+_APART = 4.0
+_LEAST_ROUNDS = 4
+_FALSE_ALARMS = 0.005  # in this share of probes where all are alike
+
+Who = TypeVar("Who")
+
+
+@dataclass(frozen=True)
+class Slow(Generic[Who]):
+    """`times` as slow as the others; from `low` to `high` if probed again."""
+
+    who: Who
+    times: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.times:.2g} times slower (from {self.low:.2g} to {self.high:.2g})"
+
+
+def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slow[int]]:
+    """Ranks that compute slower than the others, the slowest first.
+
+    `seconds`: by rank, of the same work in each of some rounds that all did at the same time.
+    """
+    ratios = {
+        rank: [
+            own / median(seconds[other][number] for other in seconds if other != rank)
+            for number, own in enumerate(rounds)
+        ]
+        for rank, rounds in seconds.items()
+        if len(seconds) > 1
+    }
+    middles = {rank: median(of) for rank, of in ratios.items()}
+    found = []
+    for one in _slower_ones(ratios, _RANK_SLOWER):
+        others = [middle for rank, middle in middles.items() if rank != one.who]
+        if one.times - median(others) > _APART * spread(others):
+            found.append(one)
+    return found
+
+
+@dataclass(frozen=True)
+class SlowLinks:
+    """`ranks` are slow on all of their links; `links` are slow by themselves."""
+
+    ranks: tuple[Slow[int], ...] = ()
+    links: tuple[Slow[Pair], ...] = ()
+
+
+def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
+    """Find links that are slower than the others, and ranks that all of whose links are.
+
+    `seconds`: by pair, of sending the same in each round. Compared with the faster ones, those that
+    a quarter of all are faster than: half of four ranks' links are slow when one rank is.
+    """
+    rounds = min(map(len, seconds.values()), default=0)
+    if len(seconds) < 2:
+        return SlowLinks()
+    usual = [
+        sorted(of[number] for of in seconds.values())[(len(seconds) - 1) // 4]
+        for number in range(rounds)
+    ]
+    ratios = {
+        pair: [own / common for own, common in zip(of, usual, strict=False)]
+        for pair, of in seconds.items()
+    }
+    slow = _slower_ones(ratios, _LINK_SLOWER)
+    ranks = []
+    for rank in sorted({rank for pair in seconds for rank in pair}):
+        own = [one for one in slow if rank in one.who]
+        if len(own) > 1 and len(own) == sum(rank in pair for pair in seconds):
+            ranks.append(
+                Slow(rank, median(one.times for one in own), min(one.low for one in own),
+                     max(one.high for one in own))
+            )  # fmt: skip
+    blamed = {one.who for one in ranks}
+    return SlowLinks(tuple(ranks), tuple(one for one in slow if not blamed & set(one.who)))
+
+
+def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slow[Who]]:
+    """Return those whose interval lies above, the slowest first."""
+    found = []
+    for who, of in ratios.items():
+        if len(of) < _LEAST_ROUNDS:
+            continue
+        # By factors: a round in which the others were quick counts as one in which they were slow.
+        logs = [log(ratio) for ratio in of]
+        middle, half = median(logs), half_width(logs)
+        # The more there are, the more likely one of them seems slow by chance: on one side of two.
+        sure = half_width(logs, 1 - 2 * _FALSE_ALARMS / len(ratios))
+        # This median alone is in question, and not how far a repeat's may lie from it.
+        if middle - sure / 2**0.5 > log(slower):
+            found.append(Slow(who, exp(middle), exp(middle - half), exp(middle + half)))
+    return sorted(found, key=lambda one: -one.times)

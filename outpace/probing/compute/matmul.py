@@ -1,0 +1,348 @@
+"""Matrix products: how fast they can be, how that grows with size, and what unlucky sizes cost.
+
+The best product measured on a machine is what training can at most reach (MAMF: Bekman, "Machine
+Learning Engineering", "Maximum Achievable Matmul FLOPS"). The curves are of A (m × k) times
+B (k × n), counted as 2·m·n·k operations.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import torch
+from torch import Tensor
+
+from outpace.probing.timing.measure import Case
+from outpace.records.figure import Figure, Key
+from outpace.records.hardware import Dtype
+from outpace.records.model import ModelSpec
+
+Shape = tuple[int, int, int]  # m, n, k
+TORCH: dict[Dtype, torch.dtype] = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+# Of a result, how coarse the dtype is in which it is stored; of the sum of magnitudes in a product,
+# what the sums in fp32 and (tf32) the inputs lose.
+_STORED: dict[Dtype, float] = {
+    "fp32": 2**-23, "tf32": 2**-23, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7,
+}  # fmt: skip
+_SUMMED: dict[Dtype, float] = {
+    "fp32": 2e-6, "tf32": 1e-3, "bf16": 2e-6, "fp16": 2e-6, "fp8": 2e-3,
+}  # fmt: skip
+_FP8_MULTIPLE = 16  # torch._scaled_mm takes no other sizes
+_LEAST_TIMED_S = 1e-3
+_STEPS = (1, 8, 16, 64, 128)
+_TIMES = (1, 2, 3)  # of each step
+ROUND = "none"  # the dimension of a sweep's start
+# Products whose rate has come this near to the largest one's no longer gain from size.
+_CURVE = tuple(1 << power for power in range(5, 15))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A device on which products are timed, and how long one of them may take.
+
+    Random values are made once for each dtype; operands are parts of them. `rates`: about how many
+    FLOP/s large products have, for choosing sizes and not for showing.
+    """
+
+    device: torch.device
+    longest_s: float
+    pools: dict[Dtype, Tensor]
+    rates: dict[Dtype, float] = field(default_factory=dict)
+
+    def takes(self, dtype: Dtype, shape: Shape) -> bool:
+        """Whether the operands fit into the pool, and the dtype has products of this shape."""
+        m, n, k = shape
+        fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
+        return fine and m * k + k * n <= self.pools[dtype].numel()
+
+    def short(self, dtype: Dtype, shape: Shape) -> bool:
+        """Whether a product takes no longer than one may."""
+        m, n, k = shape
+        return 2.0 * m * n * k / self.rates[dtype] <= self.longest_s
+
+
+def dtypes_of(device: torch.device, features: Iterable[str], capability: float) -> list[Dtype]:
+    """List the dtypes whose products are worth timing on a device.
+
+    fp16 is left out on CPUs, where it is over a hundred times slower than fp32 (for correctness
+    only), and bf16 on those that have no instructions for it.
+    """
+    if device.type == "cuda":
+        found: list[Dtype] = ["fp32", "fp16"]
+        if capability >= 8.0:
+            found += ["tf32", "bf16"]
+        if capability >= 8.9:
+            found += ["fp8"]
+        return found
+    return ["fp32", "bf16"] if {"avx512_bf16", "amx_bf16", "bf16"} & set(features) else ["fp32"]
+
+
+def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
+    """Random values for products on a device, and about how fast these are."""
+    pools: dict[Dtype, Tensor] = {}
+    generator = torch.Generator(device).manual_seed(0)
+    for dtype in dtypes:
+        if dtype == "tf32" and "fp32" in pools:  # the same values, multiplied otherwise
+            pools[dtype] = pools["fp32"]
+            continue
+        values = torch.empty(_pool_size(device, quick), device=device, dtype=torch.bfloat16)
+        pools[dtype] = values.normal_(generator=generator).to(TORCH[dtype])
+    on = Bench(device, 0.008 if quick else 0.02, pools)
+    return replace(on, rates={dtype: _rough_rate(on, dtype) for dtype in dtypes})
+
+
+def _pool_size(device: torch.device, quick: bool) -> int:
+    """Elements: what large products need, and a small share of a GPU's memory."""
+    if device.type != "cuda":
+        return 1 << (26 if quick else 27)
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(1 << 29, free // 64)
+
+
+def product(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[], Tensor]:
+    """A product, ready to be called."""
+    m, n, k = shape
+    pool = on.pools[dtype]
+    a_MK = pool[: m * k].view(m, k)
+    b_KN = pool[pool.numel() - k * n :].view(k, n)
+    if dtype == "fp8":
+        one = torch.ones((), device=on.device)
+        b_KN = pool[pool.numel() - k * n :].view(n, k).t()
+        return lambda: torch._scaled_mm(a_MK, b_KN, one, one, out_dtype=torch.bfloat16)
+    return lambda: torch.mm(a_MK, b_KN)
+
+
+@contextmanager
+def _in_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | None]:
+    """Compare the first and the last row with products in double precision."""
+    m, n, k = shape
+
+    def check(found_MN: Tensor) -> str | None:
+        pool = on.pools[dtype]
+        tail = pool[pool.numel() - k * n :]
+        b_KN = tail.view(n, k).t() if dtype == "fp8" else tail.view(k, n)
+        return wrong_product(found_MN, pool[: m * k].view(m, k), b_KN, dtype)
+
+    return check
+
+
+def wrong_product(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
+    """Say what is wrong with the first and the last row of a product, by double precision."""
+    ends = [0, len(a_MK) - 1]
+    a_2K, b_KN = a_MK[ends].double(), b_KN.double()
+    true = a_2K @ b_KN
+    allowed = 2 * _STORED[dtype] * true.abs() + _SUMMED[dtype] * (a_2K.abs() @ b_KN.abs())
+    away = (found_MN[ends].double() - true).abs()
+    # Written so that NaN is wrong too, and that 0 may be 0.
+    if bool((away <= allowed).all()):
+        return None
+    return f"a product is off by {(away / allowed).max().item():.3g} times its rounding"
+
+
+@contextmanager
+def _on_one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) -> Case:
+    """The rate of one product."""
+    m, n, k = shape
+    key = Key(kind="matmul", what=what, of={"dtype": dtype, "m": m, "n": n, "k": k, **more})
+    return Case(key, "FLOP/s", lambda: product(on, dtype, shape), 2.0 * m * n * k,
+                _check(on, dtype, shape), _in_tf32 if dtype == "tf32" else nullcontext)  # fmt: skip
+
+
+def _rough_rate(on: Bench, dtype: Dtype) -> float:
+    """FLOP/s of a product that is long enough to be more than its launch, by the host's clock."""
+    for size in _CURVE[4:]:
+        if not on.takes(dtype, (size, size, size)):
+            break
+        rate = _rate(on, dtype, (size, size, size))
+        if 2.0 * size**3 / rate >= _LEAST_TIMED_S:
+            break
+    return rate
+
+
+def _rate(on: Bench, dtype: Dtype, shape: Shape) -> float:
+    """Estimate how many FLOP/s a product has, by the host's clock."""
+    m, n, k = shape
+    call = product(on, dtype, shape)
+    with _in_tf32() if dtype == "tf32" else nullcontext():
+        return 2.0 * m * n * k / min(_host_s(call, on.device) for _ in range(4))
+
+
+def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
+    begin_s = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin_s
+
+
+def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
+    """Square products by size, up to those that take as long as one may."""
+    cubes = [(n, n, n) for n in _CURVE[1 :: 2 if quick else 1]]
+    sizes = [one[0] for one in cubes if on.short(dtype, one) and on.takes(dtype, one)]
+    return [case(on, dtype, (n, n, n), "curve") for n in sizes]
+
+
+def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
+    """The largest power of two whose square product takes no longer than one may."""
+    fitting = [n for n in _CURVE if n <= at_most and on.short(dtype, (n, n, n))]
+    return max(fitting, default=_CURVE[0])
+
+
+def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
+    """Return the number of tokens that is given, however long a product is then.
+
+    Without one: as many, a power of two, as let the largest of a model's products be short enough.
+    """
+    if given is not None:
+        return given
+    for power in range(14, 4, -1):
+        shapes = model_shapes(spec, 1 << power).values()
+        if all(on.short(dtype, shape) for shape in shapes):
+            return 1 << power
+    return 1 << 4
+
+
+def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
+    """Each dimension by 1 and by larger steps, to see tiles in; of n over waves on a GPU."""
+    by = (16, 64) if on.device.type == "cuda" else (8, 16)
+    sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
+    if on.device.type == "cuda":
+        sweeps[1] += range(16 * 64, 16 * 64 + 64 * 48, 64)  # n, over several waves of tiles
+    shapes = [
+        (dim, _shape_of(base, dim, offset)) for dim, sweep in enumerate(sweeps) for offset in sweep
+    ]
+    return [
+        case(on, dtype, shape, "fine", dim="mnk"[dim])
+        for dim, shape in dict.fromkeys(shapes)
+        if on.takes(dtype, shape)
+    ]
+
+
+def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
+    """A processor's coarse steps of m and n again, on one of its threads."""
+    shapes = [(dim, _shape_of(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)]
+    return [
+        replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
+        for dim, shape in shapes
+        if on.takes(dtype, shape)
+    ]
+
+
+def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
+    """Each dimension above a round size by 1, 8, 16, 64 and 128, and by 2 and 3 times as much."""
+    round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
+    above = {step * times for step in _STEPS for times in _TIMES}
+    shapes = [
+        (dim, _shape_of(base, dim, offset))
+        for dim in range(3)
+        for offset in (_STEPS[:1] if quick else sorted(above))
+    ]
+    return [round_one] + [
+        case(on, dtype, shape, "unlucky", dim="mnk"[dim])
+        for dim, shape in shapes
+        if on.takes(dtype, shape)
+    ]
+
+
+def _shape_of(base: int, dim: int, offset: int) -> Shape:
+    m, n, k = (base + offset if number == dim else base for number in range(3))
+    return m, n, k
+
+
+def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
+    """Return the products of a model's forward by name, for this number of tokens."""
+    kv = 2 * spec.kv_heads * spec.head_dim
+    hidden, ffn = spec.hidden, spec.ffn
+    wide = 2 * ffn if spec.gated else ffn
+    return {
+        "attention in": (tokens, spec.heads * spec.head_dim + kv, hidden),
+        "attention out": (tokens, hidden, spec.heads * spec.head_dim),
+        "feed-forward in": (tokens, wide, hidden),
+        "feed-forward out": (tokens, hidden, ffn),
+        "head": (tokens, spec.vocab, hidden),
+    }
+
+
+def backward_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The products of the backward: dX of what came in, and dW of the weight."""
+    found: dict[str, Shape] = {}
+    for part, (tokens, n, k) in shapes.items():
+        found |= {f"{part} dX": (tokens, k, n), f"{part} dW": (n, k, tokens)}
+    return found
+
+
+def model_cases(
+    on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int, forward_only: bool = False,
+    within_s: float = inf,
+) -> tuple[list[Case], list[str]]:  # fmt: skip
+    """A model's own products, the quickest first to be taken; and the parts that are left out.
+
+    Those whose operands do not fit, whose dtype has no such products, and with which a call of
+    each would take longer than `within_s`.
+    """
+    shapes = model_shapes(spec, tokens)
+    shapes |= {} if forward_only else backward_shapes(shapes)
+    left_s, taken = within_s, set()
+    for part, shape in sorted(shapes.items(), key=lambda one: _work(one[1])):
+        left_s -= _work(shape) / on.rates[dtype]
+        if left_s >= 0 and on.takes(dtype, shape):
+            taken.add(part)
+    cases = [case(on, dtype, s, "model", part=p) for p, s in shapes.items() if p in taken]
+    return cases, [part for part in shapes if part not in taken]
+
+
+def _work(shape: Shape) -> float:
+    m, n, k = shape
+    return 2.0 * m * n * k
+
+
+def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
+    """Return the fastest shapes, and the fastest doubled each way, as candidates for the best.
+
+    They are timed again: the best of many that were timed together is partly the luckiest.
+    """
+    of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
+    tried = dict.fromkeys(_shape(key) for key in of)
+    shapes = sorted(tried, key=lambda shape: -_rate(on, dtype, shape))[:count]
+    m, n, k = shapes[0]
+    larger = [(2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (2 * m, 2 * n, 2 * k)]
+    shapes += [one for one in larger if on.takes(dtype, one) and one not in shapes]
+    return [case(on, dtype, shape, "candidate") for shape in shapes]
+
+
+def _shape(key: Key) -> Shape:
+    m, n, k = (int(key.of[name]) for name in "mnk")
+    return m, n, k
+
+
+def best(found: Sequence[Figure], dtype: Dtype) -> Figure | None:
+    """Return the candidate with the best rate, under the name "best"."""
+    known = [f for f in found if f.value and f.key.what == "candidate" and f.key.has(dtype=dtype)]
+    if not known:
+        return None
+    top = max(known, key=lambda figure: figure.value or 0)
+    # The shape is not in the key: two probes may find different ones, and the rate is compared.
+    return top.model_copy(update={"key": Key(kind="matmul", what="best", of={"dtype": dtype})})

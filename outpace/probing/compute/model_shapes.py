@@ -1,0 +1,239 @@
+"""Costs of a model's sizes on a machine: its vocabulary, and its number of heads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.probing.compute.matmul import TORCH, Bench, wrong_product
+from outpace.probing.compute.tile_detection import next_multiple
+from outpace.probing.timing.gain import Gain, gain
+from outpace.probing.timing.measure import Case
+from outpace.records.figure import Figure, Key
+from outpace.records.hardware import Dtype
+from outpace.records.model import ModelSpec
+from outpace.records.probed import Advice
+
+_PADDED_TO = (8, 64, 128)
+# Narrower heads take seconds on a processor, and nobody trains them.
+_LEAST_HEAD_DIM = 8
+# What attention may be off by, of the largest value.
+_ATTENTION_OFF: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
+# Less than this is not worth changing a model for.
+_WORTH = 0.005
+_WHOLE = ("forward and backward",)
+
+
+def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
+    """The head's three products, forward and backward, with the vocabulary as it is and padded."""
+    sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
+    return [
+        Case(
+            Key(kind="vocabulary", what="time",
+                of={"dtype": dtype, "vocab": vocab, "hidden": spec.hidden, "tokens": tokens}),
+            "s", partial(_head, on, dtype, vocab, spec.hidden, tokens),
+            check=partial(_wrong_head, on, dtype, vocab, spec.hidden, tokens),
+        )
+        for vocab in sizes
+        if on.takes(dtype, (tokens, vocab, spec.hidden))
+    ]  # fmt: skip
+
+
+def _of_head(
+    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return what comes into the head, and its weight."""
+    pool = on.pools[dtype]
+    return pool[: tokens * hidden].view(tokens, hidden), pool[-vocab * hidden :].view(vocab, hidden)
+
+
+Head = tuple[Tensor, Tensor, Tensor]  # of what comes out, of the weight, of what came in
+
+
+def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Callable[[], Head]:
+    x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
+    g_TV = torch.empty(tokens, vocab, device=on.device, dtype=TORCH[dtype])
+
+    def call() -> Head:
+        torch.mm(x_TH, w_VH.t(), out=g_TV)
+        return g_TV, torch.mm(g_TV.t(), x_TH), torch.mm(g_TV, w_VH)
+
+    return call
+
+
+def _wrong_head(
+    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
+) -> str | None:
+    """Rows of each product; the latter two by what the first one gave."""
+    x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
+    g_TV, dw_VH, dx_TH = found
+    return (
+        wrong_product(g_TV, x_TH, w_VH.t(), dtype)
+        or wrong_product(dw_VH, g_TV.t(), x_TH, dtype)
+        or wrong_product(dx_TH, g_TV, w_VH, dtype)
+    )
+
+
+def head_counts(hidden: int) -> list[int]:
+    """Numbers of heads that divide a model's width, most heads first."""
+    return [hidden // dim for dim in range(_LEAST_HEAD_DIM, hidden + 1) if hidden % dim == 0]
+
+
+def attention_cases(
+    on: Bench, dtype: Dtype, spec: ModelSpec, seq_len: int, quick: bool
+) -> list[Case]:
+    """Attention of one sequence by number of heads, forward, and forward with backward.
+
+    Those numbers that the device has an implementation for, and memory.
+    """
+    width = spec.heads * spec.head_dim
+    counts = head_counts(width)
+    if quick:
+        near = sorted(counts, key=lambda count: abs(count - spec.heads))[:3]
+        counts = [count for count in counts if count in near]
+    return [
+        Case(
+            Key(kind="attention", what=what,
+                of={"dtype": dtype, "heads": count, "head_dim": width // count,
+                    "seq_len": seq_len}),
+            "s", partial(_attention, on, dtype, count, width // count, seq_len, spec.causal, what),
+            check=partial(_wrong_attention, dtype),
+        )
+        for count in counts
+        if _has_attention(on, dtype, count, width // count, seq_len, spec.causal)
+        for what in (_WHOLE if quick else ("forward", _WHOLE[0]))
+    ]  # fmt: skip
+
+
+def _has_attention(
+    on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
+) -> bool:
+    """Whether it can be computed here, by trying."""
+    try:
+        _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
+    except RuntimeError:  # no memory, or no kernel
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """Inputs and results of attention; `grads` of q, k and v where there was a backward."""
+
+    out: Tensor
+    given: tuple[Tensor, Tensor, Tensor, Tensor]
+    causal: bool
+    grads: tuple[Tensor, ...] = ()
+
+
+def _attention(
+    on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool, what: str
+) -> Callable[[], _Attended]:
+    count = heads * seq_len * head_dim
+    shape = (1, heads, seq_len, head_dim)
+    q, k, v, g = (on.pools[dtype][n * count : (n + 1) * count].view(shape) for n in range(4))
+    given = (q, k, v, g)
+    if what == "forward":
+        return lambda: _Attended(
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal), given, causal
+        )
+    q_, k_, v_ = leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+
+    def forward_and_backward() -> _Attended:
+        out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=causal)
+        return _Attended(out.detach(), given, causal, torch.autograd.grad(out, leaves, g))
+
+    return forward_and_backward
+
+
+def _wrong_attention(dtype: Dtype, found: _Attended) -> str | None:
+    """The first and the last head, by hand in double precision: what came out, and gradients."""
+    ends = [0, found.out.shape[1] - 1]
+    q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if found.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1) @ v
+    true = [out, *(torch.autograd.grad(out, (q, k, v), g) if found.grads else ())]
+    names = ("what comes out", "dQ", "dK", "dV")
+    for name, one, right in zip(names, (found.out, *found.grads), true, strict=False):
+        # As a share of the largest: many roundings went into each value.
+        away = ((one[:, ends].double() - right).abs().max() / right.abs().max()).item()
+        if not away <= _ATTENTION_OFF[dtype]:
+            return f"attention: {name} is off by {away:.3g} of the largest value"
+    return None
+
+
+def vocabulary_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
+    """Whether to pad the vocabulary, for each dtype."""
+    return [
+        found for dtype in _dtypes(figures, "vocabulary")
+        if (found := _vocabulary(_select(figures, "vocabulary", dtype), dtype, spec))
+    ]  # fmt: skip
+
+
+def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advice | None:
+    own = next((f for f in figures if f.key.has(vocab=spec.vocab)), None)
+    padded = _best(own, [f for f in figures if f is not own])
+    if own is None or padded is None:
+        return None
+    better, by = padded
+    size = int(better.key.of["vocab"])
+    change = f"vocabulary {spec.vocab} → {size} ({dtype}, {own.key.of['tokens']} tokens)"
+    text = f"{change}: the head's products {by}"
+    return _advice("vocabulary", text, by, own, better)
+
+
+def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
+    """Whether another number of heads is faster at the same width, for each dtype."""
+    found = []
+    for dtype in _dtypes(figures, "attention"):
+        mine = [f for f in _select(figures, "attention", dtype)
+                if f.key.what == "forward and backward"]  # fmt: skip
+        own = next((f for f in mine if f.key.has(heads=spec.heads)), None)
+        near = [f for f in mine if f is not own and _is_near(int(f.key.of["heads"]), spec.heads)]
+        best = _best(own, near)
+        if own is None or best is None:
+            continue
+        better, by = best
+        change = (
+            f"{spec.heads} heads of {own.key.of['head_dim']} → {better.key.of['heads']} of "
+            f"{better.key.of['head_dim']} ({dtype}, {own.key.of['seq_len']} tokens)"
+        )
+        text = f"{change}: attention {by}; what a model learns with them is another matter"
+        found.append(_advice("heads", text, by, own, better))
+    return found
+
+
+def _is_near(count: int, spec_count: int) -> bool:
+    """Far fewer or more heads make another model."""
+    return spec_count / 2 <= count <= 2 * spec_count
+
+
+def _advice(about: str, text: str, by: Gain, present: Figure, better: Figure) -> Advice:
+    if not by.sure or by.value < _WORTH:
+        text += " — no gain that is sure: leave it as it is"
+    return Advice(about=about, text=text, gain=by.value, low=by.low, high=by.high,
+                  of=(present.key, better.key))  # fmt: skip
+
+
+def _dtypes(figures: Sequence[Figure], kind: str) -> list[str]:
+    return list(dict.fromkeys(str(f.key.of["dtype"]) for f in figures if f.key.kind == kind))
+
+
+def _select(figures: Sequence[Figure], kind: str, dtype: str) -> list[Figure]:
+    return [f for f in figures if f.key.kind == kind and f.key.has(dtype=dtype)]
+
+
+def _best(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
+    """The one that gains most over `present`."""
+    if present is None:
+        return None
+    gains = [
+        (other, by) for other in others if (by := gain(present, other, len(others))) is not None
+    ]
+    return max(gains, key=lambda one: one[1].value, default=None)

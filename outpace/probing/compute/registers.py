@@ -1,0 +1,33 @@
+"""Steps of a sweep on a processor in terms of the width of its registers."""
+
+from fractions import Fraction
+
+from outpace.records.hardware import Dtype
+
+_BITS: dict[Dtype, int] = {
+    "fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8,
+}  # fmt: skip
+# A register of AMX is 16 rows of so many bits.
+_ROW_BITS = 512
+
+
+def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
+    """Say what a step of a product's dimension is in registers of `bits` bits; None if nothing
+    whole.
+
+    Products are summed in fp32, so along m and n it is sums that lie side by side in a register,
+    and along k it is what is multiplied.
+    """
+    row = min(bits, _ROW_BITS)
+    whole = f"{row}-bit register" if bits == row else f"{row}-bit row of an AMX register"
+    order: list[Dtype] = [dtype, "fp32"] if dim == "k" else ["fp32", dtype]
+    shares = [(of, Fraction(step * _BITS[of], row)) for of in dict.fromkeys(order)]
+    for of, share in shares:
+        if share == 1:
+            return f"{step} = a {whole} of {of}"
+    of, share = shares[0]
+    if share.denominator == 1:
+        return f"{step} = {share} times a {whole} of {of}"
+    if share.numerator == 1:
+        return f"{step} = 1/{share.denominator} of a {whole} of {of}"
+    return None

@@ -1,0 +1,131 @@
+"""Tiles, waves and threads' shares, found from how time grows with size.
+
+A product is computed tile by tile: time rises in steps as wide as a tile, and what lies between two
+multiples of it is paid for and not used (tile quantisation). A device with s multiprocessors takes
+s tiles at a time: the last, partly filled wave costs as much as a full one (wave quantisation).
+The threads of a processor divide blocks among them in the same way.
+NVIDIA, "Matrix Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave
+Quantization".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# What libraries use, smallest first: vector registers, blocks of them, tiles of GPUs.
+TILES = (2, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+GPU_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256))
+# Steps explain a curve if what they leave unexplained is at most this share of what a line does.
+_EXPLAINS = 0.5
+# A smaller tile has every step of a larger one: the larger must explain clearly more.
+_CLEARLY = 0.85
+
+
+@dataclass(frozen=True)
+class TileSteps:
+    """Time rises at multiples of `tile`. `explained`: the share that a straight line left over.
+
+    `rise`: of a step, as a share of the time at the start of the sweep.
+    """
+
+    tile: int
+    explained: float
+    rise: float
+
+
+def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | None:
+    """The width of the steps in a sweep by small differences; None where there are none.
+
+    Needs two steps of a tile, at least, to call it one.
+    """
+    n, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    if len(n) < 6:
+        return None
+    line = _residual(n, t)
+    tried = [
+        (tile, *_fit(np.ceil(n / tile), t))
+        for tile in TILES
+        if n.max() - n.min() >= 2 * tile and np.diff(np.sort(n)).min() * 2 <= tile
+    ]
+    found = _pick([(tile, left) for tile, left, slope in tried if slope > 0])
+    if found is None or line == 0 or found[1] > _EXPLAINS * line:
+        return None
+    slope = next(slope for tile, _, slope in tried if tile == found[0])
+    return TileSteps(found[0], 1 - found[1] / line, slope / float(t[np.argmin(n)]))
+
+
+def find_waves(
+    columns: Sequence[int], seconds: Sequence[float], rows: int, multiprocessors: int
+) -> tuple[tuple[int, int], float] | None:
+    """The tile whose waves explain a sweep of a product's columns, and the share that it explains.
+
+    None where no tile's waves do better than a straight line by far.
+    """
+    n, t = np.asarray(columns, dtype=float), np.asarray(seconds, dtype=float)
+    if len(n) < 6:
+        return None
+
+    def waves(high: int, wide: int) -> np.ndarray:
+        tiles = np.ceil(rows / high) * np.ceil(n / wide)
+        return np.asarray(np.ceil(tiles / multiprocessors))
+
+    tried = [((high, wide), _residual(waves(high, wide), t)) for high, wide in GPU_TILES
+             if len(set(waves(high, wide))) > 2]  # fmt: skip
+    line = _residual(n, t)
+    best = min(tried, key=lambda one: one[1], default=None)
+    if best is None or line == 0 or best[1] > _EXPLAINS * line:
+        return None
+    return best[0], 1 - best[1] / line
+
+
+def find_threads(
+    sizes: Sequence[int], alone_s: Sequence[float], together_s: Sequence[float], threads: int
+) -> tuple[int, float] | None:
+    """The width of the blocks that threads divide among them, and the share that it explains.
+
+    By how many times sooner all threads are than one, at each size: blocks that do not divide
+    evenly leave threads idle. A tile's own steps are in both times and fall out. None where no
+    width does better than a straight line by far.
+    """
+    n = np.asarray(sizes, dtype=float)
+    sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)
+    if len(n) < 6 or threads < 2:
+        return None
+
+    def busy(wide: int) -> np.ndarray:
+        blocks = np.ceil(n / wide)
+        return np.asarray(blocks / threads / np.ceil(blocks / threads))
+
+    tried = [(wide, *_fit(busy(wide), sooner)) for wide in (1, *TILES)
+             if n.max() - n.min() >= 2 * wide * threads]  # fmt: skip
+    line = _residual(n, sooner)
+    found = _pick([(wide, left) for wide, left, slope in tried if slope > 0])
+    if found is None or line == 0 or found[1] > _EXPLAINS * line:
+        return None
+    return found[0], 1 - found[1] / line
+
+
+def _pick(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """The largest tile that is clearly better than all smaller ones."""
+    chosen: tuple[int, float] | None = None
+    for tile, left in tried:
+        if chosen is None or left < _CLEARLY * chosen[1]:
+            chosen = (tile, left)
+    return chosen
+
+
+def _residual(x: np.ndarray, t: np.ndarray) -> float:
+    return _fit(x, t)[0]
+
+
+def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
+    """Least squares of t by a straight line in x: what it leaves, and its slope."""
+    design = np.stack([np.ones_like(x), x], axis=1)
+    solved, *_ = np.linalg.lstsq(design, t, rcond=None)
+    return float(((t - design @ solved) ** 2).sum()), float(solved[1])
+
+
+def next_multiple(size: int, of: int) -> int:
+    """The least multiple that is not smaller."""
+    return -(-size // of) * of

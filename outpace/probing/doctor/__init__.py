@@ -1,0 +1,1 @@
+"""Examining a machine for faults that cost speed."""

@@ -1,0 +1,26 @@
+"""Parts that the doctor's checks share."""
+
+from outpace.records.finding import Finding, Severity, Slowdown
+
+
+class CannotTell(Exception):  # noqa: N818 - no error: an answer
+    """A check lacks a fact; the message says which, and how to get it."""
+
+
+def make_finding(
+    check: str, severity: Severity, what: str, seen: str, remedy: str, costs: Slowdown | None = None
+) -> Finding:
+    """A finding, by position."""
+    return Finding(check=check, severity=severity, what=what, seen=seen, remedy=remedy, costs=costs)
+
+
+def times(low: float, high: float, of: str, source: str) -> Slowdown | None:
+    """A cost; None where it is none."""
+    return Slowdown(low=low, high=high, of=of, source=source) if high > 1.001 else None
+
+
+def join_names(names: list[str]) -> str:
+    """Return names as a list to read: "GPU 0, 1, 2 and 5 more"."""
+    if len(names) > 8:
+        return f"{', '.join(names[:6])} and {len(names) - 6} more"
+    return ", ".join(names)

@@ -1,0 +1,283 @@
+"""The doctor's checks of the GPUs themselves, as their driver tells of them."""
+
+from collections.abc import Iterator
+
+from outpace.probing.doctor.common import CannotTell, join_names, make_finding, times
+from outpace.records.finding import Finding
+from outpace.records.inventory import GpuState, Inventory
+from outpace.records.topology import cpu_set
+from outpace.records.units import show_bytes
+
+_HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", "power brake")
+
+
+def _gpus(inventory: Inventory) -> tuple[GpuState, ...]:
+    if not inventory.gpus:
+        raise CannotTell(inventory.gpus_unknown or "there is no GPU")
+    return inventory.gpus
+
+
+def _gpu_names(gpus: list[GpuState]) -> str:
+    return "GPU " + join_names([str(gpu.index) for gpu in gpus])
+
+
+def pcie(inventory: Inventory) -> Iterator[Finding]:
+    """A card in a slot, or behind a riser, with fewer lanes or an older generation than it has."""
+    name = "PCIe width"
+    gpus = _gpus(inventory)
+    known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
+    if not known:
+        raise CannotTell(_refusal(gpus, "CurrPcieLinkWidth"))
+    for width, most in sorted({(gpu.pcie_width or 0, gpu.pcie_width_max or 0) for gpu in known}):
+        if width >= most:
+            continue
+        these_gpus = [gpu for gpu in known if (gpu.pcie_width, gpu.pcie_width_max) == (width, most)]
+        yield make_finding(
+            name,
+            "high",
+            "a card runs on fewer PCIe lanes than it can",
+            f"{_gpu_names(these_gpus)}: ×{width} of ×{most}",
+            "reseat the card, take a slot with all lanes, check the riser, and in the BIOS how "
+            "lanes are split",
+            times(most / width, most / width, "transfers over PCIe",
+                  "lanes: the rate is proportional"),
+        )  # fmt: skip
+    held = [
+        gpu
+        for gpu in gpus
+        if gpu.pcie_generation_card and gpu.pcie_generation_max
+        and gpu.pcie_generation_max < gpu.pcie_generation_card
+    ]  # fmt: skip
+    if held:
+        now, can = held[0].pcie_generation_max or 1, held[0].pcie_generation_card or 1
+        yield make_finding(
+            name, "low", "the slot is of an older PCIe generation than the card",
+            f"{_gpu_names(held)}: {now} of {can}",
+            "a slot of that generation; in the BIOS, the slot's link speed: Auto",
+            times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
+                  "PCI-SIG: each generation has twice the rate of the one before"),
+        )  # fmt: skip
+    # An idle card lowers its generation to save power: only a busy one says something.
+    slow = [
+        gpu
+        for gpu in gpus
+        if gpu.performance_state == 0 and (gpu.utilisation or 0) > 0.5
+        and gpu.pcie_generation and gpu.pcie_generation_max
+        and gpu.pcie_generation < gpu.pcie_generation_max
+    ]  # fmt: skip
+    if slow:
+        yield make_finding(
+            name, "high", "a busy card runs at a lower PCIe generation than it can",
+            f"{_gpu_names(slow)}: {slow[0].pcie_generation} of {slow[0].pcie_generation_max}",
+            "reseat the card; look for PCIe errors (dmesg | grep AER)",
+        )  # fmt: skip
+
+
+def _refusal(gpus: tuple[GpuState, ...], question: str) -> str:
+    reasons = {gpu.not_told[question] for gpu in gpus if question in gpu.not_told}
+    return f"the driver does not say: {join_names(sorted(reasons))}" if reasons else "not told"
+
+
+def power(inventory: Inventory) -> Iterator[Finding]:
+    """A limit below the card's own."""
+    gpus = _gpus(inventory)
+    known = [gpu for gpu in gpus if gpu.power_limit_w and gpu.power_limit_default_w]
+    if not known:
+        raise CannotTell(_refusal(gpus, "EnforcedPowerLimit"))
+    low = [g for g in known if (g.power_limit_w or 0) < 0.98 * (g.power_limit_default_w or 0)]
+    if low:
+        one = low[0]
+        yield make_finding(
+            "power cap", "moderate", "the power limit is below the card's own",
+            f"{_gpu_names(low)}: {one.power_limit_w:.0f} W of {one.power_limit_default_w:.0f} W",
+            f"nvidia-smi -pl {one.power_limit_default_w:.0f} as root, if cooling and supply allow; "
+            "what it costs: outpace probe matmul at both",
+        )  # fmt: skip
+
+
+def throttling(inventory: Inventory) -> Iterator[Finding]:
+    """Clocks that are held down now."""
+    gpus = _gpus(inventory)
+    if all(gpu.throttled_by is None for gpu in gpus):
+        raise CannotTell(_refusal(gpus, "CurrentClocksEventReasons"))
+    hot = [gpu for gpu in gpus if set(gpu.throttled_by or ()) & set(_HEAT)]
+    if hot:
+        why = sorted({reason for gpu in hot for reason in gpu.throttled_by or ()} & set(_HEAT))
+        clocks = [
+            f"{(gpu.sm_clock_hz or 0) / 1e6:.0f} of {gpu.sm_clock_max_hz / 1e6:.0f} MHz"
+            for gpu in hot if gpu.sm_clock_max_hz
+        ][:1]  # fmt: skip
+        yield make_finding(
+            "throttling", "severe", "clocks are held down",
+            f"{_gpu_names(hot)}: {', '.join([*why, *clocks])}",
+            "air flow, dust, the room's temperature; power brake: the supply or its cables",
+        )  # fmt: skip
+    fixed = [gpu for gpu in gpus if "clocks set by a user" in (gpu.throttled_by or ())]
+    if fixed:
+        yield make_finding("throttling", "moderate", "clocks were set by a user", _gpu_names(fixed),
+                    "nvidia-smi -rgc and -rac as root put them back")  # fmt: skip
+
+
+def ecc(inventory: Inventory) -> Iterator[Finding]:
+    """Memory errors, and protection that is off."""
+    gpus = _gpus(inventory)
+    if all(gpu.ecc is None for gpu in gpus):
+        raise CannotTell(_refusal(gpus, "EccMode"))
+    bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
+    if bad:
+        yield make_finding(
+            "ECC", "severe", "memory errors that could not be corrected",
+            f"{_gpu_names(bad)}: {sum(gpu.ecc_uncorrected or 0 for gpu in bad)} since the start",
+            "take the GPU out of the job, reset it (nvidia-smi -r), and run dcgmi diag -r 3",
+        )  # fmt: skip
+    rows = [gpu for gpu in gpus if gpu.remap_pending]
+    if rows:
+        yield make_finding("ECC", "moderate", "memory rows wait to be replaced", _gpu_names(rows),
+                    "reset the GPU when it is free: nvidia-smi -r")  # fmt: skip
+    off = [gpu for gpu in gpus if gpu.ecc is False]
+    if off:
+        yield make_finding(
+            "ECC", "low", "memory errors go unnoticed: protection is off", _gpu_names(off),
+            "nvidia-smi -e 1 as root and a reset; on cards with GDDR memory it takes some of the "
+            "memory's rate",
+        )  # fmt: skip
+    changing = [gpu for gpu in gpus if None not in (gpu.ecc, gpu.ecc_pending)
+                and gpu.ecc != gpu.ecc_pending]  # fmt: skip
+    if changing:
+        yield make_finding("ECC", "low", "a change waits for a reset", _gpu_names(changing),
+                    "nvidia-smi -r when it is free")  # fmt: skip
+
+
+def links(inventory: Inventory) -> Iterator[Finding]:
+    """NVLinks that are not up."""
+    gpus = _gpus(inventory)
+    if all(gpu.nvlinks is None for gpu in gpus):
+        raise CannotTell(_refusal(gpus, "NvLinkState"))
+    most = max((gpu.nvlinks_active or 0 for gpu in gpus), default=0)
+    fewer = [gpu for gpu in gpus if gpu.nvlinks and (gpu.nvlinks_active or 0) < most]
+    if fewer:
+        least = min(gpu.nvlinks_active or 0 for gpu in fewer)
+        yield make_finding(
+            "NVLink", "severe", "some GPUs have fewer NVLinks up than others",
+            f"{_gpu_names(fewer)}: {least} of {most}",
+            "nvidia-smi nvlink -s; with NVSwitch: systemctl status nvidia-fabricmanager",
+        )  # fmt: skip
+    elif most == 0 and len(gpus) > 1 and any(gpu.nvlinks for gpu in gpus):
+        yield make_finding(
+            "NVLink", "high", "the cards have NVLinks, and none is up",
+            _gpu_names([gpu for gpu in gpus if gpu.nvlinks]),
+            "put on the bridge; with NVSwitch: systemctl start nvidia-fabricmanager",
+        )  # fmt: skip
+
+
+def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
+    """Find other programs on the GPU, a slice instead of a GPU, a driver that unloads."""
+    gpus = _gpus(inventory)
+    used = [gpu for gpu in gpus if gpu.other_processes]
+    if used:
+        one = used[0]
+        yield make_finding(
+            "GPU sharing", "high", "others compute on it now",
+            f"{_gpu_names(used)}: {sum(gpu.other_processes or 0 for gpu in used)} processes, "
+            f"{show_bytes(one.memory_used_bytes)} in use on GPU {one.index}",
+            "wait, end them (nvidia-smi lists them), or choose others by CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+    sliced = [gpu for gpu in gpus if gpu.mig]
+    if sliced:
+        yield make_finding(
+            "GPU sharing", "high", "cut into slices (MIG), which communicate neither by NVLink nor "
+            "directly over PCIe", _gpu_names(sliced),
+            "for one large training: nvidia-smi -mig 0 as root, and a reset",
+        )  # fmt: skip
+    unloading = [gpu for gpu in gpus if gpu.persistence is False]
+    if unloading:
+        yield make_finding(
+            "GPU sharing",
+            "low",
+            "the driver unloads between programs, which start slower",
+            _gpu_names(unloading),
+            "systemctl enable --now nvidia-persistenced",
+        )
+
+
+def binding(inventory: Inventory) -> Iterator[Finding]:
+    """A rank far from its GPU: its memory and interrupts cross between CPUs."""
+    gpus, rank = _gpus(inventory), inventory.local_rank
+    if rank is None:
+        raise CannotTell("not started as a rank: put outpace doctor in the place of the training")
+    if rank >= len(gpus) or inventory.settings.get("CUDA_VISIBLE_DEVICES"):
+        raise CannotTell("which GPU this rank will use is not known")
+    # By default CUDA counts the fastest first, and NVML by place on the bus.
+    ordered = inventory.settings.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if not ordered and len({gpu.name for gpu in gpus}) > 1:
+        raise CannotTell(
+            "the GPUs are not alike, and CUDA counts the fastest first: which one this rank will "
+            "use is not known. Set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    near = gpus[rank].cpu_affinity
+    if near is None:
+        raise CannotTell(_refusal(gpus, "CpuAffinity"))
+    if not cpu_set(inventory.usable_cpus) & cpu_set(near):
+        yield make_finding(
+            "GPU and CPU", "high", "the rank is bound to CPUs far from its GPU",
+            f"rank {rank} on CPUs {inventory.usable_cpus}, GPU {rank} is near {near}",
+            f"taskset -c {near}, or numactl --cpunodebind of the GPU's node",
+        )  # fmt: skip
+
+
+def visible(inventory: Inventory) -> Iterator[Finding]:
+    """CUDA_VISIBLE_DEVICES that hides more than it names.
+
+    CUDA reads it up to the first entry that is no device (CUDA C++ Programming Guide, "CUDA
+    Environment Variables"), and torch finds none where one is named twice
+    (torch.cuda._parse_visible_devices).
+    """
+    gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return
+    count = max(len(gpus), len(inventory.topology.gpus) if inventory.topology else 0)
+    words = [word.strip() for word in text.split(",")]
+    end = next((at for at, word in enumerate(words) if not _names_gpu(word, count)), len(words))
+    shown = words[:end]
+    said = f"CUDA_VISIBLE_DEVICES={text}"
+    remedy = f"numbers from 0 to {count - 1} with commas between, or GPU-… of nvidia-smi -L"
+    if len({*shown}) < len(shown):
+        yield make_finding(
+            "visible GPUs", "severe", "a GPU is named twice, so that none is visible", said, remedy
+        )
+    elif not shown:
+        yield make_finding(
+            "visible GPUs",
+            "high",
+            "all GPUs are hidden: trainings compute on the CPU",
+            said,
+            f"unset CUDA_VISIBLE_DEVICES, or {remedy}",
+        )
+    elif end < len(words):
+        why = f"{end} of {len(words)} entries are read: {words[end]!r} is no GPU of this host"
+        yield make_finding(
+            "visible GPUs",
+            "high",
+            "the list of GPUs is read to its first mistake only",
+            f"{said}: {why}",
+            remedy,
+        )
+
+
+def _names_gpu(word: str, count: int) -> bool:
+    """Whether CUDA takes it for a device: a number of one, or the beginning of its UUID."""
+    if word.startswith(("GPU-", "MIG-")):
+        return True
+    return word.isascii() and word.isdigit() and int(word) < count
+
+
+GPU_CHECKS = {
+    "visible GPUs": visible,
+    "PCIe width": pcie,
+    "NVLink": links,
+    "throttling": throttling,
+    "power cap": power,
+    "ECC": ecc,
+    "GPU sharing": gpu_sharing,
+    "GPU and CPU": binding,
+}

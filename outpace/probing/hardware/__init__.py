@@ -1,0 +1,1 @@
+"""Inventory of a machine: processors, GPUs, topology, versions."""

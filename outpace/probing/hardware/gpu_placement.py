@@ -1,0 +1,248 @@
+"""Advice from a topology: which GPUs should hold tensor parallelism, where a slow link costs."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from outpace.records.topology import (
+    Grouping,
+    MissingNvlinks,
+    NearNics,
+    Placement,
+    SlowPairs,
+    Topology,
+    goodness,
+    nvlinks,
+)
+
+# Links that go through the CPU. Tensor parallelism communicates in each layer and direction.
+_SLOW = ("PHB", "NODE", "SYS", "SOC")
+_BETWEEN_NODES = ("SYS", "SOC")
+_SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
+# More GPUs in one host than any sold; above it an exact search could take long.
+_MOST_SEARCHED = 16
+
+
+def place(
+    topology: Topology,
+    nvlink_bytes_per_s: float | None = None,
+    slot_bytes_per_s: float | None = None,
+) -> Placement:
+    """Advice on a topology, with what one NVLink and a GPU's PCIe slot carry in one direction."""
+    gpus = topology.gpus
+    sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
+    if len(gpus) > 1 and len(gpus) not in sizes:
+        sizes.append(len(gpus))
+    found = tuple(group_gpus(topology, size, nvlink_bytes_per_s) for size in sizes)
+    return Placement(
+        groupings=found,
+        tensor_parallel=_worth_it(found, len(gpus))
+        or _partial_grouping(topology, nvlink_bytes_per_s),
+        missing=missing_nvlinks(topology),
+        bottleneck=None if topology.pcie_only else bottleneck(topology),
+        slow=()
+        if topology.pcie_only
+        else slow_pairs(topology, _times(topology, nvlink_bytes_per_s, slot_bytes_per_s)),
+        nics=tuple(_near_nics(topology, gpu) for gpu in gpus) if topology.nics else (),
+    )
+
+
+def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
+    """Form as many groups of `size` GPUs as there can be, whose worst inner link is the best
+    possible.
+
+    Exact for up to 16 GPUs; with more, neighbours in the driver's order.
+    """
+    gpus = topology.gpus
+    score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
+    groups: tuple[tuple[str, ...], ...] | None = None
+    if len(gpus) <= _MOST_SEARCHED:
+        for least in sorted(set(score.values()), reverse=True):
+            groups = _partition(gpus, size, len(gpus) % size, score, least)
+            if groups is not None:
+                break
+    if groups is None:
+        whole = len(gpus) - len(gpus) % size
+        groups = tuple(gpus[at : at + size] for at in range(0, whole, size))
+    return _grouping(topology, size, groups, score, nvlink_bytes_per_s)
+
+
+def _grouping(
+    topology: Topology,
+    size: int,
+    groups: tuple[tuple[str, ...], ...],
+    score: dict[frozenset[str], int],
+    nvlink_bytes_per_s: float | None,
+) -> Grouping:
+    worst = min(
+        (topology.link_between(*pair) for group in groups for pair in combinations(group, 2)),
+        key=goodness,
+        default=None,
+    )
+    bonds = nvlinks(worst)
+    rate = bonds * nvlink_bytes_per_s if bonds and nvlink_bytes_per_s is not None else None
+    order = sorted(groups, key=lambda group: -_sum(group, score))
+    inside = {gpu for group in groups for gpu in group}
+    return Grouping(
+        size=size,
+        groups=tuple(order),
+        worst_link=worst,
+        link_bytes_per_s=rate,
+        left_out=tuple(gpu for gpu in topology.gpus if gpu not in inside),
+    )
+
+
+def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
+    """The largest groups within NVLink, else within PCIe switches, that leave GPUs out.
+
+    For hosts where not all GPUs are joined alike: one bridge among three, or one GPU that has lost
+    its NVLinks. None where no two are joined so.
+    """
+    gpus = topology.gpus
+    score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
+    if len(gpus) > _MOST_SEARCHED:
+        return None
+    for least in (goodness("NV1"), _SLOWEST_FOR_TENSOR_PARALLEL):
+        for size in (16, 8, 4, 2):
+            for left_over in range(len(gpus) % size, len(gpus) - size + 1, size):
+                groups = _partition(gpus, size, left_over, score, 2 * least)
+                if groups:
+                    return _grouping(topology, size, groups, score, nvlink_bytes_per_s)
+    return None
+
+
+def _score(topology: Topology, one: str, other: str) -> int:
+    """Rate how well a pair is joined; of two equal links, the one within a NUMA node is better."""
+    near = topology.device(one).numa_affinity
+    same = near is not None and near == topology.device(other).numa_affinity
+    return 2 * goodness(topology.link_between(one, other)) + same
+
+
+def _sum(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
+    return sum(score[frozenset(pair)] for pair in combinations(group, 2))
+
+
+def _partition(
+    gpus: tuple[str, ...], size: int, left_over: int, score: dict[frozenset[str], int], least: int
+) -> tuple[tuple[str, ...], ...] | None:
+    """Disjoint groups joined by links of at least `least`; None where there are too few."""
+    if len(gpus) < size:
+        return ()
+    first, *others = gpus
+    for group in _cliques(first, others, size, score, least):
+        rest = tuple(gpu for gpu in others if gpu not in group)
+        found = _partition(rest, size, left_over, score, least)
+        if found is not None:
+            return (group, *found)
+    if left_over:
+        return _partition(gpus[1:], size, left_over - 1, score, least)
+    return None
+
+
+def _cliques(
+    first: str, others: list[str], size: int, score: dict[frozenset[str], int], least: int
+) -> Iterator[tuple[str, ...]]:
+    """Groups of `size` with `first` in them, the best joined first."""
+    near = [gpu for gpu in others if score[frozenset((first, gpu))] >= least]
+    groups = (
+        (first, *rest)
+        for rest in combinations(near, size - 1)
+        if all(score[frozenset(pair)] >= least for pair in combinations(rest, 2))
+    )
+    yield from sorted(groups, key=lambda group: -_sum(group, score))
+
+
+def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
+    """The largest groups within NVLink; without NVLink, within PCIe switches; None without both."""
+    even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
+    by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
+    if by_nvlink:
+        return by_nvlink[-1]
+    switched = [one for one in even if goodness(one.worst_link) >= _SLOWEST_FOR_TENSOR_PARALLEL]
+    return switched[-1] if switched else None
+
+
+def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
+    """GPUs and pairs that have fewer NVLinks than the others; None where there is no rule.
+
+    There is one where at least half of all pairs have one kind of bond, the best of the host: so
+    it is in hosts whose GPUs are all joined alike, and not where bridges join two by two.
+    """
+    pairs = list(combinations(topology.gpus, 2))
+    links = [topology.link_between(*pair) for pair in pairs]
+    usual = max(links, key=nvlinks, default=None)
+    if len(topology.gpus) < 3 or not nvlinks(usual) or 2 * links.count(usual) < len(pairs):
+        return None
+    odd = {pair: link for pair, link in zip(pairs, links, strict=True) if link != usual}
+    lost: list[str] = []
+    while odd_left := [pair for pair in odd if not set(pair) & set(lost)]:
+        touched = [gpu for pair in odd_left for gpu in pair]
+        worst = max(topology.gpus, key=touched.count)
+        if touched.count(worst) < max(2, (len(topology.gpus) - len(lost)) / 2):
+            break
+        lost.append(worst)
+    if not odd:
+        return None
+    kinds = sorted({str(link or "n/a") for link in odd.values()}, key=_order)
+    return MissingNvlinks(
+        usual=str(usual), links=tuple(kinds), gpus=tuple(lost), pairs=tuple(odd_left)
+    )
+
+
+def _order(link: str) -> int:
+    return 0 if link == "n/a" else -goodness(link)
+
+
+def bottleneck(topology: Topology) -> str | None:
+    """The best link that is the worst on the way between some two GPUs, whichever way is taken.
+
+    Anything that all GPUs take part in crosses one no better. None with fewer than two GPUs.
+    """
+    joined = {gpu: {gpu} for gpu in topology.gpus}
+    pairs = sorted(
+        combinations(topology.gpus, 2), key=lambda pair: -goodness(topology.link_between(*pair))
+    )
+    last = None
+    for one, other in pairs:  # Kruskal: the last edge of the best spanning tree
+        if joined[one] is joined[other]:
+            continue
+        last = topology.link_between(one, other)
+        joined[one] |= joined[other]
+        for gpu in joined[other]:
+            joined[gpu] = joined[one]
+    return last
+
+
+def _times(
+    topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
+) -> float | None:
+    """Return how many times as long as the best NVLinks a slot takes; None where there are none."""
+    pairs = combinations(topology.gpus, 2)
+    most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
+    if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:
+        return None
+    times = most * nvlink_bytes_per_s / slot_bytes_per_s
+    return times if times > 1 else None
+
+
+def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[SlowPairs, ...]:
+    """Pairs of GPUs whose link goes through the CPU, the slowest kind first."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for pair in combinations(topology.gpus, 2):
+        link = topology.link_between(*pair)
+        if link in _SLOW:
+            found.setdefault(str(link), []).append(pair)
+    kinds = sorted(found, key=goodness)
+    return tuple(
+        SlowPairs(link=kind, pairs=tuple(found[kind]), times_slower=times_slower) for kind in kinds
+    )
+
+
+def _near_nics(topology: Topology, gpu: str) -> NearNics:
+    links = {nic: topology.link_between(gpu, nic) for nic in topology.nics}
+    best = max(links.values(), key=goodness)
+    if best in _BETWEEN_NODES and topology.device(gpu).gpu_numa_id is not None:
+        # A GPU that is a NUMA node of its own (Grace) is on another than any card, near or far.
+        return NearNics(gpu=gpu, nics=(), link=None)
+    return NearNics(
+        gpu=gpu, nics=tuple(nic for nic, link in links.items() if link == best), link=best
+    )

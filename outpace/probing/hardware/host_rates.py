@@ -1,0 +1,68 @@
+"""Rates of this host, in a few seconds: of fp32 and bf16 products, and of memory.
+
+Plans are estimated from them where outpace probe has measured nothing: a guess by the vector width
+may be off several times. Measured in a process of its own, since threads of a math library that ran
+here would not survive a fork.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from outpace.records.host_rates import HostRates
+
+_LIMIT_S = 60.0
+_WIDTH = 768  # of products and of what they are taken from: a small model's layers
+_ROWS = 256
+_COPIED = 1 << 23  # elements of fp32: larger than the caches of a few cores
+_AT_LEAST_S = 0.4
+
+
+def measure_host_rates(threads: int) -> HostRates | None:
+    """Rates of `threads` cores together; None where they cannot be measured."""
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", __name__, str(threads)],
+            capture_output=True, text=True, timeout=_LIMIT_S, check=True,
+        )  # fmt: skip
+        return HostRates.parse(json.loads(ended.stdout.splitlines()[-1]), "the host's rates")
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def measure_rates(threads: int) -> HostRates:
+    """Measure the rates of `threads` threads, by one thread of this process, which has to end after
+    it.
+    """
+    import torch
+
+    # One thread by its own clock, which others' programs do not slow down.
+    torch.set_num_threads(1)
+    rates = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        x = torch.randn(_ROWS, _WIDTH, dtype=dtype)
+        weight = torch.randn(4 * _WIDTH, _WIDTH, dtype=dtype)
+        flops = 2.0 * _ROWS * _WIDTH * 4 * _WIDTH
+        work = partial(torch.nn.functional.linear, x, weight)
+        rates[name] = threads * flops / _seconds(work)
+    source, target = torch.zeros(_COPIED), torch.zeros(_COPIED)
+    copy_s = _seconds(partial(target.copy_, source))
+    return HostRates(flops_per_s=rates, memory_bytes_per_s=2.0 * source.nbytes / copy_s)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the thread's own time for the work, the least of several turns."""
+    work()
+    best, began = float("inf"), time.thread_time()
+    while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):
+        started = time.thread_time()
+        work()
+        best = min(best, time.thread_time() - started)
+    return best
+
+
+if __name__ == "__main__":
+    print(measure_rates(int(sys.argv[1])).model_dump_json())

@@ -1,0 +1,83 @@
+"""A host's topology: links of GPUs, their state, its processors, and what to place where."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.catalog.links import LINKS, find_link
+from outpace.probing.hardware import nvml
+from outpace.probing.hardware.cpus import read_cpus
+from outpace.probing.hardware.gpu_placement import place
+from outpace.probing.hardware.nvidia_smi import ToolError, parse, read_live
+from outpace.records.errors import BadInputError
+from outpace.records.hardware import Accelerator
+from outpace.records.inventory import GpuState, HostTopology
+from outpace.records.topology import Topology
+
+TIMEOUT_S = 20.0  # of each answer of the driver
+
+
+def read_topology(
+    file: Path | None = None, nvlink: str | None = None, timeout_s: float = TIMEOUT_S
+) -> HostTopology:
+    """Read the topology of this host, or of what `nvidia-smi topo -m` printed into a file.
+
+    `file` "-" is standard input. `nvlink`: the links' generation ("4"), where no GPU here tells.
+    Raises BadInputError.
+    """
+    if nvlink is not None:
+        find_link(f"NVLink {nvlink}")  # refused also where no GPU asks for it
+    topology, why = _read_links(file, timeout_s)
+    gpus, gpus_why = ((), None) if file is not None else nvml.query(timeout_s)
+    return HostTopology(
+        topology=topology,
+        placement=None if topology is None else place(topology, *_rates(nvlink, gpus)),
+        cpu=None if file is not None else read_cpus(),
+        gpus=gpus,
+        gpus_unknown=why,
+        state_unknown=gpus_why,
+    )
+
+
+def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, str | None]:
+    """Read the topology of the file or of this host; None and the reason if there is none."""
+    if file is None:
+        try:
+            return read_live(timeout_s), None
+        except ToolError as error:
+            return None, str(error)
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(errors="replace")
+    except OSError as error:
+        raise BadInputError(f"--from {file}: {error.strerror}") from None
+    return parse(text, "standard input" if str(file) == "-" else file.name), None
+
+
+def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
+    """Bytes/s in one direction of an NVLink and of a GPU's PCIe slot, of the catalog.
+
+    Of the link that is named, and the cards that have it; else of this host's GPUs.
+    """
+    if nvlink is not None:
+        link = find_link(f"NVLink {nvlink}")
+        chips = [one for one in ACCELERATORS.values() if _device_link(one) == link.name]
+        return link.bytes_per_s, _slot(chips)
+    found = [find_accelerator(gpu.name or "", gpu.memory_bytes) for gpu in gpus]
+    chips = [chip for chip in found if chip is not None]
+    names = {_device_link(chip) for chip in chips}
+    if len(chips) < len(found) or len(names) != 1:
+        return None, None
+    name = names.pop()
+    known = name is not None and LINKS[name].kind == "nvlink"
+    return (LINKS[name].bytes_per_s if name and known else None), _slot(chips)
+
+
+def _device_link(chip: Accelerator) -> str | None:
+    return None if chip.device_link is None else chip.device_link.link
+
+
+def _slot(chips: Sequence[Accelerator]) -> float | None:
+    """The fastest of their PCIe slots."""
+    links = [LINKS[chip.host_link] for chip in chips]
+    return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)

@@ -1,0 +1,295 @@
+"""Topology of GPUs and network cards, out of what `nvidia-smi topo -m` prints.
+
+Read from a file, or from the driver's own tool, which may be missing, refuse, or hang.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from outpace.probing.hardware.foreign_output import describe_foreign
+from outpace.records.errors import BadInputError, OutpaceError
+from outpace.records.topology import Endpoint, Topology, nvlinks
+
+TOOL = "nvidia-smi"
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\[[0-9;]*m")  # the second where a paste lost the escape
+_LABELS = re.compile(r"CPU\s*Affinity|NUMA\s*Affinity|GPU\s*NUMA\s*ID")
+_GLUED = re.compile(r"(?<=\d)(?=(?:GPU|NIC|mlx)\d)")
+_TERM = re.compile(r"NODE|SYS|SOC|PHB|PXB|PIX|NV\d+|X")
+_TERMS = re.compile(rf"(?:{_TERM.pattern})+")
+_NIC_LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$")
+_TAB = 8
+
+
+class ToolError(OutpaceError):
+    """The driver's tool cannot say: it is missing, failed, or gave no answer in time."""
+
+
+def read_live(timeout_s: float = 20.0) -> Topology:
+    """Ask this host's `nvidia-smi`. Raises ToolError with its words, at the latest in time."""
+    text = run_tool([TOOL, "topo", "-m"], timeout_s)
+    try:
+        return parse(text, "nvidia-smi topo -m")
+    except BadInputError as error:
+        first = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
+        raise ToolError(
+            f"{TOOL} topo -m printed what is no topology: {first!r} ({error})"
+        ) from None
+
+
+def read_if_there(timeout_s: float = 20.0) -> Topology | None:
+    """Read the topology as `read_live` does; None where the tool cannot say."""
+    try:
+        return read_live(timeout_s)
+    except ToolError:
+        return None
+
+
+def run_tool(command: list[str], timeout_s: float) -> str:
+    """Return what a tool prints. Raises ToolError; what it started is ended with it."""
+    name = command[0]
+    if shutil.which(name) is None:
+        raise ToolError(
+            f"{name} is not here (not on PATH): there is no NVIDIA driver, or a container was "
+            "started without its tools. With a driver, start the container with --gpus all."
+        )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that all it starts can be ended
+        )
+    except OSError as error:
+        raise ToolError(f"{name} cannot be started: {error.strerror}") from None
+    with process:
+        try:
+            text, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise ToolError(
+                f"{' '.join(command)} has not answered in {timeout_s:g} s and was stopped. A "
+                "driver in this state hangs other programs too: see the kernel's log (dmesg) for "
+                "lines with NVRM or Xid; a reboot helps as a rule."
+            ) from None
+    if process.returncode != 0:
+        said = text.strip() or "nothing"
+        raise ToolError(f"{' '.join(command)} failed (exit code {process.returncode}): {said}")
+    return text
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    # One that waits in the kernel cannot be ended: it is left, rather than waited for.
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=1)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The line above the matrix: names of devices, then columns about the host, and where."""
+
+    names: tuple[str, ...]
+    columns: tuple[str, ...]
+    starts: tuple[int, ...]
+
+
+def parse(text: str, source: str) -> Topology:
+    """The topology in a tool's output, wherever in `text` it stands.
+
+    Cells that a terminal has run together are told apart; what is missing in one row is taken
+    from the other device's. Raises BadInputError where no matrix is found or GPUs remain open.
+    """
+    lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
+    at, header = _find_header(lines, source)
+    _refuse_foreign(lines, source)
+    rows: dict[str, list[str | None]] = {}
+    about: dict[str, dict[str, str]] = {}
+    notes: list[str] = []
+    for line in lines[at + 1 :]:
+        name, _, rest = line.strip().partition("\t" if "\t" in line.strip() else " ")
+        if name.split()[:1] and (name := name.split()[0]) in header.names:
+            rows[name], about[name] = _row(line, name, header, notes, source)
+        elif rows and rest and not line.strip().startswith("NIC"):
+            break
+    missing = [name for name in header.names if name.startswith("GPU") and name not in rows]
+    if missing:
+        raise BadInputError(f"{source}: the matrix has no row for {', '.join(missing)}")
+    matches = (_NIC_LEGEND.match(line) for line in lines)
+    labels = {found[1]: found[2] for found in matches if found}
+    devices = tuple(
+        Endpoint(
+            name=name,
+            kind="gpu" if re.fullmatch(r"GPU\d+", name) else "nic",
+            label=labels.get(name),
+            **about.get(name, {}),
+        )
+        for name in header.names
+    )
+    links = _mirror(header.names, rows, source, notes)
+    return Topology.parse(
+        {
+            "devices": devices,
+            "links": links,
+            "source": source,
+            "notes": tuple(notes),
+            "pcie_only": _without_nvlink(lines, rows),
+        },
+        source,
+    )
+
+
+def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
+    for at, line in enumerate(lines):
+        expanded = line.expandtabs(_TAB)
+        plain = _LABELS.sub(" ", expanded)
+        names = tuple(word for part in plain.split() for word in _GLUED.split(part))
+        if not names or not re.fullmatch(r"GPU\d+", names[0]):
+            continue
+        if any(_TERMS.fullmatch(name) for name in names):
+            continue  # a row
+        found = list(_LABELS.finditer(expanded))
+        # Where the first cell of the header is not left free, rows are further right than it.
+        shift = _TAB if not line[:1].isspace() else 0
+        columns = tuple("".join(match[0].split()) for match in found)
+        return at, _Header(names, columns, tuple(match.start() + shift for match in found))
+    said = describe_foreign("\n".join(lines))
+    raise BadInputError(
+        f"{source}: there is no matrix of GPUs in it. "
+        + (said or "Save what `nvidia-smi topo -m` prints, from the line with GPU0 on.")
+    )
+
+
+def _refuse_foreign(lines: list[str], source: str) -> None:
+    """Refuse a matrix of another tool: its columns are GPUs too, its cells are other words."""
+    cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
+    if all(cell == "X" for cell in cells):
+        said = describe_foreign("\n".join(lines))
+        if said is not None:
+            raise BadInputError(f"{source}: {said}")
+
+
+def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
+    """Whether the matrix is of topo -mp, which has the PCIe links alone.
+
+    The command says so, or a legend that has no NVLinks.
+    """
+    if any(nvlinks(link) for row in rows.values() for link in row):
+        return False
+    text = "\n".join(lines)
+    if re.search(r"topo\s+(-mp|--matrix_pci)\b", text):
+        return True
+    return re.search(r"^\s*X\s+=", text, re.MULTILINE) is not None and "NV#" not in text
+
+
+def _row(
+    line: str, name: str, header: _Header, notes: list[str], source: str
+) -> tuple[list[str | None], dict[str, str]]:
+    """A device's links by column, and what the row says of its place."""
+    expanded = line.expandtabs(_TAB)
+    words = list(re.finditer(r"\S+", expanded))[1:]
+    cells: list[str | None] = []
+    used = 0
+    for word in words:
+        if len(cells) >= len(header.names) or not _TERMS.fullmatch(word[0]):
+            break
+        cells.extend(_TERM.findall(word[0]))
+        used += 1
+    rest = words[used:]
+    whole = len(cells) == len(header.names)
+    if len(cells) > len(header.names):
+        raise BadInputError(
+            f"{source}: row {name} has {len(cells)} links, but there are {len(header.names)} "
+            "devices"
+        )
+    if not whole:
+        unread = rest[0][0] if rest else "its end"
+        notes.append(f"row {name}: {unread!r} is no link; what is missing is of the other rows")
+        rest = rest[1:]
+        cells += [None] * (len(header.names) - len(cells))
+    return cells, _last_fields(rest, header, whole)
+
+
+_FIELDS = {
+    "CPUAffinity": "cpu_affinity",
+    "NUMAAffinity": "numa_affinity",
+    "GPUNUMAID": "gpu_numa_id",
+}
+
+
+def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> dict[str, str]:
+    """The last columns by name. A tool leaves a cell empty where it knows nothing."""
+    names = [_FIELDS[column] for column in header.columns]
+    free = len(names) - len(words)
+    if free > 0 and names and words:
+        # The first cell is there if the first word is where its column begins, or left of it.
+        at_first = whole and words[0].start() <= header.starts[0]
+        last_given = words[-1][0] == "N/A" or not at_first
+        if at_first:
+            names = [names[0], *(names[1 + free :] if last_given else names[1:])]
+        else:
+            names = names[free:]
+    return {name: word[0] for name, word in zip(names, words, strict=False) if word[0] != "N/A"}
+
+
+def _mirror(
+    names: tuple[str, ...], rows: dict[str, list[str | None]], source: str, notes: list[str]
+) -> list[list[str | None]]:
+    """The whole matrix: a link that one row lacks is read in the other."""
+    place = {name: at for at, name in enumerate(names)}
+    unknown = []
+    links: list[list[str | None]] = [["X" if a == b else None for b in names] for a in names]
+    for name, row in rows.items():
+        if row[place[name]] not in ("X", None):
+            raise BadInputError(
+                f"{source}: {name} to itself is {row[place[name]]}, not X: columns are missing"
+            )
+    for a, b in ((a, b) for a in names for b in names if a != b):
+        mine = rows[a][place[b]] if a in rows else None
+        theirs = rows[b][place[a]] if b in rows else None
+        if mine is not None and theirs is not None and mine != theirs:
+            raise BadInputError(
+                f"{source}: {a} to {b} is {mine}, but {b} to {a} is {theirs}: the matrix is damaged"
+            )
+        links[place[a]][place[b]] = mine or theirs
+        if mine is None and theirs is None and place[a] < place[b]:
+            unknown.append((a, b))
+    between_gpus = [pair for pair in unknown if all(name.startswith("GPU") for name in pair)]
+    if between_gpus:
+        pairs = ", ".join(f"{a}–{b}" for a, b in between_gpus)
+        unread = f" ({notes[0]})" if notes else ""
+        raise BadInputError(f"{source}: the link of {pairs} cannot be read{unread}")
+    absent = [name for name in names if name not in rows]
+    if len(absent) > 1:
+        notes.append(f"no rows for {', '.join(absent)}: links among them are not known")
+    return links
+
+
+def render(topology: Topology) -> str:
+    """The matrix as the tool would print it; `parse` reads it back."""
+    with_numa = any(device.numa_affinity for device in topology.devices)
+    with_id = any(device.gpu_numa_id for device in topology.devices)
+    header = ["", *(device.name for device in topology.devices), "CPU Affinity"]
+    header += ["NUMA Affinity"] * (with_numa or with_id) + ["GPU NUMA ID"] * with_id
+    lines = ["\t".join(header)]
+    for device, row in zip(topology.devices, topology.links, strict=True):
+        cells = [device.name, *((f" {link} " if link == "X" else link or "") for link in row)]
+        if device.kind == "gpu":
+            cells.append(device.cpu_affinity or "N/A")
+            if with_numa or with_id:
+                cells += [device.numa_affinity or "N/A"]
+            if with_id:
+                cells += ["", device.gpu_numa_id or "N/A"]
+        lines.append("\t".join(cells))
+    labels = [f"  {one.name}: {one.label}" for one in topology.devices if one.label]
+    return "\n".join([*lines, *(["", "NIC Legend:", "", *labels] if labels else [])]) + "\n"

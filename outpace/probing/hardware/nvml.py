@@ -1,0 +1,233 @@
+"""GPUs as NVIDIA's management library (NVML) tells of them, by nvidia-ml-py.
+
+https://docs.nvidia.com/deploy/nvml-api/ Each question may fail alone: its answer is then None.
+NVML can hang with a broken driver, so `query` asks in a process of its own.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from outpace.probing.hardware.nvidia_smi import ToolError, run_tool
+from outpace.records.interpreter import PYTHON
+from outpace.records.inventory import GpuState
+from outpace.records.topology import cpu_list
+
+# nvml.h, nvmlClocksEventReason*: what holds the clocks down. Idleness is no trouble.
+_REASONS = {
+    0x2: "clocks set by a user",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature (driver)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+# Of NVML's header, and not to change: fields of nvmlDeviceGetFieldValues and what they count.
+FI_NVLINK_DATA_TX, FI_NVLINK_DATA_RX = 138, 139  # KiB so far
+FI_PCIE_TX, FI_PCIE_RX = 197, 198  # bytes so far
+ALL_LINKS = 0xFFFFFFFF
+PCIE_TX, PCIE_RX = 0, 1
+CLOCK_SM = 1
+WIDE = {2: "ulVal", 3: "ullVal", 4: "sllVal"}  # types of 64 bits; those of 32 wrap too soon
+NOT_FOUND = 6
+LIBRARY = "libnvidia-ml.so.1"
+_MARK = "outpace-gpus:"
+
+
+def query(
+    timeout_s: float = 20.0, command: list[str] | None = None
+) -> tuple[tuple[GpuState, ...], str | None]:
+    """This host's GPUs, and why there are none to see (None: they are all there is).
+
+    `command` is what prints them as `main` does. Never raises for the driver's sake.
+    """
+    try:
+        text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
+    except ToolError as error:
+        return (), f"NVML: {error}"
+    for line in text.splitlines():
+        if line.startswith(_MARK):
+            said = json.loads(line.removeprefix(_MARK))
+            return tuple(GpuState.model_validate(one) for one in said["gpus"]), said["why"]
+    return (), f"NVML gave no answer: {text.strip()[-300:] or 'it printed nothing'}"
+
+
+def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
+    """Whether there is a driver and it answers in time; it is asked in a process of its own."""
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(library)  # loading it asks nothing of the driver
+        except OSError:
+            return False
+    return query(timeout_s)[1] is None
+
+
+def read_gpus(library: Any) -> tuple[GpuState, ...]:
+    """All GPUs by an initialised `pynvml`, or what answers like it. Raises its NVMLError."""
+    count = library.nvmlDeviceGetCount()
+    return tuple(_state(library, index) for index in range(count))
+
+
+class _Device:
+    """Asks about one device, and keeps why it was refused."""
+
+    def __init__(self, library: Any, handle: Any) -> None:
+        self.library, self.handle = library, handle
+        self.refused: dict[str, str] = {}
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """NVML's answer to nvmlDeviceGet`what`; None where it is refused."""
+        call = getattr(self.library, f"nvmlDeviceGet{what}", None)
+        if call is None:
+            self.refused[what] = "not in this version of nvidia-ml-py"
+            return None
+        try:
+            return call(self.handle, *arguments)
+        except self.library.NVMLError as error:
+            self.refused[what] = str(error)
+            return None
+
+
+def _state(library: Any, index: int) -> GpuState:
+    try:
+        device = _Device(library, library.nvmlDeviceGetHandleByIndex(index))
+    except library.NVMLError as error:
+        return GpuState(index=index, not_told={"HandleByIndex": str(error)})
+    ask = device.ask
+    memory, busy = ask("MemoryInfo"), ask("UtilizationRates")
+    limits, ecc, mig = ask("PowerManagementLimitConstraints"), ask("EccMode"), ask("MigMode")
+    links, active = _nvlinks(device)
+    others = ask("ComputeRunningProcesses")
+    return GpuState(
+        index=index,
+        name=words(ask("Name")),
+        bus=_read_known(ask("PciInfo"), lambda pci: words(pci.busId)),
+        memory_bytes=_read_known(memory, lambda found: found.total),
+        memory_used_bytes=_read_known(memory, lambda found: found.used),
+        utilisation=_read_known(busy, lambda found: share(found.gpu)),
+        performance_state=ask("PerformanceState"),
+        sm_clock_hz=_times(ask("ClockInfo", library.NVML_CLOCK_SM), 1e6),
+        sm_clock_max_hz=_times(ask("MaxClockInfo", library.NVML_CLOCK_SM), 1e6),
+        temperature_c=ask("Temperature", library.NVML_TEMPERATURE_GPU),
+        power_w=_times(ask("PowerUsage"), 1e-3),
+        power_limit_w=_times(ask("EnforcedPowerLimit"), 1e-3),
+        power_limit_default_w=_times(ask("PowerManagementDefaultLimit"), 1e-3),
+        power_limit_max_w=_read_known(limits, lambda found: found[1] * 1e-3),
+        throttled_by=_throttle_reasons(device),
+        ecc=_read_known(ecc, lambda found: bool(found[0])),
+        ecc_pending=_read_known(ecc, lambda found: bool(found[1])),
+        ecc_uncorrected=ask(
+            "TotalEccErrors", library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
+        ),
+        remap_pending=_read_known(ask("RemappedRows"), lambda found: bool(found[2])),
+        pcie_generation=ask("CurrPcieLinkGeneration"),
+        pcie_generation_max=ask("MaxPcieLinkGeneration"),
+        pcie_generation_card=ask("GpuMaxPcieLinkGeneration"),
+        pcie_width=ask("CurrPcieLinkWidth"),
+        pcie_width_max=ask("MaxPcieLinkWidth"),
+        nvlinks=links,
+        nvlinks_active=active,
+        nvlink_version=ask("NvLinkVersion", 0) if links else None,
+        cpu_affinity=_affinity(device),
+        mig=_read_known(mig, lambda found: bool(found[0])),
+        persistence=_read_known(ask("PersistenceMode"), bool),
+        other_processes=_read_known(
+            others, lambda found: sum(one.pid != os.getppid() for one in found)
+        ),
+        not_told=device.refused,
+    )
+
+
+def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
+    """Return what slows the clocks now; older libraries have the question under its first name."""
+    bits = device.ask("CurrentClocksEventReasons")
+    if bits is None:
+        bits = device.ask("CurrentClocksThrottleReasons")
+    return None if bits is None else tuple(why for bit, why in _REASONS.items() if bits & bit)
+
+
+def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
+    """Return what holds a device's clocks down now; None where the driver does not tell."""
+    return _throttle_reasons(_Device(library, handle))
+
+
+def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
+    """The processes that compute on a device now, by NVML's numbers; None as above."""
+    listed = _Device(library, handle).ask("ComputeRunningProcesses")
+    return None if listed is None else frozenset(one.pid for one in listed)
+
+
+def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
+    """Count the NVLinks that there are and those that are up; NVML numbers them without gaps."""
+    states = []
+    for link in range(device.library.NVML_NVLINK_MAX_LINKS):
+        state = device.ask("NvLinkState", link)
+        if state is None:
+            break
+        states.append(bool(state))
+    if states or "Support" in device.refused.get("NvLinkState", ""):
+        device.refused.pop("NvLinkState", None)  # the end of the list, or a card without any
+        return len(states), sum(states)
+    return None, None
+
+
+def _affinity(device: _Device) -> str | None:
+    """CPUs near the GPU: NVML gives words of 64 bits, the lowest first."""
+    words = device.ask("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
+    if words is None:
+        return None
+    return cpu_list(
+        {
+            64 * at + bit
+            for at, word in enumerate(words)
+            for bit in range(64)
+            if int(word) >> bit & 1
+        }
+    )
+
+
+def _read_known(value: Any, read: Callable[[Any], Any]) -> Any:
+    return None if value is None else read(value)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def share(percent: int) -> float | None:
+    """Return a percentage as a share of one. Drivers have been seen to say more than 100 (of a
+    process that has ended).
+    """
+    return percent / 100 if 0 <= percent <= 100 else None
+
+
+def words(value: str | bytes | None) -> str | None:
+    """A name, which older versions of nvidia-ml-py give as bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def main() -> None:
+    """Print this host's GPUs as one line of JSON after a mark, or why there are none."""
+    gpus: tuple[GpuState, ...] = ()
+    why = None
+    try:
+        import pynvml
+    except ImportError:
+        why = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+    else:
+        try:
+            pynvml.nvmlInit()
+            gpus = read_gpus(pynvml)
+        except pynvml.NVMLError as error:
+            why = f"NVML: {error}"
+    said = {"gpus": [gpu.model_dump() for gpu in gpus], "why": why}
+    print(_MARK + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Small files in which Linux tells of a host, and the control groups that this process is in."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMBERSHIP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
+
+
+def read_text(path: Path) -> str | None:
+    """A small file of the kernel's, stripped; None where it is not there or not permitted."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """A group of processes that the kernel limits together, by version 1 or 2 of its interface."""
+
+    folder: Path
+    version: int
+
+    def read(self, name: str) -> str:
+        """One of its files; empty where there is none."""
+        return read_text(self.folder / name) or ""
+
+
+def control_groups(
+    controller: str, membership: Path = MEMBERSHIP, mounts: Path = MOUNTS
+) -> Iterator[ControlGroup]:
+    """This process's groups of a controller ("memory", "cpu"), and all that these are inside of."""
+    mounted = dict(_find_mounts(controller, mounts))
+    for line in (read_text(membership) or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        version = 2 if number == "0" else 1
+        if version not in mounted or (version == 1 and controller not in controllers.split(",")):
+            continue
+        root, top = mounted[version]
+        # In a container the mount shows the group itself, whatever its path outside.
+        inside = path.removeprefix(root.rstrip("/")) if root != "/" else path
+        folder = top / inside.strip("/")
+        while not folder.is_dir() and folder != top:
+            folder = folder.parent
+        for one in (folder, *folder.parents):
+            yield ControlGroup(one, version)
+            if one == top:
+                break
+
+
+def _find_mounts(controller: str, mounts: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
+    """Yield, by version, which group is mounted, and where (proc(5), mountinfo)."""
+    for line in (read_text(mounts) or "").splitlines():
+        before, _, after = line.partition(" - ")
+        root, place = before.split()[3:5]
+        kind, _, options = after.split(maxsplit=2)
+        if kind == "cgroup2":
+            yield 2, (root, Path(place))
+        elif kind == "cgroup" and controller in options.split()[-1].split(","):
+            yield 1, (root, Path(place))

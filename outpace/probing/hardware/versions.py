@@ -1,0 +1,101 @@
+"""Versions and commits: what has to be the same for a result to be the same."""
+
+import hashlib
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+
+from outpace.nn.torch_versions import VERSION
+from outpace.probing.hardware.procfs import read_text
+from outpace.records.version import __version__
+
+# The kernel's module says so by itself; under Windows and without a driver it is not there.
+_DRIVER = Path("/sys/module/nvidia/version")
+_PACKAGES = ("transformers", "tokenizers", "datasets", "safetensors", "numpy")
+_TELLING = (
+    "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
+    "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "MALLOC_", "LD_PRELOAD",
+)  # fmt: skip
+# Each launch has its own, or the launcher alone sets it.
+_OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
+# What is called so, or has a password in an address, is nobody's but its owner's.
+_SECRET = re.compile(r"TOKEN|SECRET|PASS(W|_|$)|PWD|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the packages that matter, and of CUDA and its driver where they are.
+
+    Of what carries collectives, too. Nothing is asked of a driver: a broken one may not answer.
+    outpace and torch say theirs themselves: where they are only on PYTHONPATH, nothing else does.
+    """
+    found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    driver = read_text(_DRIVER)
+    if driver:
+        found["nvidia driver"] = driver
+    return found | _backends()
+
+
+def _backends() -> dict[str, str]:
+    """NCCL's version, and gloo's, which has none but torch's: it is a part of it."""
+    found = {}
+    if dist.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if dist.is_available() and dist.is_gloo_available():
+        found["gloo"] = f"of torch {VERSION}"
+    return found
+
+
+def commit() -> tuple[str | None, bool | None]:
+    """Commit of the working directory and whether it has changes; None outside a repository."""
+    head = _git("rev-parse", "HEAD")
+    if head is None:
+        return None, None
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return head.strip(), bool((status or "").strip())
+
+
+def changes() -> str | None:
+    """A hash of all that is not committed; None: nothing, or no repository."""
+    found = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Select those that change how something computes or communicates, not where it was launched.
+
+    Left out are those that hold a secret, by their names or by an address with a password.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_TELLING)
+        and not name.startswith(_OF_LAUNCHERS)
+        and not _SECRET.search(name)
+        and not _ADDRESS_WITH_PASSWORD.search(value)
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", *arguments], capture_output=True, text=True,
+            errors="replace", timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,1 @@
+"""Measuring data loading and tokenization."""

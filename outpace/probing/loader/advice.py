@@ -1,0 +1,155 @@
+"""Choice of a loader setting: the cheapest that is as fast as any."""
+
+from collections.abc import Iterator, Sequence
+
+from outpace.probing.timing.gain import Gain, gain
+from outpace.records.figure import Figure, Key
+from outpace.records.probed import Advice
+from outpace.records.units import show_count, show_seconds
+
+# Loading that takes more of a step than this, where nothing hides it, is worth a worker.
+_SHOWN = 0.01
+_WORTH = 0.05
+# What is this near the fastest is as fast, however sure the difference is.
+_ALIKE = 0.02
+
+
+def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
+    """Return advice in words, with the figures."""
+    unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
+    rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
+    own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
+    return (
+        *_workers(own),
+        *_prefetch([f for f in rates if f.key.has(loader="torch", pin="no")]),
+        *_pinning([f for f in rates if f.key.has(loader="outpace")], cheapest(own)),
+        *_text(own, [f for f in rates if f.key.has(loader="text")]),
+        *_tokenising([f for f in figures if f.key.kind == "tokenise" and f.key.what == "bytes"]),
+    )
+
+
+def cheapest(figures: Sequence[Figure]) -> Figure | None:
+    """The first by workers, then by prefetching, that cannot be told from the fastest.
+
+    None where no figure is known.
+    """
+    known = [f for f in figures if f.value is not None]
+    if not known:
+        return None
+    best = max(known, key=lambda f: f.value or 0.0)
+
+    def cost(figure: Figure) -> tuple[int, int]:
+        return int(figure.key.of["workers"]), int(figure.key.of.get("prefetch", 0))
+
+    def as_fast(figure: Figure) -> bool:
+        by = gain(figure, best)
+        return by is not None and not (by.sure and by.value > _ALIKE)
+
+    return min([best, *filter(as_fast, known)], key=cost)
+
+
+def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
+    alone = next((f for f in rates if f.key.of["workers"] == 0 and f.value), None)
+    best = cheapest(rates)
+    if best is None:
+        return
+    text = f"Recommended: {_flag(best)}, with {best} for each training process"
+    text += ", as fast as any number of workers." if best.key.of["workers"] == 0 else "."
+    if alone is not None and alone is not best:
+        text += f" Without workers it is {alone}."
+    if alone is not None and alone.value is not None:
+        limit = show_count(_SHOWN * alone.value, alone.unit)
+        text += f" Without workers loading is at most 1 % of a step up to {limit} of training"
+        one = next((f for f in rates if f.key.of["workers"] and f.value), None)
+        text += "." if one is None else f"; beyond, {_flag(one)} hides it up to {one}."
+    by = None if alone is None or alone is best else gain(alone, best)
+    yield Advice(about="loader", text=text, of=_keys(best, alone), **_gain_fields(by))
+
+
+def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
+    """Advise on prefetching of torch's DataLoader: outpace's own always has 2. With as many workers
+    as are best.
+    """
+    best = cheapest(rates)
+    if best is None:
+        return
+    rates = [f for f in rates if f.key.has(workers=best.key.of["workers"])]
+    usual = next((f for f in rates if f.key.of.get("prefetch") == 2), None)
+    if usual is None or usual.value is None or best.value is None:
+        return
+    count, by = best.key.of["prefetch"], gain(usual, best)
+    if int(count) <= 2 or by is None or not by.sure or by.value < _WORTH:
+        yield Advice(
+            about="loader",
+            text="More than 2 batches prefetched for each worker are not faster: leave it at 2.",
+            of=_keys(*rates),
+        )
+        return
+    yield Advice(
+        about="loader",
+        text=f"{count} batches prefetched for each worker load {best}, 2 load "
+        f"{usual}. That is prefetch_factor of a DataLoader of your own; outpace's has 2.",
+        of=_keys(best, usual), **_gain_fields(by),
+    )  # fmt: skip
+
+
+def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
+    """Advise on pinned memory, with as many workers as are recommended, and without any."""
+    counts = (0, 0 if recommended is None else recommended.key.of["workers"])
+    for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
+        workers = pinned.key.of["workers"]
+        if workers not in counts:
+            continue
+        other = next((f for f in rates if f.key.has(pin="no", workers=workers) and f.value), None)
+        if other is None or pinned.value is None or other.value is None:
+            continue
+        by = gain(other, pinned)
+        if by is None:
+            continue
+        sure = by.sure or by.high < 0
+        advised = "--pin-memory" if by.value > 0 else "--no-pin-memory"
+        yield Advice(
+            about="loader",
+            text=f"With {workers} workers batches reach the device at {pinned} from pinned "
+            f"memory, at {other} from pageable: "
+            + (f"{advised}." if sure else "no difference that is sure."),
+            of=_keys(pinned, other), **_gain_fields(by),
+        )  # fmt: skip
+
+
+def _text(rates: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
+    prepared, written = cheapest(rates), cheapest(text)
+    if prepared is None or written is None or not prepared.value or not written.value:
+        return
+    yield Advice(
+        about="loader",
+        text=f"A DataLoader that tokenises as it loads gives {written} at best (num_workers="
+        f"{written.key.of['workers']}); tokens that were prepared once, as outpace trains "
+        f"from, are loaded {prepared.value / written.value:.0f} times as fast.",
+        of=_keys(prepared, written),
+    )
+
+
+def _tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
+    best = max((f for f in rates if f.value), key=lambda f: f.value or 0.0, default=None)
+    if best is None or best.value is None:
+        return
+    count = best.key.of["processes"]
+    yield Advice(
+        about="tokenisation",
+        text=f"Each GB of text is tokenised in {show_seconds(1e9 / best.value)} by "
+        f"{count} process{'' if count == 1 else 'es'} ({best}), once: tokens are cached.",
+        of=_keys(best),
+    )
+
+
+def _gain_fields(by: Gain | None) -> dict[str, float]:
+    return {} if by is None else {"gain": by.value, "low": by.low, "high": by.high}
+
+
+def _flag(figure: Figure) -> str:
+    return f"--workers {figure.key.of['workers']}"
+
+
+def _keys(*figures: Figure | None) -> tuple[Key, ...]:
+    return tuple(figure.key for figure in figures if figure is not None)

@@ -1,0 +1,191 @@
+"""Data that a loader is timed on: a user's own, as training reads it, or a part of that."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from outpace.data.corpus import Corpus
+from outpace.data.samples import TokenDataset
+from outpace.data.sources import Source, open_source
+from outpace.data.stream import Array, Mapped, Stream, token_stream
+from outpace.data.text import Piece, pieces
+from outpace.data.tokenizer import Tokenizer, train_tokenizer
+from outpace.records.errors import BadInputError
+
+# A text that is read for a probe, characters; training would read all of it.
+_TAKEN, _FULL_TAKEN = 1 << 21, 1 << 24
+# Tokens are repeated up to this many: more than a processor's cache holds, as a corpus is.
+_LEAST_TOKENS = 1 << 24
+# A tokenizer learnt from this much is as fast as another of its size.
+_LEARNT_CHARACTERS, _LEARNT_VOCAB = 1 << 20, 8192
+_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class LoaderData:
+    """Data to load, as `outpace train` is told it, and in which batches.
+
+    Without a `tokenizer` one is learnt from the text. `dataset`: a user's own (map-style), in the
+    place of the sources.
+    """
+
+    sources: tuple[str, ...] = ("stdlib",)
+    text_field: str = "text"
+    tokenizer: Tokenizer | None = None
+    objective: Literal["causal", "masked"] = "causal"
+    document_attention: bool = False
+    seq_len: int = 256
+    micro_batch: int = 16
+    dataset: Any | None = None
+
+
+@dataclass(frozen=True)
+class LoaderInput:
+    """`tokens` is what training loads; `texts` what it is made of, where that is text.
+
+    `sample_tokens`: of each sample, None where they are not known.
+    """
+
+    tokens: Any
+    sample_tokens: int | None
+    texts: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
+    as_text: "TextDataset | None" = None
+    notes: tuple[str, ...] = ()
+
+
+def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
+    """The data ready to be loaded, what has to be written in `folder`. Raises BadInputError."""
+    if data.dataset is not None:
+        return LoaderInput(data.dataset, None, notes=(_name_dataset(data.dataset),))
+    if not data.sources:
+        raise BadInputError("no data is named; give at least one source")
+    sources = [open_source(reference) for reference in data.sources]
+    written = [source for source in sources if not source.is_tokens]
+    streams = [token_stream(source.files) for source in sources if source.is_tokens]
+    tokenizer, texts, notes = data.tokenizer, [], [_name_sources(data.sources)]
+    if written:
+        limit = (_TAKEN if quick else _FULL_TAKEN) // len(written)
+        parts = [
+            part for source in written for part in _read_beginning(source, data.text_field, limit)
+        ]
+        texts = [part.text for part in parts]
+        if not texts:
+            raise BadInputError(f"the data at {', '.join(data.sources)} holds no text")
+        if tokenizer is None:
+            tokenizer = _learn_tokenizer(texts, data.objective == "masked")
+            notes.append("loader: no tokenizer is named, so one was learnt from the data")
+        encoded = _encode(tokenizer, texts)
+        streams.append(_write_tokens(folder / "tokens.bin", parts, encoded, tokenizer))
+        notes.append(
+            f"loader: of the text its first {sum(map(len, texts)) / 1e6:.1f} million characters "
+            "were read; training reads their tokens from the token cache"
+        )
+    dataset = TokenDataset(
+        Corpus(tuple(streams), None, "probe"), data.seq_len, objective=data.objective, seed=0,
+        document_attention=data.document_attention, tokenizer=tokenizer,
+    )  # fmt: skip
+    as_text = None
+    if written and tokenizer is not None:
+        as_text = _as_text(tokenizer, texts, encoded, data.seq_len)
+    return LoaderInput(dataset, data.seq_len, tuple(texts), tokenizer, as_text, tuple(notes))
+
+
+def _name_dataset(dataset: Any) -> str:
+    """Say which data were timed, of a user's own data set."""
+    return f"loader: timed on your own data set, {len(dataset)} samples of {type(dataset).__name__}"
+
+
+def _name_sources(sources: tuple[str, ...]) -> str:
+    """Say which data were timed, without the folders that they are in."""
+    names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
+    return f"loader: timed on {', '.join(names)}"
+
+
+def _read_beginning(source: Source, text_field: str, limit: int) -> Iterator[Piece]:
+    taken = 0
+    for piece in pieces(source, text_field):
+        yield Piece(piece.text[: limit - taken], piece.first, piece.last, piece.consumed)
+        taken += len(piece.text)
+        if taken >= limit:
+            return
+
+
+def _learn_tokenizer(texts: list[str], masked: bool) -> Tokenizer:
+    taken, left = [], _LEARNT_CHARACTERS
+    for text in texts:
+        taken.append(text[:left])
+        left -= len(text)
+        if left <= 0:
+            break
+    return train_tokenizer(taken, _LEARNT_VOCAB, masked=masked)
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
+    batches = (texts[n : n + _AT_ONCE] for n in range(0, len(texts), _AT_ONCE))
+    return [ids for batch in batches for ids in tokenizer.encode_batch(batch)]
+
+
+def _write_tokens(
+    path: Path, parts: list[Piece], encoded: list[Array], tokenizer: Tokenizer
+) -> Stream:
+    """The tokens in a file as the token cache has them, documents repeated until they are many."""
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    starts, ids, length = [], [], 0
+    for part, found in zip(parts, encoded, strict=True):
+        if part.first:
+            starts.append(length)
+        ended = np.append(found, tokenizer.eos_id) if part.last else found
+        ids.append(ended.astype(dtype))
+        length += len(ended)
+    once = np.concatenate(ids)
+    times = max(1, math.ceil(_LEAST_TOKENS / len(once)))
+    with path.open("wb") as file:
+        for _ in range(times):
+            file.write(once.data)
+    total = times * length
+    begins = (np.arange(times)[:, None] * length + np.array(starts)).reshape(-1)
+    extent = (int(once.min()), int(once.max()))
+    return Stream((Mapped(path, dtype),), np.array([total]), 0, total, begins, extent)
+
+
+class TextDataset(Dataset[dict[str, Tensor]]):
+    """Texts that are tokenised when they are asked for: at most `seq_len` tokens each, padded.
+
+    `mean_tokens`: of a text, in the mean.
+    """
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, texts: list[str], seq_len: int, pad_id: int,
+        mean_tokens: float,
+    ) -> None:  # fmt: skip
+        self._inner, self._texts, self._seq_len, self._pad_id = inner, texts, seq_len, pad_id
+        self.mean_tokens = mean_tokens
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self._inner.encode(self._texts[index], add_special_tokens=False).ids
+        row = torch.full((self._seq_len + 1,), self._pad_id)
+        row[: len(ids)] = torch.tensor(ids[: self._seq_len + 1])
+        return {"tokens": row[:-1], "targets": row[1:]}
+
+
+def _as_text(
+    tokenizer: Tokenizer, texts: list[str], encoded: list[Array], seq_len: int
+) -> TextDataset:
+    """The same texts in pieces of about a sample each."""
+    characters = sum(map(len, texts)) / max(1, sum(map(len, encoded)))
+    length = max(1, round(characters * seq_len))
+    cut = [text[n : n + length] for text in texts for n in range(0, len(text), length)]
+    lengths = [min(len(ids), seq_len) for ids in _encode(tokenizer, cut)]
+    return TextDataset(tokenizer.inner, cut, seq_len, tokenizer.eos_id, float(np.mean(lengths)))

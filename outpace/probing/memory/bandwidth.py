@@ -1,0 +1,290 @@
+"""Rates of memory: read, written, copied, computed on element by element, and allocated.
+
+The sizes reach from what a cache holds to what none does; the latter's are the memory's.
+McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", counts as here:
+bytes read and bytes written, and not what a cache reads before it writes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.probing.collectives.overlap import share_hidden
+from outpace.probing.compute.matmul import wrong_product
+from outpace.probing.hardware.cpus import read_cpus
+from outpace.probing.timing.interleave import Turns
+from outpace.probing.timing.measure import Case, Effort, clock_of, measure, rounds_of
+from outpace.probing.timing.section import ProbeSection
+from outpace.records.figure import Figure, Key
+from outpace.records.probed import Advice
+
+# fp32 elements, below that of `large_elements`.
+_QUICK = (1 << 14, 1 << 18)
+_FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+# A copy touches two arrays: half of it stays in a cache that holds one.
+_BEYOND = 2
+_LEAST, _MOST = 1 << 24, 1 << 28
+WAYS = ("to the host", "to the device", "both ways")
+_OVERLAPPED_ELEMENTS = 1 << 26  # of transfers beside a product
+_USUAL_L2_BYTES = 128 << 20  # of a GPU that does not tell
+
+
+def large_elements(device: torch.device) -> int:
+    """fp32 elements of an array that no cache holds, as far as memory allows."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        cache = max((c.cache_bytes * c.count for c in read_cpus().caches), default=0)
+        free = psutil.virtual_memory().available
+    wanted = max(_LEAST, min(_MOST, _BEYOND * cache // 4))
+    return int(min(wanted, free // 64))
+
+
+def memory_cases(device: torch.device, quick: bool) -> list[Case]:
+    """Return cases of one device's memory, and of the way between it and the host's."""
+    large = large_elements(device)
+    elements = [count for count in (_QUICK if quick else _FULL) if count < large] + [large]
+    pool = torch.empty(large, device=device).normal_()
+    out = torch.empty_like(pool)
+    cases = [case for count in elements for case in _streams(pool[:count], out[:count])]
+    cases += _operations(pool, out, quick)
+    cases += _allocations(device, quick)
+    cases += [_optimizer_step(device, large // 4)]  # of each of its four arrays
+    if device.type == "cuda":
+        cases += list(_transfers(device, quick))
+    return cases
+
+
+def _key(what: str, **of: str | int) -> Key:
+    return Key(kind="memory", what=what, of=of)
+
+
+def _call_of(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+    return lambda: call
+
+
+def _streams(x: Tensor, out: Tensor) -> Iterator[Case]:
+    size = x.nbytes
+
+    def copy_fault(found: Tensor) -> str | None:
+        return None if torch.equal(found, x) else "the copy is not equal"
+
+    def write_fault(found: Tensor) -> str | None:
+        return None if bool((found == 1.5).all()) else "not all was written"
+
+    yield Case(
+        _key("copy", bytes=size), "B/s", _call_of(lambda: out.copy_(x)), 2 * size, copy_fault
+    )
+    yield Case(
+        _key("write", bytes=size), "B/s", _call_of(lambda: out.fill_(1.5)), size, write_fault
+    )
+    yield Case(_key("read", bytes=size), "B/s", _call_of(x.sum), size, lambda s: _sums(s, x))
+
+
+def _sums(found: Tensor, x: Tensor) -> str | None:
+    """Rounding errors of a sum grow with what is added, not with what is left of it."""
+    true = x.sum(dtype=torch.float64).item()
+    allowed = 1e-6 * x.abs().sum(dtype=torch.float64).item()
+    return None if abs(found.item() - true) <= allowed else f"sum {found.item()} is not {true}"
+
+
+def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
+    """Yield what transformers do between their products, on what no cache holds."""
+    size = x.nbytes
+
+    def right(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
+        few = slice(0, 1 << 16)
+
+        def check(found: Tensor) -> str | None:
+            flat, true = found.view(-1)[few], reference(x[few].double())
+            return None if torch.allclose(flat.double(), true, atol=1e-4) else "wrong values"
+
+        return check
+
+    gelu = partial(torch.ops.aten.gelu.out, x, out=out)
+    yield Case(_key("gelu", bytes=size), "B/s", _call_of(gelu), 2 * size, right(F.gelu))
+    if quick:
+        return
+    yield Case(_key("add", bytes=size), "B/s", _call_of(lambda: torch.add(x, x, out=out)), 2 * size,
+               right(lambda few: few + few))  # fmt: skip
+    rows, softened = (whole[: 1024 * (whole.numel() // 1024)].view(-1, 1024) for whole in (x, out))
+    yield Case(_key("softmax", bytes=size), "B/s",
+               _call_of(lambda: torch.softmax(rows, -1, out=softened)), 2 * size,
+               right(lambda few: few.view(-1, 1024).softmax(-1).view(-1)))  # fmt: skip
+
+
+def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Getting memory, writing each page once, and giving it back: what a temporary costs."""
+    for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
+        count = size // 4
+        fill = partial(_allocate, count, device)
+        yield Case(_key("allocate and fill", bytes=size), "s", _call_of(fill),
+                   check=partial(_fill_fault, count))  # fmt: skip
+
+
+def _fill_fault(count: int, found: Tensor) -> str | None:
+    right = found.numel() == count and bool((found == 1.0).all())
+    return None if right else "not all was written"
+
+
+def _allocate(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, device=device).fill_(1.0)
+
+
+def _optimizer_step(device: torch.device, elements: int) -> Case:
+    """AdamW's: reads weight, gradient and two moments, writes all but the gradient."""
+    parameter = torch.nn.Parameter(torch.randn(elements, device=device))
+    parameter.grad = torch.randn_like(parameter)
+    before = parameter.detach()[:1024].clone()
+    optimizer = torch.optim.AdamW([parameter], lr=1e-9, weight_decay=0.0, fused=True)
+    moved = 7 * parameter.nbytes
+
+    def step_fault(_: object) -> str | None:
+        """A first step is one learning rate against the gradient's sign: too small to be seen."""
+        moment = optimizer.state[parameter]["exp_avg"][:1024]
+        assert parameter.grad is not None
+        right = torch.allclose(moment, 0.1 * parameter.grad[:1024], rtol=1e-4)
+        unmoved = torch.allclose(parameter.detach()[:1024], before, atol=1e-6)
+        return None if right and unmoved else "an AdamW step gives wrong values"
+
+    return Case(_key("AdamW step", bytes=moved), "B/s", _call_of(optimizer.step), moved, step_fault)
+
+
+def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Yield transfers between host and device, pageable and page-locked, each way, and under a
+    product.
+    """
+    for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
+        there = torch.empty(size // 4, device=device).normal_()
+        for pinned in (False, True):
+            here = torch.empty(size // 4, pin_memory=pinned).normal_()
+            of = {"bytes": size, "memory": "pinned" if pinned else "pageable"}
+            for what, to, source in (("to device", there, here), ("to host", here, there)):
+                send = partial(to.copy_, source, non_blocking=True)
+                yield Case(
+                    _key(what, **of), "B/s", _call_of(send), size, partial(_sending_fault, source)
+                )
+    yield from _overlap_cases(device)
+
+
+def _sending_fault(source: Tensor, found: Tensor) -> str | None:
+    torch.cuda.synchronize()
+    same = torch.equal(source.cpu(), found.cpu())
+    return None if same else "what arrived is not what was sent"
+
+
+def _overlap_cases(device: torch.device) -> Iterator[Case]:
+    """A product, transfers each way and both ways, and a product during each of them."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
+    product = partial(torch.mm, a, a)
+    ways: dict[str, _Ways] = {}
+    for way in WAYS[:2]:
+        there = torch.empty(_OVERLAPPED_ELEMENTS, device=device).normal_()
+        here = torch.empty(_OVERLAPPED_ELEMENTS, pin_memory=True).normal_()
+        to, source = (here, there) if way == "to the host" else (there, here)
+        ways[way] = [(torch.cuda.Stream(device), source, to)]
+    ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # each on its stream: at the same time
+
+    def product_fault(found: Tensor) -> str | None:
+        return wrong_product(found, a, a, "fp16")
+
+    yield Case(_key("overlap", of="product"), "s", _call_of(product), check=product_fault)
+    for way, sends in ways.items():
+        alone = partial(_compute_beside, device, sends, _compute_nothing)
+        check = partial(_arrival_fault, sends)
+        yield Case(_key("overlap", of=f"transfer {way}"), "s", _call_of(alone), check=check)
+        both = partial(_compute_beside, device, sends, product)
+        yield Case(_key("overlap", of=f"product and transfer {way}"), "s", _call_of(both),
+                   check=partial(_both_right, product_fault, check))  # fmt: skip
+
+
+# A stream, what is sent in it, and where to.
+_Ways = list[tuple[torch.cuda.Stream, Tensor, Tensor]]
+
+
+def _compute_beside(device: torch.device, sends: _Ways, compute: Callable[[], Any]) -> Any:
+    """Compute while each of the transfers runs in its own stream; wait for all on the device."""
+    here = torch.cuda.current_stream(device)
+    for stream, source, to in sends:
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+    found = compute()
+    for stream, _, _ in sends:
+        here.wait_stream(stream)
+    return found
+
+
+def _arrival_fault(sends: _Ways, _: Any) -> str | None:
+    """Say what is wrong with what was sent; then clear it, so that the next is seen to arrive."""
+    for _stream, source, to in sends:
+        wrong = _sending_fault(source, to)
+        if wrong is not None:
+            return wrong
+    for _stream, _source, to in sends:
+        to.zero_()
+    return None
+
+
+def _both_right(
+    one: Callable[[Tensor], str | None], other: Callable[[Any], str | None], found: Tensor
+) -> str | None:
+    return one(found) or other(found)
+
+
+def _compute_nothing() -> None:
+    pass
+
+
+def probe_memory(
+    device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
+) -> Turns[ProbeSection]:
+    """Time a device's memory, and on a GPU the way to the host's."""
+    effort = Effort(budget_s, rounds_of(quick))
+    figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
+    notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
+    hidden = hidden_shares(figures)
+    advice = tuple(hidden_advice(hidden))
+    return ProbeSection((*figures, *hidden), advice, (*notes, *hidden_notes(hidden)))
+
+
+def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
+    """Return how much of the shorter of a product and a transfer hides behind the longer, by its
+    way.
+    """
+    took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
+    return [
+        share_hidden(
+            _key("hidden share", of=f"transfer {way}"),
+            [took[name] for name in ("product", f"transfer {way}", f"product and transfer {way}")],
+        )
+        for way in WAYS if f"transfer {way}" in took
+    ]  # fmt: skip
+
+
+def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
+    """Say what is known of it, with its interval."""
+    for figure in hidden:
+        if figure.value is not None and figure.low is not None and figure.high is not None:
+            yield Advice(
+                about="overlap", of=(figure.key,),
+                text=f"a product beside a {figure.key.of['of']}: {figure.value:.0%} of the shorter "
+                f"hides behind the longer ({figure.low:.0%} to {figure.high:.0%})",
+            )  # fmt: skip
+
+
+def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
+    """Say what was not steady enough."""
+    for figure in hidden:
+        if figure.value is None:
+            yield (
+                f"overlap: how much of a product and a {figure.key.of['of']} hides is not stable "
+                f"enough to say: {figure.unstable}"
+            )

@@ -1,0 +1,102 @@
+"""Advice from a disk's figures for checkpoints and for offloading."""
+
+from collections.abc import Iterator, Sequence
+
+from outpace.probing.timing.gain import gain
+from outpace.records.figure import Figure
+from outpace.records.probed import Advice
+from outpace.records.units import show_seconds
+
+# fp32 weights and AdamW's two moments, and the moments alone: bytes of a billion parameters.
+_CHECKPOINT_BYTES, _MOMENTS_BYTES = 12e9, 8e9
+_WORTH = 0.10  # of a gain that is said
+_SLOW_FSYNC_S = 0.02
+
+
+def advice_of(role: str, figures: Sequence[Figure]) -> tuple[Advice, ...]:
+    """Return advice in words, with the figures. `role`: checkpoints, offload, or both."""
+    known = [figure for figure in figures if figure.value is not None]
+    found = [*_checkpoint(role, known)] if role != "offload" else []
+    if "offload" in role:
+        found += _offload(role, known)
+    return (*found, *_several(role, known), *_fsync(role, known))
+
+
+def _checkpoint(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+    write = _best(known, "buffered write and fsync")
+    read = _best(known, "sequential read")
+    if write is None:
+        return
+    text = (
+        f"A checkpoint takes 12 GB for each billion parameters (fp32 weights and AdamW's moments). "
+        f"In the directory of {role} that is written in {_time(_CHECKPOINT_BYTES, write)} "
+        f"({write} through the cache, fsync included)"
+    )
+    if read is not None:
+        text += f" and read in {_time(_CHECKPOINT_BYTES, read)} ({read})"
+    text += ". Training continues meanwhile; save less often than that."
+    yield Advice(about="storage", text=text, of=tuple(f.key for f in (write, read) if f))
+
+
+def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+    read, write = _best(known, "sequential read"), _best(known, "sequential write")
+    if read is None or write is None:
+        return
+    took = _seconds(_MOMENTS_BYTES, read) + _seconds(_MOMENTS_BYTES, write)
+    yield Advice(
+        about="storage",
+        text=f"AdamW's moments on disk (--offload-optimizer disk) are 8 GB for each billion "
+        f"parameters, read and written in every step: {show_seconds(took)} of each step in the "
+        f"directory of {role} ({read} read, {write} written), where memory has no "
+        "room to keep them.",
+        of=(read.key, write.key),
+    )
+
+
+def _several(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+    """Whether one stream leaves the disk idle."""
+    for verb in ("read", "write"):
+        blocks = [f for f in known if f.key.what == f"sequential {verb}"]
+        largest = max((f.key.of["block_bytes"] for f in blocks), default=0)
+        alike = [f for f in blocks if f.key.has(block_bytes=largest)]
+        one = next((f for f in alike if f.key.has(queue=1)), None)
+        most = max(alike, key=lambda f: f.value or 0.0, default=None)
+        if one is None or most is None or most is one:
+            continue
+        by = gain(one, most)
+        if by is None or by.low < _WORTH:
+            continue
+        yield Advice(
+            about="storage",
+            text=f"One stream does not fill the disk of {role}: {most.key.of['queue']} at once "
+            f"{verb} {most}, one alone {one} ({by.value:+.0%}). Ranks that {verb} "
+            "their own share of a checkpoint at the same time gain that.",
+            gain=by.value, low=by.low, high=by.high, of=(one.key, most.key),
+        )  # fmt: skip
+
+
+def _fsync(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
+    sure = next((f for f in known if f.key.what == "fsync"), None)
+    if sure is None or sure.value is None or sure.value < _SLOW_FSYNC_S:
+        return
+    yield Advice(
+        about="storage",
+        text=f"To be sure of a few KiB takes {show_seconds(sure.value)} in the directory of "
+        f"{role}: a checkpoint of many small files, and a log that syncs each line, wait that "
+        "long for each. Few large files cost less.",
+        of=(sure.key,),
+    )
+
+
+def _best(known: Sequence[Figure], what: str) -> Figure | None:
+    of_it = [figure for figure in known if figure.key.what == what]
+    return max(of_it, key=lambda figure: figure.value or 0.0, default=None)
+
+
+def _seconds(nbytes: float, figure: Figure) -> float:
+    assert figure.value is not None
+    return nbytes / figure.value
+
+
+def _time(nbytes: float, figure: Figure) -> str:
+    return show_seconds(_seconds(nbytes, figure))

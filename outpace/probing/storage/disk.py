@@ -1,0 +1,219 @@
+"""A nameless file of random pages, each of which says which it is, read and written past the cache.
+
+With O_DIRECT what is timed is the disk: the kernel neither keeps pages nor writes them later. A
+disk's own cache, a controller's or a hypervisor's may still be in between.
+"""
+
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from outpace.probing.timing.measure import WrongResultError
+from outpace.records.errors import BadInputError
+from outpace.records.units import show_bytes
+from outpace.training.past_cache import REFUSED, through_cache
+
+PAGE_BYTES = 4096
+BLOCK_PAGES = 1024  # of the largest block; the contents of pages repeat after as many
+_LEAST_PAGES = 16 * BLOCK_PAGES
+_WORDS = PAGE_BYTES // 8
+# More than a test of a disk may take of what others could need.
+_TAKEN_SHARE = 0.5
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def nearest_directory(directory: Path) -> Path:
+    """The directory, or the nearest one above it that is there already."""
+    whole = directory.absolute()
+    return next(place for place in (whole, *whole.parents) if place.is_dir())
+
+
+def in_memory(directory: Path) -> str | None:
+    """The kind of a file system that has no disk; None for one on a disk, or where it is unknown.
+
+    Recent kernels accept O_DIRECT there, and copy memory.
+    """
+    device = directory.stat().st_dev
+    for mount in psutil.disk_partitions(all=True):
+        if mount.fstype not in _IN_MEMORY:
+            continue
+        try:
+            if Path(mount.mountpoint).stat().st_dev == device:
+                return mount.fstype
+        except OSError:
+            continue
+    return None
+
+
+@contextmanager
+def refusals(directory: Path) -> Iterator[None]:
+    """Raise what the system refuses of a directory as a BadInputError."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError(
+            f"{directory} cannot be probed: {error.strerror or error}. Name a directory that can "
+            "be written to, on a disk with room."
+        ) from None
+
+
+def require_room(directory: Path, nbytes: int) -> None:
+    """Refuse to take more than half of what is free. Raises BadInputError."""
+    free = shutil.disk_usage(directory).free
+    if nbytes > _TAKEN_SHARE * free:
+        raise BadInputError(
+            f"probing {directory} writes {show_bytes(nbytes)}, but the disk has only "
+            f"{show_bytes(free)} left, of which a probe takes half at most. Free some space, or "
+            "name another directory."
+        )
+
+
+class _Lane:
+    """One thread's aligned memory, to write from and to read into."""
+
+    def __init__(self, contents: "np.ndarray[Any, np.dtype[np.uint64]]") -> None:
+        # Anonymous mappings begin at a page, as O_DIRECT wants it.
+        outgoing, incoming = (mmap.mmap(-1, BLOCK_PAGES * PAGE_BYTES) for _ in range(2))
+        self.outgoing, self.incoming = memoryview(outgoing), memoryview(incoming)
+        self.sent = np.frombuffer(outgoing, dtype=np.uint64).reshape(BLOCK_PAGES, _WORDS)
+        self.got = np.frombuffer(incoming, dtype=np.uint64).reshape(BLOCK_PAGES, _WORDS)
+        self.sent[:] = contents
+
+
+class PageFile:
+    """`pages` random pages in a nameless file in `directory`, written until full or `fill_s` is up.
+
+    A page's first word is its number, salted, and the second rises with every write, so that no
+    two pages are equal, none is written twice alike, and one that was not written or belongs
+    elsewhere is found out. `direct`: whether O_DIRECT works here. Each of `lanes` threads has its
+    own memory. Raises OSError.
+    """
+
+    def __init__(self, directory: Path, most_pages: int, fill_s: float, lanes: int) -> None:
+        random = np.random.default_rng()
+        shape = (BLOCK_PAGES, _WORDS)
+        self._contents = random.integers(0, 1 << 64, shape, dtype=np.uint64)
+        self._salt = secrets.randbits(62)
+        self._writes = 0
+        self._counting = threading.Lock()
+        self._lanes = [_Lane(self._contents) for _ in range(lanes)]
+        self.descriptor, self.direct = _open(directory)
+        self.pages = 0
+        try:
+            if self.direct:
+                self._try_direct()
+            self._fill(most_pages, fill_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _try_direct(self) -> None:
+        """Some file systems take the flag, and refuse what is then asked of them."""
+        try:
+            self.write(0, 0, 1)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            through_cache(self.descriptor)
+            self.direct = False
+
+    def _fill(self, most_pages: int, fill_s: float) -> None:
+        begin_s = time.perf_counter()
+        while self.pages < most_pages and (
+            self.pages < _LEAST_PAGES or time.perf_counter() - begin_s < fill_s
+        ):
+            self.write(0, self.pages, BLOCK_PAGES)
+            self.pages += BLOCK_PAGES
+        os.fsync(self.descriptor)
+
+    def write(self, lane: int, page: int, pages: int) -> int:
+        """Write from page `page` on; say the number of this write. Raises OSError."""
+        own, first = self._lanes[lane], page % BLOCK_PAGES
+        with self._counting:
+            self._writes += 1
+            number = self._writes
+        stamps = own.sent[first : first + pages]
+        stamps[:, 0] = self._stamps(page, pages)
+        stamps[:, 1] = number
+        part = own.outgoing[first * PAGE_BYTES : (first + pages) * PAGE_BYTES]
+        require_whole(os.pwritev(self.descriptor, [part], page * PAGE_BYTES), len(part))
+        return number
+
+    def read(self, lane: int, page: int, pages: int) -> None:
+        """Read from page `page` on. Raises OSError, and WrongResultError for other pages."""
+        own = self._lanes[lane]
+        part = own.incoming[: pages * PAGE_BYTES]
+        require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
+        if not np.array_equal(own.got[:pages, 0], self._stamps(page, pages)):
+            raise WrongResultError(f"pages {page} to {page + pages - 1} were read as others")
+
+    def wrong(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
+        """Read and compare all there is; what is wrong with it, or with not being of `write`."""
+        self.forget()
+        self.read(lane, page, pages)
+        got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
+        if not np.array_equal(got[:, 2:], self._contents[first : first + pages, 2:]):
+            return f"pages {page} to {page + pages - 1} are not as they were written"
+        if write is not None and not bool((got[:, 1] == write).all()):
+            return f"pages {page} to {page + pages - 1} are of an earlier write"
+        return None
+
+    def _stamps(self, page: int, pages: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+        return np.arange(self._salt + page, self._salt + page + pages, dtype=np.uint64)
+
+    def settle(self) -> None:
+        """Wait, without O_DIRECT, until what was written is on the disk."""
+        if not self.direct:
+            os.fdatasync(self.descriptor)
+            self.forget()
+
+    def forget(self) -> None:
+        """Have the kernel, without O_DIRECT, drop what it keeps, as far as it will."""
+        if not self.direct:
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """The file is gone with this, and with the process."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def open_nameless(directory: Path) -> int:
+    """A descriptor of a file without a name, to read and write. Raises OSError."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.dup(file.fileno())
+
+
+def _open(directory: Path) -> tuple[int, bool]:
+    """A file's descriptor, and whether it was opened with O_DIRECT."""
+    nameless = open_nameless(directory)
+    if in_memory(directory) is not None:
+        return nameless, False
+    try:
+        # Setting the flag on a descriptor that is open already is refused by some that open with it
+        return os.open(f"/proc/self/fd/{nameless}", os.O_RDWR | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno not in (*REFUSED, errno.ENOENT):
+            raise
+        return os.dup(nameless), False
+    finally:
+        os.close(nameless)
+
+
+def require_whole(moved: int, wanted: int) -> None:
+    """Raises OSError where only a part was moved."""
+    if moved != wanted:
+        raise OSError(errno.EIO, f"{moved} bytes were moved instead of {wanted}")

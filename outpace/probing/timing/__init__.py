@@ -1,0 +1,1 @@
+"""Timing on a machine that others use too."""

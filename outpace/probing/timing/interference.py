@@ -1,0 +1,156 @@
+"""Whether anything else used the machine while it was measured."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from outpace.probing.timing.section import ProbeSection
+from outpace.records.figure import Figure
+from outpace.records.probed import Steadiness
+
+# Of a core by others, or of all time by the hypervisor: more than this is said.
+_OTHERS, _STOLEN = 0.15, 0.02
+# Of all cores' time that others take: more than this, and figures of the processor are none. A
+# product on two cores one of which is taken is no slower by half: it waits for a whole turn of the
+# other program, in every call, and steadily so.
+_DISTURBED = 0.10
+
+
+class Used(NamedTuple):
+    """Seconds of a host's cores; None where the kernel does not tell (as outside of Linux).
+
+    `busy_s` and `stolen_s` of all cores, `probe_s` of this process and of those that it started.
+    """
+
+    wall_s: float
+    busy_s: float | None
+    stolen_s: float | None
+    probe_s: float
+    cores: int
+
+
+class Steady:
+    """Watches from its making on: reads the kernel's counters at both ends."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._begin = self._read_counters()
+
+    def read_use(self) -> Used:
+        """Return what was used since it was made."""
+        before, after = self._begin, self._read_counters()
+        busy_s, stolen_s = (
+            None if a is None or b is None else b - a
+            for a, b in zip(before[1:3], after[1:3], strict=True)
+        )
+        return Used(after.wall_s - before.wall_s, busy_s, stolen_s, after.probe_s - before.probe_s,
+                    after.cores)  # fmt: skip
+
+    def _read_counters(self) -> Used:
+        probe_s = _probe_s()
+        busy_s = stolen_s = None
+        try:
+            first, *rest = self._stat.read_text(encoding="ascii").splitlines()
+            # proc(5): user nice system idle iowait irq softirq steal guest …, in ticks.
+            user, nice, system, _, _, irq, softirq, stolen = map(int, first.split()[1:9])
+            tick_s = 1 / os.sysconf("SC_CLK_TCK")
+            busy_s = (user + nice + system + irq + softirq) * tick_s
+            stolen_s = stolen * tick_s
+            cores = sum(line.startswith("cpu") for line in rest)
+        except (OSError, ValueError):
+            cores = os.cpu_count() or 1
+        return Used(time.monotonic(), busy_s, stolen_s, probe_s, cores)
+
+
+def _probe_s() -> float:
+    """Sum the time of this process, those that it waited for, and those that it started and that
+    still run.
+    """
+    here = psutil.Process()
+    total_s = 0.0
+    for process in (here, *here.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total_s += times.user + times.system
+            total_s += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+    return total_s
+
+
+@contextmanager
+def record_use(into: list[Used]) -> Iterator[None]:
+    """Put what was used meanwhile at the end of a list."""
+    steady = Steady()
+    yield
+    into.append(steady.read_use())
+
+
+def total(parts: Sequence[Used]) -> Used:
+    """Add up several spells on one host."""
+
+    def sum_known(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+    return Used(
+        sum(one.wall_s for one in parts), sum_known(one.busy_s for one in parts),
+        sum_known(one.stolen_s for one in parts), sum(one.probe_s for one in parts), parts[0].cores,
+    )  # fmt: skip
+
+
+def judge_use(hosts: Sequence[Sequence[Used]], throttled: Sequence[str] = ()) -> Steadiness:
+    """Judge what others used on the worst host. `hosts`: of each, what its ranks used."""
+    told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
+    others = max((_other_cores(host) for host in told), default=None)
+    stolen = max((_stolen_share(host[0]) for host in told), default=None)
+    where = "" if len(hosts) == 1 else " on one of the hosts"
+    warnings = []
+    if others is not None and others > _OTHERS:
+        warnings.append(
+            f"other programs used {others:.1f} cores{where} in the mean while this was measured: "
+            "end them and probe again"
+        )
+    if stolen is not None and stolen > _STOLEN:
+        warnings.append(f"the hypervisor gave {stolen:.0%} of the time{where} to other machines")
+    return Steadiness(
+        other_cores=others, stolen=stolen, throttled=tuple(throttled), warnings=tuple(warnings)
+    )
+
+
+def disturbance(hosts: Sequence[Sequence[Used]]) -> str | None:
+    """Say why what was measured on these hosts' processors is worth nothing; None where it is."""
+    for host in hosts:
+        if host[0].busy_s is None or host[0].wall_s <= 0:
+            continue
+        share = _other_cores(host) / host[0].cores + _stolen_share(host[0])
+        if share > _DISTURBED:
+            return f"others used {share:.0%} of the processor's time while it was measured"
+    return None
+
+
+def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
+    """The section without values, and without advice and words that rest on them; samples stay."""
+
+    def drop_value(figure: Figure) -> Figure:
+        return figure.model_copy(update={"value": None, "unstable": why})
+
+    fits = (
+        fit.model_copy(
+            update={"latency": drop_value(fit.latency), "bandwidth": drop_value(fit.bandwidth)}
+        )
+        for fit in section.fits
+    )
+    return ProbeSection(tuple(map(drop_value, section.figures)), (), section.notes, tuple(fits))
+
+
+def _other_cores(host: Sequence[Used]) -> float:
+    busy_s = host[0].busy_s or 0.0
+    return max(0.0, (busy_s - sum(rank.probe_s for rank in host)) / host[0].wall_s)
+
+
+def _stolen_share(first: Used) -> float:
+    return max(0.0, (first.stolen_s or 0.0) / first.wall_s / first.cores)

@@ -1,0 +1,62 @@
+"""Parts of a probe that take turns, so that each is measured over all the time that a probe takes.
+
+A machine is slower for minutes at a time. What is measured in one go does not see that, and states
+intervals in which a repeat will not lie.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+# Yields where others may have their turn, and returns what it found in all of its own.
+Turns = Generator[None, None, T]
+
+
+def run_turns(turns: Turns[T]) -> T:
+    """Return what they give, without letting others have a turn."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
+def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
+    """Return what each of them gives, in their order; in a turn of all of them each has one of its
+    own.
+
+    Where one raises, the others end with it, and give back what they hold.
+    """
+    found: list[Any] = [None] * len(parts)
+    going = dict(enumerate(parts))
+    try:
+        while going:
+            for number, part in list(going.items()):
+                try:
+                    next(part)
+                except StopIteration as end:
+                    found[number] = end.value
+                    del going[number]
+            if going:
+                yield
+    finally:
+        for part in going.values():
+            part.close()
+    return found
+
+
+def wrap_turns(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
+    """The same turns, each within a context of its own."""
+    try:
+        while True:
+            with within():
+                try:
+                    next(turns)
+                except StopIteration as end:
+                    found: T = end.value
+                    return found
+            yield
+    finally:
+        turns.close()

@@ -1,0 +1,66 @@
+"""Distance that a repeat's median may lie from this one's, and whether samples drift."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+from statistics import median
+
+LEVEL = 0.95
+# The median of k normal values varies as the mean of k * 2 / pi.
+_MEDIAN_COSTS = 1.2533
+# A scale from median distances varies as one from 37 % as many values would, by squares.
+_EFFICIENCY = 0.37
+# What was measured together lies nearer to each other than to a repeat.
+SLACK = 1.15
+# A trend of this share is drift, if it is no accident.
+_DRIFT = 0.10
+_DRIFT_T = 4.0
+
+
+def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
+    """Return how far the median of as many samples in a repeat lies from that of these at most.
+
+    Student's t for the difference of two such medians. Their scale is from the median distance to
+    the median, which a few samples that something disturbed do not widen; samples that resemble the
+    ones before them count for fewer (von Storch & Zwiers, "Statistical Analysis in Climate
+    Research", eq. 6.26). Infinite for fewer than three samples, which say nothing about it.
+    """
+    count = len(samples)
+    if count < 3:
+        return inf
+    from scipy.special import stdtrit  # slow to load, and needed here alone
+
+    scale = spread(samples)
+    alike = max(0.0, _autocorrelation(samples, scale))
+    apart = scale * _MEDIAN_COSTS * ((1 + alike) / (1 - alike) * 2 / count) ** 0.5
+    return float(slack * stdtrit(_EFFICIENCY * (count - 1), (1 + level) / 2) * apart)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation of normal values with this median distance from the median."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def _autocorrelation(values: Sequence[float], scale: float) -> float:
+    """Correlate neighbours, disturbed ones held back; 0.9 at most, beyond which it is drift."""
+    middle = median(values)
+    away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
+    total = sum(one * one for one in away)
+    if total == 0:
+        return 0.0
+    return min(0.9, sum(a * b for a, b in pairwise(away)) / total)
+
+
+def trend(rounds: Sequence[float]) -> float:
+    """Return how far the last third's median is from the first's, of the whole's; 0.0 if by
+    accident.
+    """
+    third = len(rounds) // 3
+    if third < 2:
+        return 0.0
+    first, last = rounds[:third], rounds[-third:]
+    apart = (median(last) - median(first)) / median(rounds)
+    within = max(spread(first), spread(last)) / median(rounds)
+    beyond = _MEDIAN_COSTS * within * (2 / third) ** 0.5
+    return apart if abs(apart) > max(_DRIFT, _DRIFT_T * beyond) else 0.0

@@ -1,0 +1,129 @@
+"""A collective's time by size: latency + traffic / bandwidth, fitted to measured times.
+
+The distance of a point from the line is relative, as a share of its time, so that microseconds
+count as much as seconds; and its size counts, not its square, so that a size at which a library
+changes its algorithm does not pull the line away from the others. A size whose times lie far apart
+counts for less.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import fsum
+from operator import mul
+from statistics import median
+
+from outpace.probing.timing.intervals import spread
+from outpace.probing.timing.measure import figure_of
+from outpace.records.figure import Figure, Key
+from outpace.records.probed import LinkFit
+
+# As nccl-tests counts ("doc/PERFORMANCE.md"): what each link carries, of the whole array's bytes.
+# With `n` ranks a reduced array crosses each link twice but for the rank's own part.
+_BUS: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "send/recv": lambda n: 1.0,
+}
+COLLECTIVES = tuple(_BUS)
+_LEAST_SIZES = 3
+# Sizes whose times differ by less from round to round count alike: no line holds to more than that.
+_STEADY = 0.02
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """busbw / algbw of a collective among `ranks` ranks."""
+    return _BUS[collective](ranks)
+
+
+@dataclass(frozen=True)
+class LinkLine:
+    """time_s = latency_s + traffic_bytes * s_per_byte."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def time_s(self, traffic_bytes: float) -> float:
+        """Return the time that the line gives."""
+        return self.latency_s + traffic_bytes * self.s_per_byte
+
+    def distance(self, points: Sequence[tuple[float, float]]) -> list[float]:
+        """Return the distance from each point, as a share of its time."""
+        return [abs(self.time_s(traffic) / time_s - 1) for traffic, time_s in points]
+
+
+def fit_line(
+    points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None
+) -> LinkLine:
+    """The line with the least sum of relative distances from points (traffic_bytes, time_s).
+
+    Neither latency nor time per byte is negative. Such a line goes through two of the points, or
+    through one where its latency or its time per byte is 0 (Bloomfield & Steiger, "Least Absolute
+    Deviations"), so that trying these finds it. Raises ValueError for fewer than two points, or
+    times or traffic that are not above 0.
+    """
+    if len(points) < 2 or any(traffic <= 0 or time_s <= 0 for traffic, time_s in points):
+        raise ValueError(f"a line needs two points or more, all above 0: {list(points)}")
+    weighing = weights or [1.0] * len(points)
+    return min(
+        _candidates(points), key=lambda line: fsum(map(mul, weighing, line.distance(points)))
+    )
+
+
+def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
+    for traffic, time_s in points:
+        yield LinkLine(0.0, time_s / traffic)
+        yield LinkLine(time_s, 0.0)
+    for (x, s), (y, t) in combinations(points, 2):
+        if x == y:
+            continue
+        slope = (t - s) / (y - x)
+        line = LinkLine(s - slope * x, slope)
+        if line.latency_s >= 0 and slope >= 0:
+            yield line
+
+
+def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
+    """Fit a link to times of one collective on one axis; None where they are too few.
+
+    Samples that were taken side by side have a line of their own; how lines differ gives intervals.
+    `figures` are all of the same key but for their bytes.
+    """
+    first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)
+    series = [figure.samples for figure in figures]
+    count = min(map(len, series), default=0)
+    if first is None or len({f.key.of["bytes"] for f in figures}) < _LEAST_SIZES or count == 0:
+        return None
+    of = {name: value for name, value in first.key.of.items() if name != "bytes"}
+    collective, ranks = first.key.kind, int(of["ranks"])
+    factor = bus_factor(collective, ranks)
+    traffic = [factor * int(figure.key.of["bytes"]) for figure in figures]
+    weights = [1 / max(_STEADY, spread(times) / median(times)) for times in series]
+    lines = [
+        fit_line([(x, times[number]) for x, times in zip(traffic, series, strict=True)], weights)
+        for number in range(count)
+    ]
+    told = [line for line in lines if line.s_per_byte > 0]
+    if 2 * len(told) <= count:
+        return None  # all sizes took about the same time: that says nothing about bandwidth
+    middles = [(x, median(times)) for x, times in zip(traffic, series, strict=True)]
+    away = fit_line(middles, weights).distance(middles)
+    return LinkFit(
+        collective=collective,
+        axis=str(of["axis"]),
+        backend=str(of["backend"]),
+        device=str(of["device"]),
+        ranks=ranks,
+        latency=figure_of(
+            Key(kind=collective, what="latency", of=of), "s", [(line.latency_s,) for line in lines]
+        ),
+        bandwidth=figure_of(
+            Key(kind=collective, what="bandwidth", of=of),
+            "B/s",
+            [(1 / line.s_per_byte,) for line in told],
+        ),
+        residual=median(away),
+    )

@@ -1,0 +1,250 @@
+"""Times cases so that the figures can be trusted: in rounds, in alternating order, with intervals.
+
+A round takes samples of all cases, in turn forwards and backwards, so that a slow spell of the
+machine falls on all of them and not on one. Between rounds other parts of a probe are measured, so
+that each is measured over all the time that a probe takes. A figure is the median of all samples.
+How far they lie apart, and how alike neighbours are, says where a repeat's figure is to be
+expected; a trend, or samples too far apart, say that the machine does not hold still.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from outpace.probing.timing.interleave import Turns
+from outpace.probing.timing.intervals import LEVEL, half_width, trend
+from outpace.records.errors import OutpaceError
+from outpace.records.figure import Figure, Key, Unit
+
+# Beyond this a figure would say little: it is not given.
+CONCLUSIVE = 0.25
+# A sample of so many times its usual length is one long call.
+_LONG = 5
+
+
+class WrongResultError(OutpaceError):
+    """A call that was timed computed something wrong: the machine or a library is at fault."""
+
+
+class Clock(Protocol):
+    """Times calls. Where several processes time together, all are told the same."""
+
+    def seconds(self, call: Callable[[], Any], count: int) -> float:
+        """Time all of `count` calls, one after the other, until what they began has ended."""
+
+    def now_s(self) -> float:
+        """Seconds since some moment."""
+
+
+class HostClock:
+    """Clock for what has ended when its call returns."""
+
+    def seconds(self, call: Callable[[], Any], count: int) -> float:
+        """Time the calls by the host's clock."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return time.perf_counter() - begin
+
+    def now_s(self) -> float:
+        """Seconds by the host's clock."""
+        return time.perf_counter()
+
+
+class CudaClock:
+    """Clock by events on the current stream, so that the host's launching is not what is timed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def seconds(self, call: Callable[[], Any], count: int) -> float:
+        """Time the calls between two events on the device."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def now_s(self) -> float:
+        """Seconds by the host's clock."""
+        return time.perf_counter()
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock that times calls on a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to time. `amount`: of the unit's numerator, for each call ("s": 1 call).
+
+    `make` gives what is called; what it holds is let go after a sample. `check` says what is wrong
+    with a call's result, and is asked once, before anything is timed. All is done `within`.
+    """
+
+    key: Key
+    unit: Unit
+    make: Callable[[], Callable[[], Any]]
+    amount: float = 1.0
+    check: Callable[[Any], str | None] | None = None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def value(self, call_s: float) -> float:
+        """The figure of a call that takes this long."""
+        return call_s / self.amount if self.unit == "s" else self.amount / call_s
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Time to measure for: the whole budget, unless rounds have `most_samples` of each case.
+
+    On shared machines speed changes from one tenth of a second to the next: many short samples say
+    more than few long ones (docs/log.md). Where time is short there are fewer rounds, spread over
+    as many turns. `wakes`: before each sample half of one is not timed.
+    """
+
+    budget_s: float
+    rounds: int
+    sample_s: float = 0.003
+    least_rounds: int = 5
+    least_samples: int = 1
+    most_samples: int = 10
+    wakes: bool = True
+
+
+def rounds_of(quick: bool) -> int:
+    """Return the number of rounds of each part of a probe."""
+    return 8 if quick else 24
+
+
+@dataclass
+class _Timing:
+    case: Case
+    clock: Clock
+    effort: Effort
+    count: int = 1
+    took_s: float = 0.0
+    rounds: list[list[float]] = field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Check the result once, and find how many calls make a sample."""
+        call = self.case.make()
+        wrong = self.case.check(call()) if self.case.check else None
+        if wrong:
+            raise WrongResultError(f"{self.case.key}: {wrong}")
+        self.clock.seconds(call, 1)
+        self.took_s = self.clock.seconds(call, 1)
+        while self.took_s < self.effort.sample_s:
+            more = self.effort.sample_s / max(self.took_s / self.count, 1e-9)
+            self.count = max(self.count + 1, min(int(more * 1.1), 10 * self.count))
+            self.took_s = self.clock.seconds(call, self.count)
+
+    def sample(self) -> None:
+        """One of the last round, after half of one that wakes threads and fills caches.
+
+        A long call has woken them before it is half done; but the first one of a round follows
+        what others did. With an effort whose samples are single calls the first is never timed.
+        """
+        call = self.case.make()
+        long = 0 < _LONG * self.effort.sample_s <= self.took_s
+        if self.effort.wakes and (not long or not self.rounds[-1]):
+            self.clock.seconds(call, -(-self.count // 2))
+        took_s = self.clock.seconds(call, self.count)
+        self.rounds[-1].append(self.case.value(took_s / self.count))
+
+
+def measure(
+    cases: Sequence[Case],
+    clock: Clock,
+    effort: Effort,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Turns[list[Figure]]:
+    """Time all cases, a round in each turn. `progress` is told the share of the budget in use.
+
+    Raises WrongResultError if a case computes something wrong.
+    """
+    begin_s = clock.now_s()
+    timings = [_Timing(case, clock, effort) for case in cases]
+    for timing in timings:
+        with timing.case.within():
+            timing.warm_up()
+        progress(min(1.0, (clock.now_s() - begin_s) / effort.budget_s))
+    order = list(timings)
+
+    def visit(begins: bool) -> None:
+        for timing in timings if begins else ():
+            timing.rounds.append([])
+        for timing in order:
+            with timing.case.within():
+                timing.sample()
+        order.reverse()
+
+    yield from in_rounds(visit, clock, effort, clock.now_s() - begin_s, progress)
+    return [figure_of(t.case.key, t.case.unit, t.rounds) for t in timings]
+
+
+def in_rounds(
+    visit: Callable[[bool], None],
+    clock: Clock,
+    effort: Effort,
+    spent_s: float,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Turns[None]:
+    """Make visits, in as many turns as the effort has rounds, and as its budget lasts.
+
+    `visit` is told whether it begins a round. `spent_s`: of the budget, before. A turn that comes
+    when what is due by its end is spent already has no round, unless too few would be left.
+    """
+    left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
+    least = min(effort.least_rounds, effort.rounds)
+    for turn in range(effort.rounds):
+        if turn:
+            yield
+        until_s = left_s * (turn + 1) / effort.rounds
+        if used_s >= until_s and made >= least * (turn + 1) // effort.rounds:
+            continue
+        made += 1
+        begin_s = clock.now_s() - used_s  # the others' turns do not count
+        for number in range(effort.most_samples):
+            visit(number == 0)
+            used_s = clock.now_s() - begin_s
+            progress(min(1.0, (spent_s + used_s) / effort.budget_s))
+            if used_s >= until_s and number + 1 >= effort.least_samples:
+                break
+
+
+def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure:
+    """The figure that rounds of samples give."""
+    samples = list(chain.from_iterable(rounds))
+    medians = [median(of) for of in rounds]
+    # Neighbours do not show how far rounds are from each other; and these are as a repeat's are.
+    half = max(half_width(samples), half_width(medians, slack=1.0))
+    value = median(samples)
+    known, why = half < inf, _unstable(value, half, medians)
+    return Figure(
+        key=key, unit=unit, origin="measured", rounds=tuple(map(tuple, rounds)), level=LEVEL,
+        low=max(0.0, value - half) if known else None, high=value + half if known else None,
+        value=value if why is None else None, unstable=why,
+    )  # fmt: skip
+
+
+def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
+    """Say why no value is given."""
+    if value <= 0:
+        return "it cannot be told from 0"
+    if drift := trend(rounds):
+        return f"it drifted by {drift:+.0%} of its median while it was measured"
+    if half > CONCLUSIVE * value:
+        away = "anywhere" if half == inf else f"{half / value:.0%} of its median away"
+        return f"a repeat may lie {away}"
+    return None

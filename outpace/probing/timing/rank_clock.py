@@ -1,0 +1,139 @@
+"""Times what several ranks do together, so that all are told the same."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from outpace.probing.timing.measure import Clock, clock_of
+
+_POLL_S = 5e-5
+# Of the groups' time limit: before NCCL's own watchdog ends the process without a word.
+_PATIENCE = 0.8
+
+
+class Event(Protocol):
+    """A moment on a device, as torch.cuda.Event is."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call that `prepare(count)` makes ready for `count` calls, which is not timed."""
+
+    call: Callable[[], Any]
+    prepare: Callable[[int], None]
+
+    def __call__(self) -> Any:
+        """One call, which counts among those that were prepared."""
+        return self.call()
+
+
+def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for an event by asking for it, since waiting in the driver would be without limit.
+
+    Raises DistBackendError after `limit_s`, and aborts `group`, whose collective it waits for.
+    """
+    end_s = time.monotonic() + limit_s
+    while not event.query():
+        if time.monotonic() > end_s:
+            if group is not None:
+                with suppress(RuntimeError):  # not every backend can
+                    group.abort()
+            raise dist.DistBackendError(
+                f"the device did not come to its end within {limit_s:.3g} s"
+            )
+        time.sleep(_POLL_S)
+
+
+def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return how long a group waits for its ranks, in seconds."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit.total_seconds()
+
+
+def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait until a device has done what was begun, but no longer than the group's ranks wait.
+
+    Raises DistBackendError beyond that. NCCL's path never ran: no machine with two GPUs was there.
+    """
+    if device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        await_event(event, _PATIENCE * time_limit_s(group, device), group)
+
+
+class PatientCudaClock:
+    """A CudaClock by which a collective that a rank never comes to is waited for up to a limit.
+
+    How often it asks does not change what is timed, which is between two events on the device.
+    Raises DistBackendError beyond the limit, and aborts the group. NCCL's path never ran, for lack
+    of a machine with two GPUs; what `ended` does was tested with events that are no device's.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, limit_s: float) -> None:
+        self._device, self._group, self._limit_s = device, group, limit_s
+
+    def seconds(self, call: Callable[[], Any], count: int) -> float:
+        """Time the calls between two events on the device."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        begin.record(stream)
+        for _ in range(count):
+            call()
+        end.record(stream)
+        await_event(end, self._limit_s, self._group)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def now_s(self) -> float:
+        """Seconds by the host's clock."""
+        return time.perf_counter()
+
+
+def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
+    """Return what times collectives of a group on a device: it never waits longer than the group
+    does.
+    """
+    if device.type == "cuda":
+        return PatientCudaClock(device, group, _PATIENCE * time_limit_s(group, device))
+    return clock_of(device)
+
+
+class RanksClock:
+    """A call takes as long as on the rank where it takes longest.
+
+    All ranks begin together; the waiting for that is not timed, nor is what a `Prepared` call needs
+    before it. `by_rank` has each rank's seconds of the last calls: where they differ, a rank is
+    slow. `control` carries small host messages and is no group whose collectives are timed. Every
+    rank has to make the same calls, in one order.
+    """
+
+    def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:
+        self._inner = inner
+        self._control = control
+        self.by_rank: tuple[float, ...] = ()
+
+    def seconds(self, call: Callable[[], Any], count: int) -> float:
+        """The slowest rank's, of all of `count` calls."""
+        if isinstance(call, PreparedCall):
+            call.prepare(1 + count)
+        dist.barrier(self._control)
+        call()  # wakes the group's threads, which the others find awake
+        own_s = self._inner.seconds(call, count)
+        found = [torch.empty(1, dtype=torch.float64) for _ in range(self._control.size())]
+        dist.all_gather(found, torch.tensor([own_s], dtype=torch.float64), group=self._control)
+        self.by_rank = tuple(one.item() for one in found)
+        return max(self.by_rank)
+
+    def now_s(self) -> float:
+        """Rank 0's clock, on all ranks."""
+        now = torch.tensor([self._inner.now_s()], dtype=torch.float64)
+        dist.broadcast(now, 0, group=self._control)
+        return now.item()

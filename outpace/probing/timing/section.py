@@ -1,0 +1,27 @@
+"""Results of one part of a probe: figures, advice that rests on them, what could not be done."""
+
+from dataclasses import dataclass
+
+from outpace.records.figure import Figure
+from outpace.records.probed import Advice, LinkFit
+
+
+@dataclass(frozen=True)
+class ProbeSection:
+    """Part of `outpace probe`. `notes`: what could not be probed, or was in another way, and why.
+
+    `said`: what its figures say in words, which is nothing where they are withdrawn.
+    """
+
+    figures: tuple[Figure, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    notes: tuple[str, ...] = ()
+    fits: tuple[LinkFit, ...] = ()
+    said: tuple[str, ...] = ()
+
+    def __add__(self, other: "ProbeSection") -> "ProbeSection":
+        """Both, in order."""
+        return ProbeSection(
+            self.figures + other.figures, self.advice + other.advice, self.notes + other.notes,
+            self.fits + other.fits, self.said + other.said,
+        )  # fmt: skip

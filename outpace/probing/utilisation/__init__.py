@@ -1,0 +1,1 @@
+"""Sampling the use of devices and hosts."""

@@ -1,0 +1,135 @@
+"""Whether a GPU is slowed down, or others compute on it, while it is measured."""
+
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import psutil
+import torch
+
+from outpace.probing.hardware.nvml import computing_pids, throttle_reasons
+from outpace.probing.utilisation.sampler import open_nvml, same_pids
+
+_PERIOD_S = 0.5
+# A driver that hangs must not keep a probe from its end.
+_PATIENCE_S = 10.0
+# What comes and goes, so that a repeat would not find the same. A power cap, clocks that a user
+# set and the like hold the clocks down all the time, in training too: they are said, and figures
+# stand.
+_PASSING = frozenset(
+    {"hardware slowdown", "temperature (driver)", "temperature (hardware)", "power brake"}
+)
+
+
+@dataclass(frozen=True)
+class GpuObservation:
+    """Observations of one GPU. `others`: the most processes at once that are none of ours."""
+
+    gpu: str
+    slowed_by: frozenset[str] = frozenset()
+    others: int = 0
+
+    def __or__(self, more: "GpuObservation") -> "GpuObservation":
+        """Both, of the same GPU."""
+        return GpuObservation(
+            self.gpu, self.slowed_by | more.slowed_by, max(self.others, more.others)
+        )
+
+
+class GpuWatch:
+    """Asks NVML about one GPU repeatedly. `probe_pids`: processes of this probe on this host.
+
+    `pids_known`: whether NVML's process numbers are those that are seen here. In a container they
+    may be the host's: then as many processes as the probe has are taken to be its own.
+    """
+
+    def __init__(
+        self, library: Any, handle: Any, gpu: str, probe_pids: Collection[int], pids_known: bool
+    ) -> None:
+        self._library, self._handle, self._gpu = library, handle, gpu
+        self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
+
+    def look(self) -> GpuObservation:
+        """Return what is to be seen now; what the driver does not tell is none."""
+        slowed = throttle_reasons(self._library, self._handle) or ()
+        pids = computing_pids(self._library, self._handle) or frozenset()
+        foreign = len(pids - self._probe_pids)
+        if not self._pids_known and not pids & self._probe_pids:
+            foreign = max(0, len(pids) - len(self._probe_pids))
+        return GpuObservation(self._gpu, frozenset(slowed), foreign)
+
+    @contextmanager
+    def record(self, into: list[GpuObservation]) -> Iterator[None]:
+        """Put what is seen meanwhile at the end of a list."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            into.append(self.look())
+            done = False
+            while not done:
+                done = ended.wait(_PERIOD_S)
+                into[-1] |= self.look()
+
+        thread = threading.Thread(target=watch, name="gpu watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(_PATIENCE_S)
+
+
+def watch_gpu(
+    device: torch.device, probe_pids: Collection[int], timeout_s: float
+) -> GpuWatch | None:
+    """The watch of a CUDA device; None where there is none, or its driver does not answer."""
+    library = open_nvml(timeout_s) if device.type == "cuda" else None
+    if library is None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    nvml: Any = library
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        name = f"GPU {nvml.nvmlDeviceGetIndex(handle)}"
+    except Exception:  # a part of a GPU (MIG), or a library that does not know the question
+        return None
+    return GpuWatch(library, handle, name, {*probe_pids, *_ancestors()}, same_pids())
+
+
+def _ancestors() -> list[int]:
+    """List what started this process: a probe that waits for its ranks holds its GPU meanwhile."""
+    try:
+        return [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
+    except psutil.Error:
+        return [os.getpid()]
+
+
+def _by_gpu(seen: Iterable[GpuObservation]) -> list[GpuObservation]:
+    of: dict[str, list[GpuObservation]] = {}
+    for one in seen:
+        of.setdefault(one.gpu, []).append(one)
+    return [reduce(GpuObservation.__or__, some) for some in of.values()]
+
+
+def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
+    """Say why what was measured on these GPUs is worth nothing; None where it is."""
+    for one in _by_gpu(seen):
+        if one.others:
+            who = "another process" if one.others == 1 else f"{one.others} other processes"
+            return f"{who} used {one.gpu} while it was measured"
+        if passing := sorted(one.slowed_by & _PASSING):
+            return f"{one.gpu} was slowed down while it was measured: {', '.join(passing)}"
+    return None
+
+
+def slowed_words(seen: Iterable[GpuObservation]) -> list[str]:
+    """Say of each GPU that was slowed down, by what."""
+    return [
+        f"{one.gpu} was slowed down: {', '.join(sorted(one.slowed_by))}"
+        for one in _by_gpu(seen) if one.slowed_by
+    ]  # fmt: skip

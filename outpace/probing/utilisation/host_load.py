@@ -1,0 +1,186 @@
+"""Load of this host, and what of it is a run's: cores, memory, processes, processors' power."""
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from outpace.probing.hardware.cpus import usable_cpus
+from outpace.probing.hardware.procfs import read_text
+from outpace.records.utilisation import HostLoad
+
+RAPL = Path("/sys/class/powercap")
+# Looking for new processes of a run reads every process there is: 1 part in 1000 of a core's time.
+_SEARCH_SHARE = 1 / 1000
+
+
+class Rate:
+    """The rise per second of a counter that may start over at `wraps_at`."""
+
+    def __init__(self, wraps_at: float | None = None) -> None:
+        self._wraps_at = wraps_at
+        self._last: tuple[float, float] | None = None
+
+    def per_s(self, count: float | None, now_s: float) -> float | None:
+        """Return the rate per second since the call before; None at first, and where the counter is
+        not known.
+        """
+        last, self._last = self._last, None if count is None else (count, now_s)
+        if last is None or count is None or now_s <= last[1]:
+            return None
+        risen = count - last[0]
+        if risen < 0:
+            if self._wraps_at is None:
+                return None  # it was set back: what happened in between is lost
+            risen += self._wraps_at
+        return risen / (now_s - last[1])
+
+
+class Processes:
+    """The processes of a run on this host: `roots` and all that they start, as long as they live.
+
+    Where a root has ended, what it had started is no longer known to be of the run.
+    """
+
+    def __init__(self, roots: Collection[int]) -> None:
+        self._roots = {pid: process for pid in roots if (process := _process(pid)) is not None}
+        self._known: dict[int, psutil.Process] = {}
+        self._running: set[int] = set()
+        self._search_after_s = 0.0
+        self._find()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Pids of those that ran at the last look."""
+        return frozenset(self._running)
+
+    def look(self) -> tuple[float, int] | None:
+        """Processor time since they began, seconds, and resident bytes; None when all have ended.
+
+        The time of processes that have ended counts as soon as those that started them asked for
+        their end. The bytes are neither shared with others nor those of files.
+        """
+        if time.monotonic() >= self._search_after_s:
+            self._find()
+        spent_s, resident_bytes, self._running = 0.0, 0, set()
+        for pid, process in list(self._known.items()):
+            try:
+                with process.oneshot():
+                    times, memory = process.cpu_times(), process.memory_info()
+                    if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                        self._running.add(pid)
+            except (psutil.Error, OSError):
+                del self._known[pid]
+                continue
+            spent_s += times.user + times.system + times.children_user + times.children_system
+            resident_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
+        return (spent_s, resident_bytes) if self._running else None
+
+    def _find(self) -> None:
+        began_s = time.thread_time()
+        for root in self._roots.values():
+            with suppress(psutil.Error, OSError):
+                found = [root, *root.children(recursive=True)]
+                self._known |= {p.pid: p for p in found if p.pid not in self._known}
+        cost_s = time.thread_time() - began_s
+        self._search_after_s = time.monotonic() + cost_s / _SEARCH_SHARE
+
+
+def _process(pid: int) -> psutil.Process | None:
+    with suppress(psutil.Error):
+        return psutil.Process(pid)
+    return None
+
+
+class HostReader:
+    """Reads what a host does; each reading covers the time since the one before.
+
+    `rapl` is the kernel's folder of energy counters; often only root may read them.
+    """
+
+    def __init__(self, processes: Processes | None = None, rapl: Path = RAPL) -> None:
+        self._processes = processes
+        self._cores = usable_cpus()
+        self._core_times = _core_times()
+        self._run_cores = Rate()
+        self._packages = [(Rate(wraps), read) for read, wraps in _packages(rapl)]
+        self._look(time.monotonic())
+        self._energy(time.monotonic())
+
+    def read(self, now_s: float) -> HostLoad:
+        """The load since the last call; `now_s` is of time.monotonic()."""
+        before, self._core_times = self._core_times, _core_times()
+        run_cores, run_memory_bytes = self._look(now_s)
+        memory = psutil.virtual_memory()
+        return HostLoad(
+            cores=tuple(
+                _busy_share(before[core], self._core_times[core])
+                for core in self._cores
+                if core < min(len(before), len(self._core_times))
+            ),
+            run_cores=run_cores,
+            memory_total_bytes=memory.total,
+            memory_bytes=memory.total - memory.available,
+            run_memory_bytes=run_memory_bytes,
+            power_w=self._energy(now_s),
+            clock_hz=_clock_hz(),
+        )
+
+    def _look(self, now_s: float) -> tuple[float | None, int | None]:
+        seen = self._processes.look() if self._processes else None
+        if seen is None:
+            return None, None
+        return self._run_cores.per_s(seen[0], now_s), seen[1]
+
+    def _energy(self, now_s: float) -> float | None:
+        rates = [rate.per_s(read(), now_s) for rate, read in self._packages]
+        known = [joules for joules in rates if joules is not None]
+        return sum(known) / 1e6 if known and len(known) == len(rates) else None
+
+
+def _core_times() -> list[tuple[float, float]]:
+    """List, by core, seconds idle (or waiting for a disk), and seconds in all."""
+    found = []
+    for times in psutil.cpu_times(percpu=True):
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+        found.append((times.idle + getattr(times, "iowait", 0.0), sum(times) - guests))
+    return found
+
+
+def _clock_hz() -> float | None:
+    """Mean of the cores' clocks now; None where the system does not tell."""
+    with suppress(Exception):  # psutil raises what it finds, by system
+        found = psutil.cpu_freq()
+        return found.current * 1e6 if found is not None and found.current > 0 else None
+    return None
+
+
+def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float | None:
+    """Share of the time between; None where the kernel's clock has not gone on (10 ms)."""
+    passed_s = now[1] - before[1]
+    if passed_s <= 0:
+        return None
+    return min(1.0, max(0.0, 1 - (now[0] - before[0]) / passed_s))
+
+
+def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
+    """List, for each processor package, how to read its energy in microjoules, and where it
+    wraps.
+    """
+
+    def reader(path: Path) -> Callable[[], float | None]:
+        return lambda: _number(path)
+
+    return [
+        (reader(zone / "energy_uj"), _number(zone / "max_energy_range_uj"))
+        for zone in sorted(rapl.glob("intel-rapl:*"))
+        if zone.name.count(":") == 1  # deeper ones are parts of these
+    ]
+
+
+def _number(path: Path) -> float | None:
+    with suppress(ValueError):
+        return float(read_text(path) or "")
+    return None

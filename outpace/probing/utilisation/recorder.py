@@ -1,0 +1,118 @@
+"""A light thread that records what the host and its devices do while something else happens."""
+
+import threading
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from outpace.probing.utilisation.sampler import Sampler
+from outpace.records.utilisation import Load, Thinned, Utilisation, series
+
+PERIOD_S = 1.0
+_SAVE_EVERY_S = 60.0
+# More rarely where the file is large: 1 part in 1000 of a core's time.
+_SAVE_SHARE = 1 / 1000
+# Shorter stretches say little: the kernel counts processor time in hundredths of a second.
+_LEAST_S = 0.1
+# A driver that hangs must not keep a run from its end.
+_PATIENCE_S = 10.0
+
+
+class Samples:
+    """Takes loads from a sampler as they are asked for, and keeps them as a series."""
+
+    def __init__(self, sampler: Sampler, period_s: float) -> None:
+        self.sampler = sampler
+        self.cpu_s = 0.0
+        self._kept = Thinned(period_s)
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._last_s = time.monotonic()
+
+    def take(self) -> Load | None:
+        """The load since the call before; None, and it is not kept, where that was just now."""
+        now_s = time.monotonic()
+        if now_s - self._last_s < _LEAST_S:
+            return None
+        self._last_s, before_s = now_s, time.thread_time()
+        load = self.sampler.read()
+        self._kept.add(load)
+        self.cpu_s += time.thread_time() - before_s
+        return load
+
+    @property
+    def series(self) -> Utilisation | None:
+        """All so far; None before the first load."""
+        loads = self._kept.loads
+        if not loads:
+            return None
+        return series(
+            loads,
+            started=self._started,
+            period_s=self._kept.period_s,
+            sampler_cpu_s=self.cpu_s,
+        )
+
+
+class LoadRecorder:
+    """Records from `start` to `close`, and writes a whole file every minute or more rarely.
+
+    Trouble with the file, or with a sensor, ends the recording and nothing else.
+    """
+
+    def __init__(self, sampler: Sampler, path: Path, period_s: float = PERIOD_S) -> None:
+        self._samples = Samples(sampler, period_s)
+        self._path = path
+        self._period_s = period_s
+        self._closed = threading.Event()
+        self._latest: Load | None = None
+        self._thread = threading.Thread(target=self._run, name="utilisation", daemon=True)
+
+    @property
+    def latest(self) -> Load | None:
+        """The newest load."""
+        return self._latest
+
+    @property
+    def series(self) -> Utilisation | None:
+        """All that was recorded; None before the first load. To be asked after `close`."""
+        return self._samples.series
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Record what is left and write the file. Does nothing the second time."""
+        self._closed.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        with suppress(Exception):
+            began_s = time.monotonic()
+            save_after_s = began_s + _SAVE_EVERY_S
+            period_s, done = self._period_s, False
+            while not done:
+                # By the clock, so that the time a sample takes does not add up.
+                wait_s = period_s - (time.monotonic() - began_s) % period_s
+                done = self._closed.wait(wait_s)
+                if done and self.series is None:
+                    # However short it was, a load is kept of it.
+                    time.sleep(max(0.0, _LEAST_S - (time.monotonic() - began_s)))
+                self._latest = self._samples.take() or self._latest
+                now_s = time.monotonic()
+                if now_s >= save_after_s and not done:
+                    before_s = time.thread_time()
+                    self._save()
+                    cost_s = time.thread_time() - before_s
+                    self._samples.cpu_s += cost_s
+                    save_after_s = now_s + max(_SAVE_EVERY_S, cost_s / _SAVE_SHARE)
+        self._save()
+
+    def _save(self) -> None:
+        found = self.series
+        if found is not None:
+            with suppress(OSError):  # a run whose folder is gone, or another disk's trouble
+                self._path.parent.mkdir(exist_ok=True)
+                found.save(self._path)

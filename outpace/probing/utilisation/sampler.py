@@ -1,0 +1,254 @@
+"""Samples what a host and its NVIDIA devices do. What cannot be read is None, each for itself.
+
+Device figures are NVML's, by nvidia-ml-py: https://docs.nvidia.com/deploy/nvml-api/
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+import psutil
+
+from outpace.probing.hardware.nvml import (
+    ALL_LINKS,
+    CLOCK_SM,
+    FI_NVLINK_DATA_RX,
+    FI_NVLINK_DATA_TX,
+    FI_PCIE_RX,
+    FI_PCIE_TX,
+    LIBRARY,
+    NOT_FOUND,
+    PCIE_RX,
+    PCIE_TX,
+    WIDE,
+    answers,
+    share,
+    words,
+)
+from outpace.probing.utilisation.host_load import RAPL, HostReader, Processes, Rate
+from outpace.records.ranks import RANK_NAME
+from outpace.records.utilisation import DeviceLoad, Load
+
+Result = TypeVar("Result")
+
+# The inode of the first pid namespace, the one whose numbers the driver knows (linux/proc_ns.h).
+_FIRST_NAMESPACE = "pid:[4026531836]"
+
+
+class Nvml(Protocol):
+    """Functions that are used of the module `pynvml`. Each call raises where the device cannot
+    tell.
+    """
+
+    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetName(self, device: Any, /) -> str | bytes: ...  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, device: Any, /) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetUtilizationRates(self, device: Any, /) -> Any: ...  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, device: Any, /) -> Sequence[Any]: ...  # noqa: N802
+    def nvmlDeviceGetProcessUtilization(self, device: Any, since_us: int, /) -> Sequence[Any]: ...  # noqa: N802
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: Any, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetPowerUsage(self, device: Any, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetClockInfo(self, device: Any, kind: int, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetPcieThroughput(self, device: Any, direction: int, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetFieldValues(self, device: Any, fields: Sequence[Any], /) -> Sequence[Any]: ...  # noqa: N802
+
+
+def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
+    """Return the driver's interface; None without a driver, without nvidia-ml-py, or where it
+    hangs.
+
+    A broken driver may never come back from being asked, and nothing can end a call in this
+    process: another process asks first, and has `timeout_s` for it.
+    """
+    try:
+        import pynvml
+
+        if not answers(timeout_s, library):
+            return None
+        pynvml.nvmlInit()
+    except Exception:  # whatever the driver's library does: there is none to ask
+        return None
+    return cast(Nvml, pynvml)
+
+
+class DeviceReader:
+    """Reads one device; each reading covers the time since the one before where NVML has counters.
+
+    `pids_known` says whether NVML's process numbers are those that are seen here: in a container
+    they may be the host's. Raises what NVML raises when there is no such device.
+    """
+
+    def __init__(self, nvml: Nvml, index: int, pids_known: bool) -> None:
+        self._nvml = nvml
+        self._index = index
+        self._own_pids = pids_known
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        name = _ask(lambda: nvml.nvmlDeviceGetName(self._handle))
+        self._name = words(name) or f"device {index}"
+        self._energy, self._nvlink_rx, self._nvlink_tx = Rate(), Rate(), Rate()
+        self._pcie_rx, self._pcie_tx = Rate(), Rate()
+        self._seen_us = int((time.time() - 1) * 1e6)
+        self.read(frozenset(), time.monotonic(), first=True)
+
+    def read(
+        self, run_pids: Collection[int] | None, now_s: float, first: bool = False
+    ) -> DeviceLoad:
+        """The load since the last call. `run_pids` None: there is no run to tell apart."""
+        nvml, handle = self._nvml, self._handle
+        memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        run_memory_bytes, run_utilisation = self._of_run(run_pids)
+        return DeviceLoad(
+            index=self._index,
+            name=self._name,
+            memory_total_bytes=None if memory is None else int(memory.total),
+            utilisation=None if rates is None else share(rates.gpu),
+            run_utilisation=run_utilisation,
+            memory_bytes=None if memory is None else int(memory.used),
+            run_memory_bytes=run_memory_bytes,
+            power_w=self._power(now_s),
+            clock_hz=self._clock(),
+            pcie_rx_bytes_per_s=self._pcie(self._pcie_rx, FI_PCIE_RX, PCIE_RX, now_s, first),
+            pcie_tx_bytes_per_s=self._pcie(self._pcie_tx, FI_PCIE_TX, PCIE_TX, now_s, first),
+            nvlink_rx_bytes_per_s=self._nvlink_rx.per_s(self._nvlink(FI_NVLINK_DATA_RX), now_s),
+            nvlink_tx_bytes_per_s=self._nvlink_tx.per_s(self._nvlink(FI_NVLINK_DATA_TX), now_s),
+        )
+
+    def _power(self, now_s: float) -> float | None:
+        """Read the counter of energy, a true mean; else the driver's own short one."""
+        energy_mj = _ask(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        watts = self._energy.per_s(energy_mj, now_s)
+        if watts is not None:
+            return watts / 1e3
+        power_mw = _ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))
+        return None if power_mw is None else power_mw / 1e3
+
+    def _clock(self) -> float | None:
+        mhz = _ask(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, CLOCK_SM))
+        return None if mhz is None else mhz * 1e6
+
+    def _pcie(
+        self, rate: Rate, field: int, direction: int, now_s: float, first: bool
+    ) -> float | None:
+        """Read a counter where there is one; else NVML looks for 20 ms, and says KB/s."""
+        count = self._field(field)
+        if count is not None:
+            return rate.per_s(count, now_s)
+        if first:
+            return None
+        seen = _ask(lambda: self._nvml.nvmlDeviceGetPcieThroughput(self._handle, direction))
+        return None if seen is None else seen * 1e3
+
+    def _nvlink(self, field: int) -> float | None:
+        kib = self._field((field, ALL_LINKS))
+        return None if kib is None else kib * 1024
+
+    def _field(self, field: int | tuple[int, int]) -> float | None:
+        """A counter of 64 bits; None where the device has none."""
+        found = _ask(lambda: self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0])
+        if found is None or found.nvmlReturn != 0 or found.valueType not in WIDE:
+            return None
+        return float(getattr(found.value, WIDE[found.valueType]))
+
+    def _of_run(self, run_pids: Collection[int] | None) -> tuple[int | None, float | None]:
+        """Memory bytes and utilisation of the run's processes on this device."""
+        if run_pids is None:
+            return None, None
+        listed = _ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        ours = [one for one in listed or () if one.pid in run_pids]
+        known = listed is not None and (self._own_pids or bool(ours))
+        used = [one.usedGpuMemory for one in ours]
+        memory_bytes = None if not known or None in used else int(sum(used))
+        return memory_bytes, self._run_utilisation(run_pids) if known else None
+
+    def _run_utilisation(self, run_pids: Collection[int]) -> float | None:
+        """The newest share of each process of the run, summed. Nobody computed: there is none."""
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
+        except Exception as error:
+            return 0.0 if getattr(error, "value", None) == NOT_FOUND else None
+        newest: dict[int, Any] = {}
+        for sample in sorted(samples, key=lambda one: one.timeStamp):
+            newest[sample.pid] = sample
+            self._seen_us = max(self._seen_us, sample.timeStamp)
+        shares = [share(one.smUtil) for pid, one in newest.items() if pid in run_pids]
+        known = [one for one in shares if one is not None]
+        return min(1.0, sum(known)) if len(known) == len(shares) else None
+
+
+def _ask(query: Callable[[], Result]) -> Result | None:
+    with suppress(Exception):  # not supported, no permission, lost: NVML's errors, and ctypes' own
+        return query()
+    return None
+
+
+class Sampler:
+    """One `Load` of this host a call. `roots` are the pids of a run's first processes here."""
+
+    def __init__(
+        self,
+        roots: Collection[int] = (),
+        *,
+        nvml: Nvml | None = None,
+        node: int = 0,
+        rapl: Path = RAPL,
+    ) -> None:
+        self._processes = Processes(roots) if roots else None
+        self._node = node
+        self._host = HostReader(self._processes, rapl)
+        self._devices = [] if nvml is None else _readers(nvml)
+        self._last_s = time.monotonic()
+
+    @property
+    def run_ended(self) -> bool:
+        """Whether a run was given, and none of its processes is left."""
+        return self._processes is not None and not self._processes.pids
+
+    def read(self) -> Load:
+        """The load since the call before. Two calls should be a tenth of a second apart or more."""
+        now_s = time.monotonic()
+        host = self._host.read(now_s)
+        run_pids = None if self._processes is None else self._processes.pids
+        devices = tuple(device.read(run_pids, now_s) for device in self._devices)
+        duration_s, self._last_s = max(now_s - self._last_s, 1e-6), now_s
+        return Load(node=self._node, duration_s=duration_s, devices=devices, host=host)
+
+
+def same_pids() -> bool:
+    """Whether the driver's process numbers are those that are seen here."""
+    return _ask(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
+
+
+def _readers(nvml: Nvml) -> list[DeviceReader]:
+    pids_known = same_pids()
+    count = _ask(nvml.nvmlDeviceGetCount) or 0
+    readers = (_ask(partial(DeviceReader, nvml, index, pids_known)) for index in range(count))
+    return [reader for reader in readers if reader is not None]
+
+
+def training_in(metrics: Path) -> list[int]:
+    """Pids of the first processes, on this host, of the run that has this file of figures open.
+
+    Rank 0 holds it open; a launcher that started it with others on this host stands for all.
+    """
+    target = metrics.resolve()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if any(Path(file.path) == target for file in process.open_files()):
+                local = int(process.environ().get("LOCAL_WORLD_SIZE", "1"))
+                several = local > 1 or process.name().startswith(RANK_NAME)
+                return [process.ppid() if several else process.pid]
+    return []
+
+
+def open_files() -> set[Path]:
+    """Files that processes of this host have open, as far as one may see that."""
+    found: set[Path] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            found.update(Path(file.path) for file in process.open_files())
+    return found

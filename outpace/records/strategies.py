@@ -1,0 +1,129 @@
+"""Strategies: what each of them splits, gathers, compresses and allows, in one table.
+
+What the planner, the layouts and the messages know of a strategy by its name is derived from here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from outpace.records.pipelines import SCHEDULES
+
+Strategy = Literal[
+    "single", "dp", "ps", "ddp", "ring", "horovod", "zero1", "zero2", "zero3", "hsdp",
+    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp", "3d",
+]  # fmt: skip
+Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
+Compression = Literal["none", "bf16", "powersgd"]
+# In the order in which ranks are laid out on them, the last closest together.
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# How forward passes are compiled: the whole model as one region, or each block (records.compiled).
+# "sends": by block, and the compiler leaves sends to Python; "split": torch refuses.
+Regions = Literal["whole", "blocks", "sends", "split"]
+
+
+@dataclass(frozen=True)
+class StrategyTraits:
+    """Traits of a strategy, on all of its ranks.
+
+    `module` of outpace.parallel lays a model out, `custom_module` one of the user's own. `axes`:
+    those that it splits; the last takes the ranks that are left, the others two each. `zero`: what
+    dp_shard shards (1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing).
+    `whole_model`: every rank keeps all parameters. `gathers`: parameters before their use, and so
+    they may be kept elsewhere; one process as well. `compresses`: whole gradients are reduced in
+    buffers, of which these kinds can be made. `steps_in_backward`: a gradient that is made is
+    whole, and nothing else holds its memory. `shares_buffers`: every rank has all buffers, and a
+    share of the samples. `communicates_within` forward and backward, and is timed as these.
+    `one_shape`: all batches have one shape. `takes_sparse_gradients` of embeddings.
+    `offloads_compiled`: activations may be offloaded from compiled blocks
+    (tests/parallel/test_offload.py). `compiled`: None where it was not tried.
+    """
+
+    module: str
+    axes: tuple[Axis, ...] = ()
+    title: str | None = None
+    custom_module: str | None = None
+    zero: Literal[0, 1, 2, 3] = 0
+    whole_model: bool = True
+    gathers: bool = False
+    compresses: tuple[Compression, ...] = ()
+    steps_in_backward: bool = False
+    shares_buffers: bool = False
+    communicates_within: bool = False
+    one_shape: bool = False
+    takes_sparse_gradients: bool = False
+    offloads_compiled: bool = False
+    compiled: Regions | None = None
+
+
+def _make_sharded(title: str, zero: Literal[2, 3], axes: tuple[Axis, ...]) -> StrategyTraits:
+    return StrategyTraits(
+        module="sharded", axes=axes, title=title, zero=zero, whole_model=False, gathers=True,
+        steps_in_backward=True, shares_buffers=True, communicates_within=True,
+        offloads_compiled=True, compiled="blocks",
+    )  # fmt: skip
+
+
+def _pipelines() -> dict[Strategy, StrategyTraits]:
+    """Return the traits of each schedule; mp is a pipeline of one micro-batch."""
+    names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
+    return {
+        names[name]: StrategyTraits(
+            module="pipeline", axes=("pp",), custom_module="own_pipeline", whole_model=False,
+            title="naive model parallel" if name == "mp" else None, one_shape=True,
+            compiled="split" if schedule.splits_backward else "blocks",
+        )
+        for name, schedule in SCHEDULES.items()
+    }  # fmt: skip
+
+
+TRAITS: Mapping[Strategy, StrategyTraits] = {
+    "single": StrategyTraits(
+        module="single", title="one device", gathers=True, steps_in_backward=True,
+        takes_sparse_gradients=True, offloads_compiled=True, compiled="whole",
+    ),
+    # Of one process, whose threads would call the first replica's forward.
+    "dp": StrategyTraits(
+        module="dp", axes=("dp_replicate",), title="DP, one process", one_shape=True,
+        compiled="whole",
+    ),
+    "ps": StrategyTraits(
+        module="ps", axes=("dp_replicate",), title="parameter server", compiled="whole"
+    ),
+    "ddp": StrategyTraits(
+        module="ddp", axes=("dp_replicate",), title="DDP", compresses=("bf16", "powersgd"),
+        shares_buffers=True, takes_sparse_gradients=True, offloads_compiled=True, compiled="whole",
+    ),
+    "ring": StrategyTraits(
+        module="ring", axes=("dp_replicate",), title="ring all-reduce", compresses=("bf16",),
+        shares_buffers=True, compiled="blocks",
+    ),
+    # Compresses nothing: github.com/horovod/horovod/issues/4047
+    "horovod": StrategyTraits(module="horovod", axes=("dp_replicate",), shares_buffers=True),
+    "zero1": StrategyTraits(
+        module="zero1", axes=("dp_shard",), title="ZeRO-1", zero=1,
+        compresses=("bf16", "powersgd"), shares_buffers=True, takes_sparse_gradients=True,
+        offloads_compiled=True, compiled="whole",
+    ),
+    "zero2": _make_sharded("ZeRO-2", 2, ("dp_shard",)),
+    "zero3": _make_sharded("ZeRO-3", 3, ("dp_shard",)),
+    "hsdp": _make_sharded("HSDP", 3, ("dp_replicate", "dp_shard")),
+    **_pipelines(),
+    "tp": StrategyTraits(
+        module="tensor", axes=("tp",), custom_module="own_tensor", whole_model=False,
+        communicates_within=True, compiled="blocks",
+    ),
+    "cp": StrategyTraits(
+        module="context", axes=("cp",), compresses=("bf16", "powersgd"), communicates_within=True,
+        one_shape=True, compiled="sends",
+    ),
+    "3d": StrategyTraits(
+        module="combined", axes=AXES, whole_model=False, gathers=True, communicates_within=True,
+        one_shape=True, compiled="blocks",
+    ),
+}  # fmt: skip
+
+
+def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ...]:
+    """Return the strategies whose traits are so, in the table's order."""
+    return tuple(name for name, traits in TRAITS.items() if has(traits))

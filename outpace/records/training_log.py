@@ -1,0 +1,101 @@
+"""Training runs as logs tell of them, and a machine that such runs corrected."""
+
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from outpace.records.base import Record, read_object
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.outline import Outline
+from outpace.records.plan import Checkpointing, Plan
+
+TrainerName = Literal["outpace", "torchtitan", "megatron", "deepspeed", "trainer", "nanotron"]
+
+# allocated: of torch's tensors; reserved: what its allocator holds for them; resident: a process's.
+MemoryKind = Literal["allocated", "reserved", "resident"]
+
+
+class LoggedRun(Record):
+    """A run as a trainer's log tells of it. None: it does not say.
+
+    `steps` were averaged, those of the warm-up left out. Memory is that of the fullest rank that
+    the log is of.
+    """
+
+    trainer: TrainerName
+    log: str = Field(description="name of the file, of a folder's the folder's")
+    steps: PositiveInt
+    step_time_s: PositiveFloat | None = None
+    tokens_per_s_per_device: PositiveFloat | None = None
+    samples_per_s: PositiveFloat | None = None
+    peak_memory_bytes: NonNegativeInt | None = None
+    memory_kind: MemoryKind = "allocated"
+    seq_len: PositiveInt | None = None
+    global_batch: PositiveInt | None = None
+    micro_batch: PositiveInt | None = None
+    world_size: PositiveInt | None = None
+    dp_replicate: PositiveInt | None = None
+    dp_shard: PositiveInt | None = None
+    tp: PositiveInt | None = None
+    pp: PositiveInt | None = None
+    cp: PositiveInt | None = None
+    ep: PositiveInt | None = None
+    expert_tp: PositiveInt | None = None
+    zero: NonNegativeInt | None = Field(default=None, description="stage; 0: none")
+    checkpointing: Checkpointing | None = None
+    pp_schedules_all: bool = Field(
+        default=False, description="whether a pipeline takes all of a step's micro-batches"
+    )
+    parameters: PositiveInt | None = None
+    plan: Plan | None = Field(default=None, description="outpace's runs have one")
+    notes: tuple[str, ...] = Field(default=(), description="of what the log leaves open")
+
+
+class ObservedRun(Record):
+    """A run whose plan is known and whose step was timed."""
+
+    trainer: TrainerName
+    log: str
+    outline: Outline
+    seq_len: PositiveInt
+    global_batch: PositiveInt
+    plan: Plan
+    step_time_s: PositiveFloat
+    peak_memory_bytes: NonNegativeInt | None = None
+    memory_kind: MemoryKind = "allocated"
+
+    def same_run(self, other: "ObservedRun") -> bool:
+        """Whether both are of one log: of its name, model, layout, length and batch."""
+        names = ("trainer", "log", "outline", "seq_len", "global_batch", "plan")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+class CorrectedMachine(Record):
+    """A machine of the catalog (`node`) or a probed one, with runs that correct its rates."""
+
+    has_checksum: ClassVar[bool] = True
+
+    node: str | None = None
+    network: str | None = None
+    devices_per_node: PositiveInt | None = None
+    machine: Machine | None = None
+    runs: tuple[ObservedRun, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Self:
+        if (self.node is None) == (self.machine is None):
+            raise ValueError("a corrected machine is either of the catalog (node) or a probed one")
+        return self
+
+
+def is_corrected(path: Path) -> bool:
+    """Whether a file is a corrected machine, not one as `outpace probe` writes it."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        values = read_object(path)
+    except BadInputError:
+        return False  # whoever reads it as a machine says what is wrong
+    return "runs" in values and "host_cores" not in values

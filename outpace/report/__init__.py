@@ -1,1 +1,0 @@
-"""Records -> what a person sees."""

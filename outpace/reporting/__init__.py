@@ -1,0 +1,1 @@
+"""Records as a reader sees them: pages, tables and figures."""

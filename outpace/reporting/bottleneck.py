@@ -1,0 +1,172 @@
+"""The part that limits training most, by the measured times of its steps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from outpace.records.measurement import TimeParts
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Strategy
+from outpace.records.strategies import TRAITS
+from outpace.records.units import show_share
+from outpace.records.utilisation import Load, device_utilisation
+
+# What takes less of a step holds nothing up: without it, steps were less than a fifth faster.
+_LEAST = 1 / 6
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The limit of a step in a word or two, and a sentence on what to do about it.
+
+    `of_step`: its share is one of a step's time, not of cores or devices.
+    """
+
+    words: str
+    advice: str
+    of_step: bool = True
+
+
+@dataclass(frozen=True)
+class BottleneckInputs:
+    """Measurements of a step; `parts` are rank 0's, `device` is cpu, mps, or a GPU's name or kind.
+
+    `loads` are of the hosts at the time; () where nothing is known of them.
+    """
+
+    parts: TimeParts
+    device: str | None
+    strategy: Strategy | None
+    processes: int
+    loads: Sequence[Load] = ()
+    mfu: float | None = None
+    hosts: int = 1
+
+
+def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
+    """The largest of what a step loses, or computing; None where parts are not told apart.
+
+    They are not on mps, which computes while the clock is read.
+    """
+    if seen.parts.total_s <= 0 or seen.device == "mps":
+        return None
+    share, found = max(_losses(seen), key=lambda pair: pair[0])
+    return found if share >= _LEAST else _compute_bound(seen)
+
+
+def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
+    """Shares of a step that hold it up noticeably, the largest first; none where all computes."""
+    if seen.parts.total_s <= 0 or seen.device == "mps":
+        return []
+    found = [pair for pair in _losses(seen) if pair[0] >= _LEAST]
+    return sorted(found, key=lambda pair: -pair[0])
+
+
+def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
+    """Shares of a step that are not spent on forwards and backwards."""
+    parts = seen.parts
+    data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
+    optimizer = parts.optimizer_s / parts.total_s
+    yield data, _waiting_for_data(data)
+    yield communication, _communication(seen.strategy, communication, seen.hosts)
+    yield optimizer, _optimizer(optimizer)
+    if seen.device == "cpu":
+        yield from _cores(seen, data + communication)
+    elif seen.device is not None:
+        busy = device_utilisation(seen.loads, seen.processes)
+        if busy is not None:
+            # What waits for data is known already; a collective keeps a GPU busy.
+            yield 1 - busy - data, _host(busy)
+
+
+def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bottleneck]]:
+    """Yield the share of cores that idle while nothing waits, and the share that others use."""
+    hosts = [load.host for load in seen.loads]
+    shares = [host.utilisation for host in hosts if host.utilisation is not None]
+    if not shares:
+        return
+    busy = sum(shares) / len(shares)
+    yield 1 - busy - waiting, _idle_cores(busy)
+    of_run = [host.run_cores for host in hosts if host.run_cores is not None]
+    if len(of_run) == len(hosts):
+        others = busy - sum(of_run) / sum(len(host.cores) for host in hosts)
+        yield others, _other_programs(others)
+
+
+def _waiting_for_data(share: float) -> Bottleneck:
+    return Bottleneck(
+        f"waits for data {_percent(share)}",
+        f"Steps wait for data {_percent(share)} of the time: load it in the background with "
+        "--workers (outpace probe loader says how many).",
+    )
+
+
+def _communication(strategy: Strategy | None, share: float, hosts: int) -> Bottleneck:
+    if strategy in SCHEDULES:
+        return Bottleneck(
+            f"waits for stages {_percent(share)}",
+            f"Stages wait for each other {_percent(share)} of the time: more micro-batches in a "
+            "step (--pp-microbatches) or another schedule leave less idle.",
+        )
+    return Bottleneck(
+        f"{'network' if hosts > 1 else 'communication'} {_percent(share)}",
+        f"Ranks communicate, and compute nothing, {_percent(share)} of the time: a larger "
+        "--global-batch communicates less for a token, --compress-gradients sends less, and "
+        "outpace compare tells which --strategy waits least.",
+    )
+
+
+def _optimizer(share: float) -> Bottleneck:
+    return Bottleneck(
+        f"optimizer {_percent(share)}",
+        f"The optimizer takes {_percent(share)} of the time: a larger --global-batch steps more "
+        "rarely for a token, and --strategy zero1 shares its work out.",
+    )
+
+
+def _host(busy: float) -> Bottleneck:
+    return Bottleneck(
+        f"host-bound: GPU {_percent(busy)} busy",
+        f"GPUs compute {_percent(busy)} of the time, and then wait for the host to launch work: a "
+        "larger --micro-batch and --compile make of it fewer, larger pieces.",
+        of_step=False,
+    )
+
+
+def _idle_cores(busy: float) -> Bottleneck:
+    return Bottleneck(
+        f"cores {_percent(busy)} busy",
+        f"Cores are busy {_percent(busy)} of the time: more --threads, or a larger --micro-batch, "
+        "give the others something to do.",
+        of_step=False,
+    )
+
+
+def _other_programs(share: float) -> Bottleneck:
+    return Bottleneck(
+        f"others use {_percent(share)} of the cores",
+        f"Other programs keep {_percent(share)} of the cores busy: end them, or leave them cores "
+        "of their own with fewer --threads.",
+        of_step=False,
+    )
+
+
+def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
+    """Forwards and backwards take nearly all of a step."""
+    share = _percent((seen.parts.forward_s + seen.parts.backward_s) / seen.parts.total_s)
+    if seen.strategy is not None and TRAITS[seen.strategy].communicates_within:
+        return Bottleneck(
+            "compute or communication",
+            f"Forwards and backwards take {share} of the time, with the communication within them, "
+            f"which {seen.strategy} does not time apart: outpace compare with another --strategy "
+            "shows what it costs.",
+        )
+    reached = "" if seen.mfu is None else f", at an MFU of {show_share(seen.mfu)}"
+    return Bottleneck(
+        "compute-bound",
+        f"Forwards and backwards take {share} of the time{reached}: outpace plan with "
+        "--vary precision,compile says what may make them faster.",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,43 @@
+"""Fewer points of a long series, without hiding a spike."""
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def thin(values: Floats, most: int) -> NDArray[np.int64]:
+    """Places of at most `most` values, in order, that show a series as all of them would.
+
+    The series is cut into buckets, of each of which the lowest and the highest value stay, and the
+    first and last of all: a line through them has every peak that a line through all has. What is
+    not known (NaN) is passed over. Raises ValueError for fewer than four points.
+    """
+    if most < 4:
+        raise ValueError(f"{most} points cannot show a series: use 4 or more")
+    if len(values) <= most:
+        return np.arange(len(values), dtype=np.int64)
+    unknown = np.isnan(values)
+    low, high = np.where(unknown, np.inf, values), np.where(unknown, -np.inf, values)
+    kept = {0, len(values) - 1}
+    for begin, end in pairwise(edges(len(values), (most - 2) // 2)):
+        kept.add(begin + int(low[begin:end].argmin()))
+        kept.add(begin + int(high[begin:end].argmax()))
+    return np.array(sorted(kept), dtype=np.int64)
+
+
+def edges(count: int, buckets: int) -> list[int]:
+    """Return where buckets of nearly equal size begin, and the end."""
+    return [count * bucket // buckets for bucket in range(buckets + 1)]
+
+
+def means(values: Floats, buckets: int) -> tuple[Floats, Floats]:
+    """The mean place and the mean value of each bucket; NaN where nothing is known."""
+    cuts = np.array(edges(len(values), min(buckets, len(values))))
+    known = ~np.isnan(values)
+    count = np.add.reduceat(known.astype(float), cuts[:-1])
+    total = np.add.reduceat(np.where(known, values, 0.0), cuts[:-1])
+    with np.errstate(invalid="ignore"):
+        return (cuts[:-1] + cuts[1:] - 1) / 2, total / count

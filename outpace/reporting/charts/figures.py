@@ -1,0 +1,369 @@
+"""The kinds of figures that reports are made of, each with its table."""
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.reporting.charts.palette import MEASURED, PREDICTED, colour, dash
+from outpace.reporting.render.document import Cell, Chart, Choice, DataTable, Number
+
+_LABEL_WIDTH, _LABEL_LINES = 24, 3
+_LABEL_PX = 14  # of a line
+_ROW_PX, _FRAME_PX = 16, 110
+_DOTTED = 40  # points of a line that are few enough to be marked
+_ERROR = "#777777"  # seen on light and dark
+Values = Sequence[float | None]
+Intervals = Sequence[tuple[float | None, float | None]]
+_PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra></extra>"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a figure's numbers: drawn times `factor`, called `name` on the axis.
+
+    `si`: the axis has prefixes, as in 5M.
+    """
+
+    name: str
+    factor: float
+    show: Callable[[float | None], str]
+    si: bool = False
+
+    def scale(self, values: Values) -> list[float | None]:
+        """Scale values to six digits, as plotly takes them; None where not known or not finite."""
+        return [
+            None if value is None or not math.isfinite(value) else _six(value * self.factor)
+            for value in values
+        ]
+
+    def cell(self, value: float | None) -> Number:
+        """Return the value as a cell of a table."""
+        return Number(value, self.show(value))
+
+
+def _six(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def seconds(values: Values) -> Unit:
+    """µs, ms, s, min or h, as suits the largest."""
+    top = _top(values)
+    for name, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if top >= (2 * size if size > 1 else size):
+            return Unit(name, 1 / size, show_seconds)
+    return Unit("µs", 1e6, show_seconds)
+
+
+def sizes(values: Values) -> Unit:
+    """TiB, GiB, MiB or KiB, as suits the largest."""
+    top = _top(values)
+    for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if top >= size:
+            return Unit(name, 1 / size, show_bytes)
+    return Unit("KiB", 1 / 2**10, show_bytes)
+
+
+def shares() -> Unit:
+    """Percent."""
+    return Unit("%", 100.0, show_share)
+
+
+def counts(name: str) -> Unit:
+    """A decimal rate or count, whose axis has SI prefixes."""
+
+    def show(value: float | None) -> str:
+        if value is None or name in ("FLOP/s", "B/s"):
+            return show_count(value, name)
+        return f"{show_count(value)} {name}"
+
+    return Unit(name, 1.0, show, si=True)
+
+
+def plain(name: str, digits: int = 4) -> Unit:
+    """A number as it is."""
+
+    def show(value: float | None) -> str:
+        return "n/a" if value is None or not math.isfinite(value) else f"{value:,.{digits}g}"
+
+    return Unit(name, 1.0, show)
+
+
+def _top(values: Values) -> float:
+    known = (abs(value) for value in values if value is not None and math.isfinite(value))
+    return max(known, default=0.0)
+
+
+def label(name: str) -> str:
+    """A name for an axis: in a few short lines."""
+    lines = textwrap.wrap(name, _LABEL_WIDTH) or [""]
+    if len(lines) > _LABEL_LINES:
+        lines = [*lines[:_LABEL_LINES]]
+        lines[-1] += " …"
+    return "\n".join(lines)
+
+
+def rows_axis(names: Sequence[str], every: int = 1) -> dict[str, Any]:
+    """The vertical axis of horizontal bars: a row for each name, the first on top.
+
+    `every`: the number of rows to one label.
+    """
+    places = list(range(0, len(names), every))
+    return {"tickvals": places, "ticktext": [label(names[place]) for place in places],
+            "range": [len(names) - 0.5, -0.5], "fixedrange": True,
+            "tickfont": {"size": 11}, "ticklabelstandoff": 6,
+            "showgrid": False, "zeroline": False}  # fmt: skip
+
+
+def axis(title: str, unit: Unit | None = None, **more: Any) -> dict[str, Any]:
+    """An axis with a title and its unit."""
+    words = f"{title} ({unit.name})" if unit is not None and unit.name else title
+    found: dict[str, Any] = {"title": {"text": words}, **more}
+    if unit is not None and unit.si:
+        found["tickformat"] = "~s"
+    return found
+
+
+def join_items(items: Sequence[str], most: int = 5) -> str:
+    """Join items into a sentence; of many, the first `most`."""
+    more = len(items) - most
+    return "; ".join(items[:most]) + (f"; and {more} more." if more > 0 else ".")
+
+
+def height_of(names: Sequence[str]) -> int:
+    """Return the height of a figure with a row for each name, px."""
+    most = max((label(name).count("\n") + 1 for name in names), default=1)
+    return _FRAME_PX + (_ROW_PX + _LABEL_PX * most) * max(len(names), 2)
+
+
+def bars(
+    title: str,
+    alt: str,
+    names: Sequence[str],
+    values: Values,
+    unit: Unit,
+    axis_title: str,
+    intervals: Intervals = (),
+    colours: Sequence[str] = (),
+) -> Chart:
+    """A bar for each name, with the interval that its value is in where there is one."""
+    trace: dict[str, Any] = {
+        "type": "bar", "orientation": "h", "x": unit.scale(values), "y": list(range(len(names))),
+        "marker": {"color": list(colours) or colour(0)}, "width": 0.62, "showlegend": False,
+        "customdata": _hover_texts(names, values, unit),
+        "hovertemplate": "%{customdata[0]}: %{customdata[1]}<extra></extra>",
+    }  # fmt: skip
+    columns = ["", axis_title]
+    if intervals:
+        trace["error_x"] = _errors(values, intervals, unit)
+        columns += ["from", "to"]
+    cells = _with_intervals(values, intervals, unit)
+    return Chart(
+        title, alt, (trace,),
+        {"yaxis": rows_axis(names), "xaxis": axis(axis_title, unit, zeroline=True)},
+        DataTable(title, tuple(columns), tuple(
+            (name, *row) for name, row in zip(names, cells, strict=True)
+        )),
+        height_of(names) - 30,
+    )  # fmt: skip
+
+
+def _with_intervals(values: Values, intervals: Intervals, unit: Unit) -> list[tuple[Number, ...]]:
+    """Cells of each value, with its interval's ends where there are intervals."""
+    if not intervals:
+        return [(unit.cell(value),) for value in values]
+    return [
+        (unit.cell(value), unit.cell(low), unit.cell(high))
+        for value, (low, high) in zip(values, intervals, strict=True)
+    ]
+
+
+def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
+    above: list[float | None] = []
+    below: list[float | None] = []
+    for value, (low, high) in zip(values, intervals, strict=True):
+        if value is None or low is None or high is None:
+            above, below = [*above, None], [*below, None]
+            continue
+        above += unit.scale([high - value])
+        below += unit.scale([value - low])
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below,
+            "color": _ERROR, "thickness": 2, "width": 6}  # fmt: skip
+
+
+def _hover_texts(names: Sequence[str], values: Values, unit: Unit) -> list[list[str]]:
+    """Return each name and value as text, which plotly shows beside the pointer."""
+    return [[name, unit.show(value)] for name, value in zip(names, values, strict=True)]
+
+
+def stacked_bars(
+    title: str,
+    alt: str,
+    names: Sequence[str],
+    parts: Mapping[str, Values],
+    unit: Unit,
+    axis_title: str,
+    colours: Mapping[str, str],
+    limit: tuple[str, float] | None = None,
+) -> Chart:
+    """A bar for each name, made of parts; `limit` is a line, with what it says."""
+    shown = {part: values for part, values in parts.items() if any(values)}
+    traces = [
+        {
+            "type": "bar", "orientation": "h", "name": part, "x": unit.scale(values),
+            "y": list(range(len(names))), "width": 0.62,
+            "marker": {"color": colours.get(part) or colour(place),
+                       "line": {"width": 0.5, "color": "rgba(255,255,255,0.7)"}},
+            "customdata": _hover_texts(names, values, unit),
+            "hovertemplate": _PART_OF_A_BAR,
+        }
+        for place, (part, values) in enumerate(shown.items())
+    ]  # fmt: skip
+    layout: dict[str, Any] = {
+        "barmode": "stack", "legend": {"traceorder": "normal"}, "yaxis": rows_axis(names),
+        "xaxis": axis(axis_title, unit),
+    }  # fmt: skip
+    if limit is not None:
+        layout |= _line_at(limit[0], _six(limit[1] * unit.factor))
+    columns = ("", *shown, "all")
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (name, *(unit.cell(values[place]) for values in shown.values()),
+         unit.cell(sum(values[place] or 0.0 for values in shown.values())))
+        for place, name in enumerate(names)
+    )  # fmt: skip
+    return Chart(title, alt, tuple(traces), layout, DataTable(title, columns, rows),
+                  height_of(names) + 12 * len(shown) // 3)  # fmt: skip
+
+
+def _line_at(words: str, x: float) -> dict[str, Any]:
+    return {
+        "shapes": [{"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper",
+                    "line": {"color": _ERROR, "width": 2, "dash": "dash"}}],
+        "annotations": [{"x": x, "y": 0, "yref": "paper", "text": words, "showarrow": False,
+                         "xanchor": "right", "yanchor": "bottom"}],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LineSeries:
+    """A series of a figure of lines; `x` by what the horizontal axis may show, in one order."""
+
+    name: str
+    x: tuple[Values, ...]
+    y: Values
+    style: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AxisChoice:
+    """A quantity for the horizontal axis: the word on its button, the axis's title, the unit."""
+
+    label: str
+    title: str
+    unit: Unit
+
+
+def lines(
+    title: str,
+    alt: str,
+    series: Sequence[LineSeries],
+    along: Sequence[AxisChoice],
+    unit: Unit,
+    axis_title: str,
+    table: DataTable,
+    **layout: Any,
+) -> Chart:
+    """Lines over the first of `along`, or another that a reader chooses."""
+    drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
+    traces = [
+        {
+            "type": "scatter", "name": line.name, "x": xs[0],
+            "mode": "lines+markers" if len(line.y) <= _DOTTED else "lines",
+            "y": unit.scale(line.y), **line.style,
+            "line": {"color": colour(place), "dash": dash(place), "width": 1.8,
+                     **line.style.get("line", {})},
+        }
+        for place, (line, xs) in enumerate(zip(series, drawn, strict=True))
+    ]  # fmt: skip
+    titles = [f"{one.title} ({one.unit.name})" if one.unit.name else one.title for one in along]
+    choices = tuple(
+        Choice(one.label, titles[place], tuple(xs[place] for xs in drawn))
+        for place, one in enumerate(along)
+    )
+    whole = {"xaxis": axis(titles[0]), "yaxis": axis(axis_title, unit), "hovermode": "x",
+             "showlegend": len(series) > 1, **layout}  # fmt: skip
+    return Chart(title, alt, tuple(traces), whole, table, 380, choices if len(along) > 1 else ())
+
+
+def heat(
+    title: str,
+    alt: str,
+    names: Sequence[str],
+    x: Values,
+    rows: Sequence[Values],
+    unit: Unit,
+    x_title: str,
+    x_unit: Unit,
+    table: DataTable,
+) -> Chart:
+    """Shares from 0 to 1 as colours: a row for each name."""
+    trace = {
+        "type": "heatmap", "x": x_unit.scale(x), "y": list(names),
+        "z": [unit.scale(row) for row in rows], "zmin": 0, "zmax": unit.factor,
+        "colorscale": "Cividis", "colorbar": {"title": {"text": unit.name}, "thickness": 12},
+        "hovertemplate": "%{y}: %{z:.0f}<extra></extra>",
+    }  # fmt: skip
+    rows_px = max(120, min(24 * len(names), 640))
+    every = math.ceil(_LABEL_PX * len(names) / rows_px)
+    layout = {"xaxis": axis(x_title, x_unit),
+              "yaxis": {**rows_axis(names, every), "type": "category"}}  # fmt: skip
+    return Chart(title, alt, (trace,), layout, table, _FRAME_PX + rows_px)
+
+
+def prediction_bars(
+    title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
+    axis_title: str, intervals: Intervals = (), around: Intervals = (),
+) -> Chart:  # fmt: skip
+    """Predicted, with its `intervals`, above measured, with what is `around` it, for each name."""
+    both = (
+        ("predicted", predicted, intervals, -0.2, PREDICTED),
+        ("measured", measured, around, 0.2, MEASURED),
+    )
+    traces, columns = [], [""]
+    rows: list[list[Cell]] = [[name] for name in names]
+    for name, values, bounds, shift, shade in both:
+        trace: dict[str, Any] = {
+            "type": "bar", "orientation": "h", "name": name, "x": unit.scale(values),
+            "y": [place + shift for place in range(len(names))], "width": 0.36,
+            "marker": {"color": shade}, "customdata": _hover_texts(names, values, unit),
+            "hovertemplate": _PART_OF_A_BAR,
+        }  # fmt: skip
+        columns.append(name)
+        if bounds:
+            trace["error_x"] = _errors(values, bounds, unit)
+            columns += [f"{name}, from", f"{name}, to"]
+        traces.append(trace)
+        for row, cells in zip(rows, _with_intervals(values, bounds, unit), strict=True):
+            row += cells
+    for row, one, other in zip(rows, predicted, measured, strict=True):
+        row.append(deviation(one, other))
+    alt = join_items([
+        f"{name}: predicted {unit.show(one)}, measured {unit.show(other)}"
+        for name, one, other in zip(names, predicted, measured, strict=True)
+    ])  # fmt: skip
+    return Chart(
+        title, alt, tuple(traces),
+        {"barmode": "overlay", "yaxis": rows_axis(names), "xaxis": axis(axis_title, unit)},
+        DataTable(title, (*columns, "measured is"), tuple(map(tuple, rows))),
+        height_of(names) + 10 * len(names),
+    )  # fmt: skip
+
+
+def deviation(predicted: float | None, measured: float | None) -> Number:
+    """Return how far the measurement is above the prediction, as a share of the prediction."""
+    if not predicted or measured is None:
+        return Number(None, "n/a")
+    share = measured / predicted - 1
+    return Number(share, f"{100 * share:+.1f} %")

@@ -1,0 +1,53 @@
+"""Colours that most colour-blind people tell apart, the same thing in the same one everywhere."""
+
+from collections.abc import Mapping
+
+# Okabe and Ito, "Color Universal Design" (2008), but for two: their yellow (#F0E442) has a contrast
+# of 1.3 with white, this one of 3.2; and grey is in the place of black, which dark pages hide.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#A39100", "#999999"
+LIGHT_BLUE, LIGHT_RED, LIGHT_GREY, DARK_GREY = "#8FD3F4", "#F3A683", "#BBBBBB", "#6B6B6B"
+PURPLE = "#B07AA1"
+_SERIES = (BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW, GREY)
+_DASHES = ("solid", "dash", "dot", "dashdot")
+# Of memory by kind, in the order of records.memory.KINDS: these, and lighter ones of them.
+MEMORY = (BLUE, SKY, LIGHT_BLUE, ORANGE, RED, GREEN, PINK, GREY, LIGHT_GREY, YELLOW)
+# Of a step's time by part, as records.measurement.PARTS names them.
+PARTS: Mapping[str, str] = {
+    "data": PINK,
+    "forward": BLUE,
+    "backward": SKY,
+    "optimizer": GREEN,
+    "communication": RED,
+    "other": GREY,
+}
+# The same of an estimate, as planner.titles.PARTS names them: computing in blues, exchanges in reds
+# and their like, waiting in greys.
+ESTIMATED: Mapping[str, str] = {
+    "products_s": BLUE,
+    "attention_s": SKY,
+    "memory_s": LIGHT_BLUE,
+    "host_s": LIGHT_GREY,
+    "bubble_s": GREY,
+    "tensor_s": LIGHT_RED,
+    "context_s": YELLOW,
+    "pipeline_s": ORANGE,
+    "expert_s": PURPLE,
+    "data_s": PARTS["communication"],
+    "optimizer_s": PARTS["optimizer"],
+    "offload_s": DARK_GREY,
+    "loading_s": PARTS["data"],
+}
+# Of a pipeline's actions, by their kind; and of waiting.
+ACTIONS: Mapping[str, str] = {"F": BLUE, "B": GREEN, "I": GREEN, "W": ORANGE}
+PREDICTED, MEASURED = ORANGE, BLUE
+
+
+def colour(place: int) -> str:
+    """Return the colour of the series at `place`: eight, then the same with another `dash`."""
+    return _SERIES[place % len(_SERIES)]
+
+
+def dash(place: int) -> str:
+    """Return the dash of the line at `place`."""
+    return _DASHES[place // len(_SERIES) % len(_DASHES)]

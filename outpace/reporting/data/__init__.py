@@ -1,0 +1,1 @@
+"""Readers of what reports show: run folders, step logs, traces, predictions."""

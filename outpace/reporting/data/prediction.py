@@ -1,0 +1,101 @@
+"""The planner's estimate for a run that is over, from the run's own record."""
+
+from dataclasses import dataclass, replace
+
+from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
+from outpace.planner.model.outline import outline
+from outpace.planner.plan import estimate_plan
+from outpace.planner.plan_batch import of_plans
+from outpace.planner.problem import Job
+from outpace.planner.search.space import Wanted
+from outpace.planner.step_time.estimate import stages_of
+from outpace.planner.step_time.pipeline import Stages
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned
+from outpace.records.machine import Machine
+from outpace.records.run import RunRecord
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run's plan with its estimate. `basis`: where rates are from; `stages`: a pipeline's."""
+
+    planned: Planned
+    basis: str
+    stages: Stages | None
+
+
+def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction | str:
+    """Return the planner's estimate for a run on `hosts` hosts, or why there is none.
+
+    `probe` is what `outpace probe` measured of the machine; without it the catalog's rates are
+    taken, and of a CPU a guess.
+    """
+    why_not = _why_not(record, hosts, probe)
+    if why_not is not None:
+        return why_not
+    assert record.model is not None and record.seq_len is not None
+    batch, plan = record.settings.global_batch, record.plan
+    try:
+        cluster = _cluster(record, hosts, probe)
+        model = outline(record.model, record.settings.model)
+        job = Job(
+            outline=model,
+            cluster=cluster,
+            wanted=Wanted(
+                outline=model,
+                seq_len=record.seq_len,
+                global_batch=batch,
+                world=plan.world_size,
+                per_node=cluster.fabric.per_node,
+                precision=plan.precision,
+                on_host=cluster.device.kind == "cpu",
+            ),
+        )
+        planned = estimate_plan(job, plan)
+        stages = None
+        if plan.pp > 1:
+            stages = stages_of(job.question, of_plans([plan], batch, model.layers))
+    except BadInputError as error:
+        return str(error)
+    return Prediction(planned, _basis(cluster), stages)
+
+
+def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
+    if record.model is None or record.seq_len is None:
+        return "The model is a custom one, and the run's record has no dimensions of it."
+    if record.plan.lora_rank is not None or record.settings.task == "classify":
+        return "The planner does not estimate adapters and classifiers yet."
+    other = [] if probe is None else record.machine.differences(probe)
+    if probe is not None and other:
+        return (
+            f"The probe is of another machine: {other[0]} is {getattr(probe, other[0])} there, and "
+            f"{getattr(record.machine, other[0])} where it ran."
+        )
+    if hosts > 1 and probe is None:
+        return (
+            f"The run was on {hosts} hosts, and what joins them is not in its record. Name a "
+            "machine.json of outpace probe beside the run."
+        )
+    return None
+
+
+def _cluster(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
+    ranks = -(-record.plan.world_size // hosts)
+    known = probe or record.machine
+    if record.device == "cpu":
+        known = known.model_copy(update={"devices": ()})
+    if known.probed is None:
+        return of_host(known, ranks)
+    return replace(of_probe(known, ranks), nodes=hosts)
+
+
+def _basis(cluster: Cluster) -> str:
+    if cluster.probed:
+        return f"The rates are those that outpace probe measured of {cluster.name}."
+    if cluster.device.kind == "cpu":
+        return (
+            f"Nothing was measured of this {cluster.name} beforehand: its rates are guessed by its "
+            "vector width. Name a machine.json of outpace probe beside the run for better."
+        )
+    return f"The rates are the catalog's for {cluster.device.name}."

@@ -1,0 +1,93 @@
+"""A run's folder, read: what it was made of, its steps, and whatever else it recorded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_core import from_json
+
+from outpace.experiment.past_runs import mark_running, read
+from outpace.records.certificate import Certificate
+from outpace.records.errors import BadInputError
+from outpace.records.lines import CHECKSUM, describe_changes
+from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.memory import MemoryUse
+from outpace.records.past import State
+from outpace.records.run import Failure, RunRecord, resume_command
+from outpace.records.utilisation import Utilisation
+from outpace.reporting.data.step_log import StepLog, read_steps
+from outpace.training.run_dir import EVALS_FILE, METRICS_FILE, UTILISATION_FOLDER
+
+_MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """All that a run's folder holds; `measurement` is None before the last step.
+
+    `changed`: sentences on files that are not as they were written.
+    """
+
+    path: Path
+    record: RunRecord
+    steps: StepLog
+    state: State
+    failure: Failure | None
+    changed: tuple[str, ...]
+    measurement: Measurement | None
+    evaluations: tuple[Evaluation, ...]
+    utilisation: tuple[Utilisation, ...]
+    memory: MemoryUse | None
+    certificate: Certificate | None
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.resolve().name
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts that recorded how busy they were, or 1."""
+        return max(1, len({one.node for one in self.utilisation}))
+
+
+def read_run(path: Path) -> RunFolder:
+    """Read a run's folder. Raises BadInputError where a file is damaged."""
+    memory, certificate = path / _MEMORY_FILE, path / _CERTIFICATE_FILE
+    logs = [path / name for name in (METRICS_FILE, EVALS_FILE) if (path / name).is_file()]
+    (past,) = mark_running([read(path)])
+    if past.record is None or past.row.damage is not None:
+        raise BadInputError(past.row.damage or f"{path} is damaged.")
+    return RunFolder(
+        path=path,
+        record=past.record,
+        state=past.row.state,
+        failure=past.failure,
+        changed=(*past.row.changed, *filter(None, map(describe_changes, logs))),
+        steps=read_steps(path / METRICS_FILE),
+        measurement=past.result,
+        evaluations=tuple(_evaluations(path / EVALS_FILE)),
+        utilisation=tuple(
+            Utilisation.load(one) for one in sorted((path / UTILISATION_FOLDER).glob("host-*.json"))
+        ),
+        memory=MemoryUse.load(memory) if memory.is_file() else None,
+        certificate=Certificate.load(certificate) if certificate.is_file() else None,
+    )
+
+
+def _evaluations(path: Path) -> Iterator[Evaluation]:
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = from_json(line)
+        except ValueError:
+            if number == len(lines):
+                return  # the last line of a killed run may be cut short
+            values = None
+        if not isinstance(values, dict):
+            raise BadInputError(
+                f"{path} is damaged: line {number} is no evaluation. Remove that line, or have it "
+                f"put aside: {resume_command(path.parent)} keeps all others."
+            )
+        values.pop(CHECKSUM, None)  # what does not fit it is said in `RunFolder.changed`
+        yield Evaluation.parse(values, str(path))

@@ -1,0 +1,152 @@
+"""The steps of a run as columns: a hundred thousand lines are read in a moment."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import json as arrow_json
+from pydantic_core import from_json
+
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import PARTS, WARMUP_STEPS
+from outpace.records.run import resume_command
+from outpace.reporting.charts.downsample import Floats
+
+_NAMES = (
+    "step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
+    "peak_memory_bytes", "skipped_steps", *(f"{part}_s" for part in PARTS),
+)  # fmt: skip
+_NEEDED = ("step", "step_time_s")
+_LINES_AT_ONCE = 4096
+_BYTES_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """Columns by a StepRecord's names, one value a step; NaN where it is not known."""
+
+    columns: dict[str, Floats]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+    @property
+    def passed_s(self) -> Floats:
+        """Seconds spent in steps at the end of each: evaluations and saving are not in it."""
+        return np.nancumsum(self["step_time_s"])
+
+    def steady(self, name: str) -> Floats:
+        """A column without the first steps, unless there are few others."""
+        return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
+
+
+def read_steps(path: Path) -> StepLog:
+    """Read metrics.jsonl; none where there is no such file, or nothing in it.
+
+    A last line that is cut short, as a killed run leaves it, is left out. Raises BadInputError for
+    any other line that is no step.
+    """
+    columns = _read_with_arrow(path) if path.is_file() else {}
+    if columns is None:
+        columns = _line_by_line(path)
+    for values in columns.values():
+        values[~np.isfinite(values)] = np.nan
+    if any(np.isnan(columns.get(name, 0.0)).any() for name in _NEEDED):
+        raise _damage_error(path)
+    return StepLog(columns or {name: np.empty(0) for name in _NAMES})
+
+
+def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
+    """Read by all cores; None where a line is not standard JSON: cut short, or with NaN in it."""
+    data = path.read_bytes()
+    if not _is_flat(data):
+        return None
+    schema = pa.schema([(name, pa.float64()) for name in _NAMES])
+    try:
+        table = arrow_json.read_json(
+            BytesIO(data),
+            arrow_json.ReadOptions(block_size=_BYTES_AT_ONCE),
+            arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
+    except pa.ArrowInvalid:
+        return None
+    return {name: np.array(table[name].to_numpy()) for name in _NAMES}
+
+
+def _is_flat(data: bytes) -> bool:
+    """Whether each line is one object without others in it.
+
+    Arrow's parser ends the process where a line is null (pyarrow 26.0.1).
+    """
+    lines = data.count(b"\n")
+    ends = data.count(b"}\n") == data.count(b"}") == data.count(b"{") == lines
+    return ends and data.startswith(b"{") and data.count(b"\n{") == lines - 1
+
+
+def _line_by_line(path: Path) -> dict[str, Floats]:
+    lines = path.read_bytes().splitlines()
+    tables = [_numbers(rows, path) for rows in _parse_chunks(lines, path)]
+    table = np.concatenate(tables) if tables else np.empty((0, len(_NAMES)))
+    return {name: table[:, place].copy() for place, name in enumerate(_NAMES)}
+
+
+def _parse_chunks(lines: list[bytes], path: Path) -> Iterator[list[Any]]:
+    for begin in range(0, len(lines), _LINES_AT_ONCE):
+        some = lines[begin : begin + _LINES_AT_ONCE]
+        last = begin + len(some) == len(lines)
+        try:
+            yield from_json(b"[" + b",".join(some) + b"]")
+        except ValueError:
+            if not last:
+                raise _damage_error(path) from None
+            yield _up_to_the_cut(some, path)
+
+
+def _up_to_the_cut(lines: list[bytes], path: Path) -> list[Any]:
+    try:
+        return list(from_json(b"[" + b",".join(lines[:-1]) + b"]"))
+    except ValueError:
+        raise _damage_error(path) from None
+
+
+def _damage_error(path: Path) -> BadInputError:
+    """Return an error that names the first line that is no step."""
+    lines = path.read_bytes().splitlines()
+    first = next((number for number, line in enumerate(lines, 1) if not _is_step(line)), 1)
+    return BadInputError(
+        f"{path} is damaged: line {first} is no step of a run, which has {' and '.join(_NEEDED)} "
+        f"as numbers. Remove that line, or have it put aside: {resume_command(path.parent)} keeps "
+        "all others."
+    )
+
+
+def _is_step(line: bytes) -> bool:
+    try:
+        row = from_json(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and all(_is_figure(row.get(name)) for name in _NEEDED)
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a float can hold it, as it can no whole number of hundreds of digits."""
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _numbers(rows: list[Any], path: Path) -> Floats:
+    try:
+        values = [[row.get(name) for name in _NAMES] for row in rows]
+        return np.array(values, np.float64).reshape(-1, len(_NAMES))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise _damage_error(path) from None

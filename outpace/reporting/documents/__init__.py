@@ -1,0 +1,1 @@
+"""HTML documents of runs, comparisons, tunings, plans and probes."""

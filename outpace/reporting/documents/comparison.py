@@ -1,0 +1,291 @@
+"""The report of a comparison."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from outpace.records.comparison import ArmResult, Comparison
+from outpace.records.machine import Machine
+from outpace.records.units import show_seconds
+from outpace.reporting.charts.figures import (
+    AxisChoice,
+    LineSeries,
+    Unit,
+    axis,
+    bars,
+    join_items,
+    lines,
+    plain,
+    prediction_bars,
+    seconds,
+    shares,
+)
+from outpace.reporting.charts.palette import colour
+from outpace.reporting.data.prediction import Prediction, predict
+from outpace.reporting.data.run_folder import RunFolder, read_run
+from outpace.reporting.render.document import (
+    Cell,
+    Chart,
+    DataTable,
+    Document,
+    DocumentSection,
+    Number,
+    Paragraph,
+    Part,
+    in_words,
+    pairs,
+)
+from outpace.reporting.sections import runs as runs_parts
+from outpace.reporting.sections import step_breakdown
+from outpace.reporting.sections.environment import command, machine_table, topology
+from outpace.reporting.terminal.comparison import (
+    Column,
+    column_notes,
+    columns,
+    opening,
+    rounds_of,
+    shared_cores_note,
+    verdict_lines,
+)
+from outpace.training.run_dir import RUN_FILE
+
+_HALF = ", and the middle half of them"
+_QUARTERS = 4  # rounds, of which quarters can be told
+_TICKS = 10
+_COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
+
+
+def comparison_document(
+    comparison: Comparison, folder: Path | None = None, probe: Machine | None = None
+) -> Document:
+    """Show which claims hold, how surely, and where arms differ; runs are read from `folder`."""
+    runs = first_runs(comparison, folder)
+    names = [one.arm for one in comparison.arms]
+    said = tuple(opening(comparison))
+    trained = (
+        _training_sections(comparison, runs, probe) if comparison.experiment.metric is None else ()
+    )
+    return Document(
+        "comparison", " against ".join(names) if len(names) < 4 else f"{len(names)} arms",
+        said, tuple(_facts_of(comparison)),
+        (
+            DocumentSection("How they compare", tuple(_comparison_parts(comparison))), *trained,
+            topology(comparison.machine, probe), _environment(comparison, runs),
+        ),
+    )  # fmt: skip
+
+
+def _training_sections(
+    comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
+) -> Iterable[DocumentSection]:
+    """Yield sections on trainings, which comparisons of other commands do not have."""
+    yield DocumentSection("Where the time goes", tuple(_parts(comparison, runs)))
+    yield DocumentSection("Loss", tuple(_losses(comparison, runs)))
+    yield DocumentSection("Memory", tuple(_memory(comparison)))
+    yield DocumentSection(
+        "Predicted against measured", tuple(_prediction_parts(comparison, runs, probe))
+    )
+    yield DocumentSection("Utilisation", tuple(runs_parts.loads(runs)))
+
+
+def _facts_of(comparison: Comparison) -> Iterable[tuple[str, str]]:
+    if not comparison.experiment.in_turn:
+        return []
+    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
+    return [("rounds", str(rounds)), ("took", show_seconds(comparison.took_s)),
+            ("why it ended", comparison.stopped)]  # fmt: skip
+
+
+def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFolder]:
+    """Read the first finished run of each arm whose folder is there."""
+    found: dict[str, RunFolder] = {}
+    for one in comparison.outcomes:
+        if folder is None or one.run is None or one.value is None or one.arm in found:
+            continue
+        path = folder / one.run
+        if (path / RUN_FILE).is_file():
+            found[one.arm] = read_run(path)
+    return {arm.arm: found[arm.arm] for arm in comparison.arms if arm.arm in found}
+
+
+def unit_of(comparison: Comparison) -> Unit:
+    """Return the unit of what is compared: a step's time, or a command's own metric."""
+    values = [one.value for one in comparison.outcomes]
+    return seconds(values) if comparison.experiment.metric is None else plain("", 6)
+
+
+def _comparison_parts(comparison: Comparison) -> Iterable[Part]:
+    yield _differences(comparison)
+    yield _values(comparison)
+    yield _rounds(comparison)
+    yield _table(comparison)
+    notes = column_notes(comparison, columns(comparison))
+    if notes:
+        yield Paragraph(notes)
+    if (shared := shared_cores_note(comparison)) is not None:
+        yield Paragraph(shared)
+    for note in (*comparison.differing, *comparison.beside):
+        yield Paragraph(note)
+
+
+def _differences(comparison: Comparison) -> Chart:
+    """Draw each arm against the first, with the interval that holds at all times."""
+    others = [one for one in comparison.arms[1:] if one.verdict is not None]
+    first = comparison.arms[0].arm
+    values, intervals = [], []
+    for one in others:
+        assert one.verdict is not None
+        values.append(one.verdict.slowdown)
+        intervals.append((one.verdict.low, one.verdict.high))
+    shades = [colour(comparison.arms.index(one)) for one in others]
+    more = "more time" if comparison.experiment.metric is None else "higher"
+    return bars(
+        f"Difference to {first}, with its interval", join_items(verdict_lines(comparison)),
+        [one.arm for one in others], values, shares(), more, intervals, shades,
+    )  # fmt: skip
+
+
+def _values(comparison: Comparison) -> Chart:
+    """Draw the median of each arm's rounds, and the interval of the middle half of them."""
+    found = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
+    unit = unit_of(comparison)
+    middle = [quartiles[1] for quartiles in found.values()]
+    around = [(low, high) for low, _, high in found.values()]
+    what = "time of a step" if comparison.experiment.metric is None else "metric"
+    alt = join_items(
+        [f"{name}: {unit.show(value)}" for name, value in zip(found, middle, strict=True)]
+    )
+    half = _HALF if any(low is not None for low, _ in around) else ""
+    return bars(
+        f"{what.capitalize()}: the median of {rounds_of(comparison)}{half}", alt, list(found),
+        middle, unit, what, around, [colour(place) for place in range(len(found))],
+    )  # fmt: skip
+
+
+def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ...]:
+    """Return the quartiles of the rounds' values; of few the median alone.
+
+    Two values are no interval.
+    """
+    values = [one.value for one in comparison.outcomes
+              if one.arm == arm.arm and one.value is not None]  # fmt: skip
+    if len(values) < _QUARTERS:
+        return (None, float(np.median(values)) if values else None, None)
+    return tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist())
+
+
+def _rounds(comparison: Comparison) -> Chart:
+    """Every outcome, round by round."""
+    unit = unit_of(comparison)
+    series, rows = [], []
+    for arm in comparison.arms:
+        own = [one for one in comparison.outcomes if one.arm == arm.arm]
+        series.append(LineSeries(arm.arm, ([one.round + 1 for one in own],),
+                           [one.value for one in own], {"mode": "lines+markers"}))  # fmt: skip
+        rows += [(Number(one.round + 1, str(one.round + 1)), arm.arm, unit.cell(one.value),
+                  one.failure or "") for one in own]  # fmt: skip
+    what = "time of a step" if comparison.experiment.metric is None else "metric"
+    one = rounds_of(comparison).removesuffix("s")
+    table = DataTable(f"Every {one}", (one, "arm", what, "failure"), tuple(rows))
+    failed = sum(one.value is None for one in comparison.outcomes)
+    runs = len({(one.arm, one.run or one.round) for one in comparison.outcomes})
+    alt = f"{len(rows)} measurements in {runs} runs, {failed} of them failed."
+    last = max((one.round + 1 for one in comparison.outcomes), default=1)
+    whole = axis(one, tick0=1, dtick=-(-last // _TICKS))
+    return lines(f"Every {one}", alt, series, [AxisChoice(one, one, _COUNT)], unit, what, table,
+                 xaxis=whole)  # fmt: skip
+
+
+def _table(comparison: Comparison) -> DataTable:
+    """Return a table of all that is known of each arm."""
+    known = columns(comparison)
+
+    def cell(arm: ArmResult, column: Column) -> Number:
+        value = column.value(arm)
+        return Number(value[0] if isinstance(value, tuple) else value, column.text(arm))
+
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (arm.arm, *(cell(arm, one) for one in known)) for arm in comparison.arms
+    )
+    return DataTable("The arms", ("arm", *(one.name for one in known)), rows)
+
+
+def _parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
+    parts = {arm.arm: arm.parts for arm in comparison.arms if arm.parts is not None}
+    if not parts:
+        yield Paragraph("These arms do not tell where their time goes.")
+        return
+    yield step_breakdown.parts_figure("Time of a step by part, the median of runs", parts)
+    yield from runs_parts.ranks(runs)
+
+
+def _losses(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
+    yield from runs_parts.losses(runs)
+    if comparison.losses:
+        yield Paragraph(comparison.losses)
+
+
+def _memory(comparison: Comparison) -> Iterable[Part]:
+    shades = [colour(place) for place in range(len(comparison.arms))]
+    yield runs_parts.peak_memory(
+        {arm.arm: arm.peak_memory_bytes for arm in comparison.arms}, shades
+    )
+    yield from runs_parts.memory_by_rank(
+        {arm.arm: arm.peak_memory_by_rank for arm in comparison.arms}
+    )
+
+
+def _prediction_parts(
+    comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
+) -> Iterable[Part]:
+    said = {name: predict(run.record, run.hosts, probe) for name, run in runs.items()}
+    known = {name: one for name, one in said.items() if isinstance(one, Prediction)}
+    if not known:
+        reasons = list(dict.fromkeys(str(one) for one in said.values()))
+        yield Paragraph(" ".join(["There are no predictions.", *reasons]))
+        return
+    bases = dict.fromkeys(one.basis for one in known.values())
+    yield Paragraph(" ".join(bases))
+    arms = [arm for arm in comparison.arms if arm.arm in known]
+    estimates = [known[arm.arm].planned.estimate for arm in arms]
+    times, measured = [one.step_time_s for one in estimates], [arm.step_time_s for arm in arms]
+    title = "Time of a step, as predicted with its interval"
+    around: list[tuple[float | None, float | None]] = []
+    if comparison.experiment.metric is None:  # else the rounds' values are no times
+        around = [(low, high) for low, _, high in (_quartiles(comparison, arm) for arm in arms)]
+        title += ", and as measured" + (" with the middle half of rounds" if any(around[0]) else "")
+    yield prediction_bars(
+        title, [arm.arm for arm in arms], times, measured, seconds([*times, *measured]),
+        "time of a step", [(one.low_s, one.high_s) for one in estimates], around,
+    )  # fmt: skip
+
+
+def _facts(comparison: Comparison) -> Iterable[Part]:
+    """Yield a table of what determined each arm's runs, versions excepted."""
+    arms = [arm for arm in comparison.arms if arm.facts]
+    names = dict.fromkeys(name for arm in arms for name in arm.facts if name != "versions")
+    rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)
+    if rows:
+        columns = ("", *(arm.arm for arm in arms))
+        yield DataTable("What determined their runs, with → where it changed", columns, rows)
+
+
+def _environment(comparison: Comparison, runs: dict[str, RunFolder]) -> DocumentSection:
+    arms = tuple(
+        (arm.name,
+         ", ".join(f"{k}={in_words(v)}" for k, v in arm.settings.items()) or arm.command or "–",
+         ", ".join(f"{k}={v}" for k, v in arm.environment.items()) or "–")
+        for arm in comparison.experiment.arms
+    )  # fmt: skip
+    common = [(name, in_words(value)) for name, value in comparison.experiment.common.items()
+              if value is not None]  # fmt: skip
+    return DocumentSection("Environment and command", (
+        command("The command that repeats it", comparison.command),
+        DataTable("What the arms are", ("arm", "settings", "environment"), arms),
+        *([pairs("What they have in common", common)] if common else []),
+        *_facts(comparison),
+        pairs("When", [("started", comparison.started)]),
+        machine_table(comparison.machine),
+        *(runs_parts.versions(runs) if comparison.experiment.metric is None else ()),
+    ))  # fmt: skip

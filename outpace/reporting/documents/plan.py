@@ -1,0 +1,190 @@
+"""The report of plans: which is recommended, why, how sure that is, and what was not taken."""
+
+from collections.abc import Iterable
+
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned, Plans
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.reporting.charts.figures import bars, join_items, seconds
+from outpace.reporting.render.document import (
+    Cell,
+    Chart,
+    DataTable,
+    Document,
+    DocumentSection,
+    Number,
+    Paragraph,
+    Part,
+    pairs,
+)
+from outpace.reporting.sections import memory_anatomy, pipeline
+from outpace.reporting.sections.environment import command
+from outpace.reporting.sections.estimate import parts_bars
+from outpace.reporting.terminal.plan import plans_head, ties
+
+
+def plan_document(answer: Plans) -> Document:
+    """An answer of the planner."""
+    first = answer.plans[0]
+    sections = [
+        DocumentSection("How they compare", tuple(_ranking(answer))),
+        DocumentSection("Where the time goes", (parts_bars(
+            "Parts of a step", {_name(answer, one): one.estimate for one in answer.plans}
+        ),)),
+        DocumentSection("Memory", (memory_anatomy.at_the_peak(
+            {_name(answer, one): one.estimate.memory for one in answer.plans},
+            first.estimate.memory_bytes,
+        ),)),
+        *_pipelines(answer),
+        DocumentSection("What was not taken", tuple(_rejection_parts(answer))),
+        DocumentSection("Links and machine", tuple(_machine(answer))),
+    ]  # fmt: skip
+    return Document("plan", f"{answer.model} on {answer.machine}", tuple(_verdict(answer)),
+                    tuple(_facts(answer)), tuple(sections))  # fmt: skip
+
+
+def _name(answer: Plans, planned: Planned) -> str:
+    return f"{answer.plans.index(planned) + 1}. {planned.listed_title}"
+
+
+def _verdict(answer: Plans) -> list[str]:
+    first = answer.plans[0]
+    one = first.estimate
+    fits = "" if one.fits else " It does NOT fit."
+    return [
+        f"{first.listed_title}, {show_seconds(one.step_time_s)} a step, "
+        f"{show_count(one.rate[0])} {one.rate[1]}.{fits}",
+        *_fastest_sentence(answer),
+        f"The true time lies between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} with "
+        f"{one.level:.0%}: nothing here was measured.",
+        *ties(answer.plans),
+    ]
+
+
+def _fastest_sentence(answer: Plans) -> list[str]:
+    """Name the fastest plan, where it is listed and is not the first."""
+    fastest = answer.plan_for("fastest")
+    if fastest is None or fastest is answer.plans[0]:
+        return []
+    return [f"Fastest: {fastest.title}, {show_seconds(fastest.estimate.step_time_s)} a step."]
+
+
+def _facts(answer: Plans) -> list[tuple[str, str]]:
+    one = answer.plans[0].estimate
+    found = {
+        one.rate[1]: show_count(one.rate[0]),
+        "MFU": None if one.mfu is None else show_share(one.mfu),
+        "memory of the fullest rank": show_bytes(one.peak_memory_bytes),
+        "parameters": show_count(answer.parameters),
+        "devices": f"{answer.nodes} × {answer.devices_per_node}",
+        "global batch": f"{answer.global_batch:,} × {answer.seq_len:,} tokens"
+        if answer.reads_tokens
+        else f"{answer.global_batch:,} samples",
+        "time to the budget": None if one.time_s is None else show_seconds(one.time_s),
+        "cost": None if one.cost is None else f"{one.cost:,.0f}",
+    }
+    return [(name, value) for name, value in found.items() if value is not None]
+
+
+def _ranking(answer: Plans) -> Iterable[Part]:
+    yield _times(answer)
+    yield _table(answer)
+
+
+def _times(answer: Plans) -> Chart:
+    names = [_name(answer, one) for one in answer.plans]
+    each = [one.estimate for one in answer.plans]
+    alt = join_items([
+        f"{name}: {show_seconds(one.step_time_s)} ({show_seconds(one.low_s)} to "
+        f"{show_seconds(one.high_s)})"
+        for name, one in zip(names, each, strict=True)
+    ])  # fmt: skip
+    return bars(
+        f"Time of a step, with the interval of {each[0].level:.0%}", alt, names,
+        [one.step_time_s for one in each], seconds([one.high_s for one in each]),
+        "time of a step", [(one.low_s, one.high_s) for one in each],
+    )  # fmt: skip
+
+
+def _table(answer: Plans) -> DataTable:
+    def row(number: int, planned: Planned) -> tuple[Cell, ...]:
+        one = planned.estimate
+        trained = (
+            "" if planned.untrained is None else f" Not trained by outpace: {planned.untrained}."
+        )
+        return (
+            Number(number, str(number)), planned.listed_title,
+            Number(one.step_time_s, show_seconds(one.step_time_s)),
+            Number(one.rate[0], show_count(one.rate[0])),
+            Number(one.mfu, show_share(one.mfu)), Number(one.hfu, show_share(one.hfu)),
+            Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
+            f"{planned.why}.{trained}", planned.identity,
+        )  # fmt: skip
+
+    rows = tuple(row(number, one) for number, one in enumerate(answer.plans, 1))
+    rate = answer.plans[0].estimate.rate[1]
+    columns = ("rank", "plan", "step", rate, "MFU", "HFU", "memory", "why", "batch")
+    return DataTable("The plans", columns, rows)
+
+
+def _pipelines(answer: Plans) -> list[DocumentSection]:
+    """The timeline of the fastest plan that is a pipeline."""
+    pipelines = [one for one in answer.plans if one.plan.pp > 1]
+    if not pipelines:
+        return []
+    chosen = min(pipelines, key=lambda one: one.estimate.step_time_s)
+    plan = chosen.plan
+    times = pipeline.equal_stages(plan, chosen.estimate, answer.global_batch)
+    try:
+        shown = {"planned": pipeline.simulate_schedule(plan, times)}
+    except BadInputError as error:
+        return [
+            DocumentSection("Pipeline", (Paragraph(f"This schedule cannot be drawn: {error}."),))
+        ]
+    bubble = chosen.estimate.parts_s.get("bubble_s", 0.0) / chosen.estimate.step_time_s
+    about = (
+        f"One pass of {_name(answer, chosen)}, with equal stages whose forward takes a third. The "
+        f"estimate, with the stages as they are, has the bubble at {show_share(bubble)} of the "
+        "step. Nothing was measured."
+    )
+    figure = pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown)
+    return [
+        DocumentSection("Pipeline", (Paragraph(about), figure, pipeline.bubbles(plan, shown, ())))
+    ]
+
+
+def _rejection_parts(answer: Plans) -> Iterable[Part]:
+    rows = tuple((one.family, one.reason) for one in answer.rejected)
+    if rows:
+        yield DataTable("Families of plans of which none was taken", ("family", "reason"), rows)
+    else:
+        yield Paragraph("Of every family of plans one is among these.")
+    costs = tuple((one.setting, Number(one.slowdown, show_share(one.slowdown)))
+                  for one in answer.insistences)  # fmt: skip
+    if costs:
+        yield DataTable("What is insisted on costs", ("setting", "more time"), costs)
+
+
+def _machine(answer: Plans) -> Iterable[Part]:
+    yield Paragraph(plans_head(answer))
+    rows = tuple(
+        (_name(answer, one), axis, link)
+        for one in answer.plans
+        for axis, link in one.placement.items()
+    )
+    if rows:
+        yield DataTable("Which link each axis crosses", ("plan", "axis", "link"), rows)
+    sources = {"probed": "a probe of the machine", "catalog": "the catalog",
+               "guessed": "a guess: outpace probe measures them"}  # fmt: skip
+    yield pairs("The answer", [
+        ("rates from", sources[answer.source]), ("plans considered", f"{answer.considered:,}"),
+        ("took", show_seconds(answer.took_s)), ("nodes left idle", str(answer.idle_nodes)),
+    ])  # fmt: skip
+    for note in answer.notes:
+        yield Paragraph(note)
+    if answer.source != "probed":
+        yield command("The question, without what was kept or varied", (
+            "outpace", "plan", "--model", answer.model, "--machine", answer.machine,
+            "--nodes", str(answer.nodes), "--seq-len", str(answer.seq_len),
+            "--global-batch", str(answer.global_batch),
+        ))  # fmt: skip

@@ -1,0 +1,97 @@
+"""Documents as one HTML page that needs nothing else: no network, no server."""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from outpace.records.errors import BadInputError
+from outpace.records.version import __version__
+from outpace.reporting.render.document import Chart, Document
+
+_HERE = Path(__file__).parent
+# Plotly's own language; what is drawn by it holds no words of a user's (document.Chart).
+_TEMPLATES = ("hovertemplate", "texttemplate")
+_MOST_ROWS = 30  # of a table that is not folded
+
+
+def page(documents: Sequence[Document]) -> str:
+    """The page. Every string of a document is shown as it is, and never read as markup."""
+    figures = [
+        part
+        for document in documents
+        for section in document.sections
+        for part in section.parts
+        if isinstance(part, Chart)
+    ]
+    scripts = [_plotly(), _read("page.js")] if figures else [_read("page.js")]
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    numbers = {id(figure): number for number, figure in enumerate(figures)}
+    return environment.from_string(_read("page.html")).render(
+        documents=documents,
+        title=documents[0].title,
+        style=Markup(_read("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        hashes=[_hash(script) for script in scripts],
+        figures=Markup(_json([_for_plotly(figure) for figure in figures])),
+        number_of=lambda figure: numbers[id(figure)],
+        svg=lambda picture: Markup(picture.svg),
+        version=__version__,
+        most_rows=_MOST_ROWS,
+    )
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """The library's script, without importing the library."""
+    found = find_spec("plotly")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        path = Path(folder) / "package_data" / "plotly.min.js"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise BadInputError("a page's figures need plotly: pip install plotly.")
+
+
+def _hash(script: str) -> str:
+    """Return the hash by which the page's own policy knows its scripts from any other."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _for_plotly(figure: Chart) -> dict[str, Any]:
+    return {
+        "traces": _plain(figure.traces),
+        "layout": {**_plain(figure.layout), "height": figure.height_px},
+        "choices": [
+            {"title": _plain(one.title), "values": one.values} for one in figure.choices
+        ],
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """Plotly reads some markup in strings: here they are text, and line breaks its own."""
+    if isinstance(value, str):
+        return html.escape(value, quote=False).replace("\n", "<br>")
+    if isinstance(value, Mapping):
+        return {name: one if name in _TEMPLATES else _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,119 @@
+"""Documents as Markdown and as CSV: the words and the tables, figures by their data."""
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+
+from outpace.reporting.render.document import (
+    Cell,
+    Chart,
+    Code,
+    DataTable,
+    Document,
+    DocumentSection,
+    Number,
+    Paragraph,
+    Part,
+    Picture,
+)
+
+# What Markdown, or HTML in it, would read as more than text.
+_MARKUP = re.compile(r"([\\`*_\[\]<>|#~$&])")
+_COLUMNS = ("report", "section", "table", "row", "column", "value", "text")
+# With these a spreadsheet would take a text for something to compute.
+_COMPUTED = ("=", "+", "-", "@")
+
+
+def markdown(documents: Sequence[Document]) -> str:
+    """Headings, sentences and tables."""
+    return "\n".join(line for document in documents for line in _document(document)) + "\n"
+
+
+def _document(document: Document) -> Iterator[str]:
+    yield f"# {_text(document.title)}\n"
+    for number, line in enumerate(document.verdict):
+        yield f"**{_text(line)}**\n" if number == 0 else f"{_text(line)}\n"
+    yield from (f"- {_text(name)}: {_text(value)}" for name, value in document.facts)
+    for section in document.sections:
+        yield f"\n## {_text(section.title)}\n"
+        for part in section.parts:
+            yield from _part(part)
+
+
+def _part(part: Part) -> Iterator[str]:
+    if isinstance(part, Paragraph):
+        yield f"{_text(part.text)}\n"
+    elif isinstance(part, Code):
+        longest = max(map(len, re.findall("`+", part.text)), default=0)
+        fence = "`" * max(3, longest + 1)
+        yield f"{_text(part.title)}:\n\n{fence}\n{part.text}\n{fence}\n"
+    elif isinstance(part, Picture):
+        yield f"**{_text(part.title)}.** {_text(part.alt)}\n"
+    elif isinstance(part, Chart):
+        yield f"**{_text(part.title)}.** {_text(part.alt)}\n"
+        yield from _table(part.table)
+    else:
+        yield f"**{_text(part.title)}**\n"
+        yield from _table(part)
+
+
+def _table(table: DataTable) -> Iterator[str]:
+    yield f"| {' | '.join(map(_text, table.columns))} |"
+    yield f"|{'|'.join([' --- '] * len(table.columns))}|"
+    for row in table.rows:
+        yield f"| {' | '.join(_text(_cell_text(cell)) for cell in row)} |"
+    yield ""
+
+
+def _cell_text(cell: Cell) -> str:
+    return cell.text if isinstance(cell, Number) else cell
+
+
+def _text(words: str) -> str:
+    """Return the words on one line, with all that Markdown would read escaped."""
+    return _MARKUP.sub(r"\\\1", " ".join(words.split()))
+
+
+def table_csv(documents: Sequence[Document]) -> str:
+    """Every cell of every table on a line: where it stands, its number as it is, and as shown."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for document in documents:
+        verdict = [(str(number), "", line) for number, line in enumerate(document.verdict)]
+        for row, value, text in verdict:
+            writer.writerow(map(_safe, (document.title, "verdict", "", row, "", value, text)))
+        for name, value in document.facts:
+            writer.writerow(map(_safe, (document.title, "facts", "", "0", name, "", value)))
+        for section in document.sections:
+            for table in _tables(section):
+                for place in _cells(table):
+                    where = (document.title, section.title, table.title)
+                    writer.writerow(map(_safe, (*where, *place)))
+    return file.getvalue()
+
+
+def _tables(section: DocumentSection) -> Iterator[DataTable]:
+    for part in section.parts:
+        if isinstance(part, DataTable):
+            yield part
+        elif isinstance(part, Chart):
+            yield part.table
+
+
+def _cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
+    for number, row in enumerate(table.rows):
+        for column, cell in zip(table.columns, row, strict=True):
+            value = cell.value if isinstance(cell, Number) else None
+            yield str(number), column, "" if value is None else repr(value), _cell_text(cell)
+
+
+def _safe(text: str) -> str:
+    """A number, or a text on one line that no spreadsheet computes."""
+    try:
+        float(text)
+    except ValueError:
+        line = " ".join(text.split())
+        return f"'{line}" if line.startswith(_COMPUTED) else line
+    return text

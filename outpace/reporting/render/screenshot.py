@@ -1,0 +1,86 @@
+"""A page as a picture, taken by a browser that is there."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from outpace.records.errors import BadInputError
+
+BROWSERS = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome",
+    "microsoft-edge",
+)  # fmt: skip
+_WIDTH_PX = 1200
+# Chromium draws no larger picture at once.
+_HIGHEST_PX = 16_384
+_PATIENCE_S = 120
+# Of the page's own time, which passes at once when nothing is left to do.
+_DRAWING_MS = 20_000
+
+
+def find_browser(asked: str | None) -> str:
+    """The program that draws. Raises BadInputError where there is none."""
+    for name in (asked,) if asked is not None else BROWSERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    if asked is not None:
+        raise BadInputError(f"--browser {asked}: there is no such program.")
+    raise BadInputError(
+        f"--format png needs Chromium or Chrome, and none is on PATH ({', '.join(BROWSERS)}). "
+        "Install one (Debian: chromium), name it with --browser, or use --format html, which any "
+        "browser shows and prints."
+    )
+
+
+def picture(html: str, browser: str, root: bool) -> bytes:
+    """A PNG of the whole page. `root`: this is the superuser, for whom Chromium has no sandbox.
+
+    Raises BadInputError where the browser fails, or the page is too long for one picture.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        page = folder / "page.html"
+        page.write_text(html, encoding="utf-8")
+        words = [
+            browser, "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
+            f"--user-data-dir={folder / 'profile'}", f"--virtual-time-budget={_DRAWING_MS}",
+            *(["--no-sandbox"] if root else []),
+        ]  # fmt: skip
+        height = _height(_run([*words, f"--window-size={_WIDTH_PX},900", "--dump-dom"], page))
+        out = folder / "page.png"
+        _run([*words, f"--window-size={_WIDTH_PX},{height}", f"--screenshot={out}"], page)
+        if not out.is_file():
+            raise BadInputError(f"{browser} made no picture. Use --format html, and print that.")
+        return out.read_bytes()
+
+
+def _run(words: list[str], page: Path) -> str:
+    try:
+        done = subprocess.run(
+            [*words, page.as_uri()], capture_output=True, text=True, timeout=_PATIENCE_S,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BadInputError(f"{words[0]} could not draw the page: {error}") from None
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise BadInputError(f"{words[0]} ended with {done.returncode}: {said}")
+    return done.stdout
+
+
+def _height(document: str) -> int:
+    """Return the height that the page's own script reports once everything is drawn, px."""
+    found = re.search(r'<html[^>]* data-height="(\d+)"', document)
+    if found is None:
+        raise BadInputError(
+            f"the browser did not finish drawing within {_DRAWING_MS // 1000} s. Use --format html."
+        )
+    if int(found[1]) > _HIGHEST_PX:
+        raise BadInputError(
+            f"the page is {int(found[1]):,} px high, and a picture can have {_HIGHEST_PX:,}. "
+            "Report on fewer things at once, or use --format html and print it."
+        )
+    return int(found[1])

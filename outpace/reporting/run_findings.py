@@ -1,0 +1,132 @@
+"""Findings of the doctor on a run: what limited its speed, by what it recorded."""
+
+import numpy as np
+
+from outpace.records.finding import Examination, Finding, Slowdown, cost_order
+from outpace.records.measurement import PARTS, TimeParts
+from outpace.records.units import show_seconds, show_share
+from outpace.records.utilisation import average
+from outpace.reporting.bottleneck import BottleneckInputs, limits
+from outpace.reporting.data.run_folder import RunFolder
+
+_SOURCE = "this run's own steps"
+_SLOW = 2.0  # times the median: a step that something held up
+_LEAST_LOST = 0.05  # of the time of all steps
+
+
+def run_examination(run: RunFolder) -> Examination:
+    """Findings on what limits steps, slow steps, the expected step time, and how a run ended."""
+    findings: list[Finding] = []
+    checked, not_checked = ["parts of a step", "slow steps"], {}
+    seen = _measured_parts(run)
+    if len(run.steps) == 0 or seen.parts.total_s <= 0:
+        checked, not_checked = [], dict.fromkeys(checked, "no step was recorded")
+    else:
+        findings += _limits(seen) + _slow_steps(run)
+    if seen.device == "mps":
+        checked.remove("parts of a step")
+        not_checked["parts of a step"] = "an Apple GPU computes while the clock is read"
+    if seen.loads:
+        checked.append("how busy cores and devices were")
+    else:
+        not_checked["how busy cores and devices were"] = "the run has not recorded it"
+    check = None if run.measurement is None else run.measurement.step_time_check
+    if check is None:
+        not_checked["the expected time of a step"] = "nothing was expected: no plan was measured"
+    else:
+        checked.append("the expected time of a step")
+        if check.slower:
+            findings.append(_slower(check.ratio, check.words))
+    if run.failure is not None:
+        checked.append("how it ended")
+        findings.append(_failure_finding(run))
+    findings.sort(key=cost_order)
+    return Examination(findings=tuple(findings), checked=tuple(checked), not_checked=not_checked)
+
+
+def _measured_parts(run: RunFolder) -> BottleneckInputs:
+    """Measured parts of a step; of an unfinished run, the medians of its steps."""
+    measured = run.measurement
+    steady = {name: run.steps.steady(f"{name}_s") for name in PARTS} if len(run.steps) else {}
+    medians = {
+        f"{name}_s": float(np.nanmedian(values)) if np.isfinite(values).any() else 0.0
+        for name, values in steady.items()
+    }
+    loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
+    plan = run.record.plan
+    return BottleneckInputs(
+        parts=TimeParts(**medians) if measured is None else measured.parts,
+        device=run.record.device if measured is None else measured.device,
+        strategy=plan.strategy,
+        processes=plan.world_size,
+        loads=loads if measured is None else measured.utilisation or loads,
+        mfu=None if measured is None else measured.mfu,
+        hosts=run.hosts,
+    )
+
+
+def _limits(seen: BottleneckInputs) -> list[Finding]:
+    """Shares of a step that are not spent computing, each large enough to matter."""
+    return [
+        Finding(
+            check="speed",
+            what=found.words,
+            seen=f"{show_share(share)} of a step of {show_seconds(seen.parts.total_s)}"
+            if found.of_step
+            else f"in the mean over the run, with steps of {show_seconds(seen.parts.total_s)}",
+            remedy=found.advice,
+            severity="high" if share >= 0.5 else "moderate",
+            costs=_cost(1 / max(1 - share, 0.01)) if found.of_step else None,
+        )
+        for share, found in limits(seen)
+    ]
+
+
+def _slow_steps(run: RunFolder) -> list[Finding]:
+    times = run.steps.steady("step_time_s")
+    median = float(np.median(times))
+    slow = times > _SLOW * median
+    lost = float((times[slow] - median).sum())
+    if lost < _LEAST_LOST * float(times.sum()):
+        return []
+    numbers = run.steps.steady("step")[slow].astype(int)[:5]
+    more = f" and {int(slow.sum()) - 5:,} more" if slow.sum() > 5 else ""
+    return [
+        Finding(
+            check="slow steps",
+            what=f"{int(slow.sum()):,} of {len(times):,} steps took more than twice the median",
+            seen=f"steps {', '.join(map(str, numbers))}{more}, {show_seconds(lost)} longer than "
+            f"at the median of {show_seconds(median)}",
+            remedy="Look at what else ran at these steps: outpace report shows the load of cores "
+            "and devices by step. End other programs, and see that the disk is not full.",
+            severity="moderate",
+            costs=_cost(float(times.sum()) / (float(times.sum()) - lost)),
+        )
+    ]
+
+
+def _slower(ratio: float, words: str) -> Finding:
+    return Finding(
+        check="expected time",
+        what="slower than expected",
+        seen=words,
+        remedy="Compare with the run that it was expected from (outpace compare --runs A B), or "
+        "tune again (outpace tune) if the machine has changed.",
+        severity="moderate",
+        costs=_cost(ratio),
+    )
+
+
+def _failure_finding(run: RunFolder) -> Finding:
+    assert run.failure is not None
+    return Finding(
+        check="how it ended",
+        what="it did not reach its last step",
+        seen=run.failure.reason,
+        remedy=f"outpace runs show {run.path} says how to resume it.",
+        severity="severe",
+    )
+
+
+def _cost(times: float) -> Slowdown:
+    return Slowdown(low=times, high=times, of="a step", source=_SOURCE)

@@ -1,0 +1,1 @@
+"""Sections that documents are made of."""

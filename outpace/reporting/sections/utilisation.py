@@ -1,0 +1,263 @@
+"""The utilisation of devices and cores over the time of a run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import numpy as np
+
+from outpace.records.units import show_bytes, show_seconds, show_share
+from outpace.records.utilisation import DeviceSeries, HostSeries, Load, Utilisation
+from outpace.reporting.charts.downsample import Floats
+from outpace.reporting.charts.figures import (
+    AxisChoice,
+    LineSeries,
+    Values,
+    axis,
+    heat,
+    join_items,
+    lines,
+    seconds,
+    shares,
+    sizes,
+)
+from outpace.reporting.render.document import Chart, DataTable, Number
+
+_MOST_LINES = 6
+_MOST_ROWS = 256  # of more, the means of each host are drawn
+_COLUMNS = 400
+_MOST_CURVES = 16  # of memory
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A device or core: what it did between `begins_s` and `ends_s`, since the first sample.
+
+    A run that was resumed has stretches that do not follow each other.
+    """
+
+    host: str
+    name: str
+    begins_s: Floats
+    ends_s: Floats
+    shares: Floats
+    memory_bytes: Floats
+
+    @property
+    def mean(self) -> float | None:
+        """Share of the time that is known."""
+        known = ~np.isnan(self.shares)
+        lasted_s = (self.ends_s - self.begins_s)[known]
+        whole_s = float(lasted_s.sum())
+        return float((self.shares[known] * lasted_s).sum()) / whole_s if whole_s else None
+
+    def prepend(self, other: "_Row") -> "_Row":
+        """Both, one after the other; nothing is drawn from one to the other."""
+        gap = np.array([np.nan])
+        at = self.begins_s[:1]
+        return _Row(
+            self.host, self.name,
+            np.concatenate([other.begins_s, at, self.begins_s]),
+            np.concatenate([other.ends_s, at, self.ends_s]),
+            np.concatenate([other.shares, gap, self.shares]),
+            np.concatenate([other.memory_bytes, gap, self.memory_bytes]),
+        )  # fmt: skip
+
+    def resample(self, edges_s: Floats) -> Floats:
+        """Mean shares between edges, by time; NaN where nothing is known."""
+        known = ~np.isnan(self.shares)
+        lasted_s = np.where(known, self.ends_s - self.begins_s, 0.0)
+        known_s = self._sums_between(edges_s, lasted_s)
+        busy_s = self._sums_between(edges_s, lasted_s * np.where(known, self.shares, 0.0))
+        enough = known_s > 1e-6 * np.diff(edges_s)
+        return np.where(enough, busy_s / np.where(enough, known_s, 1.0), np.nan)
+
+    def _sums_between(self, edges_s: Floats, each: Floats) -> Floats:
+        """Return how much of what the stretches have lies between edges."""
+        sums = np.cumsum(each)
+        times_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
+        found = np.interp(edges_s, times_s, np.column_stack([sums - each, sums]).ravel())
+        return np.diff(found)
+
+
+def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
+    """Draw utilisation by device, or by core without any; and memory of devices or hosts."""
+    devices = _join_rows(_devices(seen))
+    rows = devices or _join_rows(_cores(seen))
+    if not rows:
+        return []
+    what = "device" if devices else "core"
+    memory = _memory(devices or _join_rows(_hosts(seen)), "device" if devices else "host")
+    return [_busy(rows, what), *memory]
+
+
+def _join_rows(rows: Iterator[_Row]) -> list[_Row]:
+    """One row for each name, in the order of time."""
+    found: dict[str, _Row] = {}
+    for row in rows:
+        found[row.name] = row.prepend(found[row.name]) if row.name in found else row
+    return list(found.values())
+
+
+def _busy(rows: Sequence[_Row], what: str) -> Chart:
+    title = f"Utilisation of each {what} over time"
+    means = {row.name: row.mean for row in rows}
+    table = DataTable(title, (what, "busy, mean"), tuple(
+        (name, Number(mean, show_share(mean))) for name, mean in means.items()
+    ))  # fmt: skip
+    said = join_items([f"{name} {show_share(mean)}" for name, mean in means.items()], 16)
+    alt = f"Mean share of time that each was busy: {said}"
+    end_s = max(float(row.ends_s[-1]) for row in rows)
+    if len(rows) > _MOST_LINES:
+        return _heat(title, alt, rows, what, end_s, table)
+    return lines(
+        title, alt,
+        [LineSeries(row.name, (_plain(row.ends_s),), _plain(row.shares)) for row in rows],
+        [AxisChoice("time", "time", seconds([end_s]))], shares(), "busy", table,
+        yaxis=axis("busy", shares(), range=[0, 103]),
+    )  # fmt: skip
+
+
+def _heat(
+    title: str, alt: str, rows: Sequence[_Row], what: str, end_s: float, table: DataTable
+) -> Chart:
+    """All rows on one grid of time: hosts, and a run's parts, have clocks of their own."""
+    columns = min(_COLUMNS, max(len(row.ends_s) for row in rows))
+    edges_s = np.linspace(0.0, end_s, columns + 1)
+    drawn = {row.name: row.resample(edges_s) for row in rows}
+    if len(rows) > _MOST_ROWS:
+        title = f"Utilisation over time: the mean of each host's {what}s"
+        drawn = _by_host(rows, drawn)
+    alt += (
+        f" Each point is the mean of {show_seconds(end_s / columns)}, so a peak that is shorter is "
+        "levelled."
+    )
+    return heat(
+        title, alt, list(drawn), _plain((edges_s[1:] + edges_s[:-1]) / 2),
+        [_plain(row.round(3)) for row in drawn.values()], shares(), "time", seconds([end_s]), table,
+    )  # fmt: skip
+
+
+def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
+    """The mean of each host's rows, where any is known."""
+    found = {}
+    for host in dict.fromkeys(row.host for row in rows):
+        own = np.stack([drawn[row.name] for row in rows if row.host == host])
+        known = (~np.isnan(own)).sum(0)
+        found[host] = np.where(known, np.nansum(own, 0) / np.maximum(known, 1), np.nan)
+    return found
+
+
+def _plain(values: Floats) -> list[float | None]:
+    return [None if np.isnan(value) else value for value in values.tolist()]
+
+
+def _memory(rows: Sequence[_Row], what: str) -> list[Chart]:
+    known = [row for row in rows if not np.isnan(row.memory_bytes).all()]
+    if not known:
+        return []
+    tops = [float(np.nanmax(row.memory_bytes)) for row in known]
+    unit, time = sizes(tops), seconds([max(float(row.ends_s[-1]) for row in known)])
+    title = f"Memory in use on each {what}, by everybody"
+    each = list(zip((row.name for row in known), tops, strict=True))
+    said = join_items([f"{name} {show_bytes(top)}" for name, top in each], _MOST_CURVES)
+    table = DataTable(title, (what, "highest"), tuple((name, unit.cell(top)) for name, top in each))
+    series = [
+        LineSeries(row.name, (_plain(row.ends_s),), _plain(row.memory_bytes))
+        for row in known[:_MOST_CURVES]
+    ]
+    if len(known) > _MOST_CURVES:
+        title += f": {_MOST_CURVES} of {len(known)}"
+    return [
+        lines(
+            title, f"At most {said}", series, [AxisChoice("time", "time", time)], unit, "memory",
+            table,            yaxis=axis("memory", unit, rangemode="tozero"),
+        )
+    ]  # fmt: skip
+
+
+def _devices(seen: Sequence[Utilisation]) -> Iterator[_Row]:
+    for one, before_s, host in _align_series(seen):
+        for device in one.devices:
+            if any(device.run_memory_bytes) or not _has_value(device.run_memory_bytes):
+                name = f"GPU {device.index}"
+                yield _row(host, name, one, before_s, device.utilisation, device)
+
+
+def _cores(seen: Sequence[Utilisation]) -> Iterator[_Row]:
+    for one, before_s, host in _align_series(seen):
+        for number, core in enumerate(one.host.cores):
+            yield _row(host, f"core {number}", one, before_s, core, one.host)
+
+
+def _hosts(seen: Sequence[Utilisation]) -> Iterator[_Row]:
+    for one, before_s, host in _align_series(seen):
+        yield _row(host, "", one, before_s, one.host.run_cores, one.host)
+
+
+def _row(
+    host: str, name: str, one: Utilisation, before_s: float, busy: Values,
+    of: HostSeries | DeviceSeries,
+) -> _Row:  # fmt: skip
+    ends_s = before_s + np.array(one.ends_s)
+    return _Row(
+        host or "host", ": ".join(filter(None, (host, name))) or "host",
+        np.concatenate([[before_s], ends_s[:-1]]), ends_s, _numbers(busy),
+        _numbers(of.memory_bytes),
+    )  # fmt: skip
+
+
+def _numbers(values: Values) -> Floats:
+    return np.array(values, np.float64)  # None becomes NaN
+
+
+def _has_value(values: Values) -> bool:
+    return any(value is not None for value in values)
+
+
+def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
+    """Each series that has points, by host and time; when it began; its host, of several."""
+    with_points = sorted(
+        (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
+    )
+    several = len({one.node for one in with_points}) > 1
+    first = min(map(_began, with_points), default=None)
+    for one in with_points:
+        later_s = (_began(one) - (first or _began(one))).total_seconds()
+        yield one, later_s, f"host {one.node}" if several else ""
+
+
+def _began(one: Utilisation) -> datetime:
+    return datetime.fromisoformat(one.started)
+
+
+def averages_table(loads: Sequence[Load]) -> DataTable:
+    """Means over the training, as result.json has them."""
+    rows = []
+    for load in loads:
+        for device in load.devices:
+            rows.append((
+                f"host {load.node}: GPU {device.index}, {device.name}",
+                Number(device.utilisation, show_share(device.utilisation)),
+                Number(device.memory_bytes, show_bytes(device.memory_bytes)),
+                _watts(device.power_w),
+                _clock(device.clock_hz),
+            ))  # fmt: skip
+        host = load.host
+        rows.append((
+            f"host {load.node}: {len(host.cores)} cores",
+            Number(host.utilisation, show_share(host.utilisation)),
+            Number(host.memory_bytes, show_bytes(host.memory_bytes)),
+            _watts(host.power_w),
+            _clock(host.clock_hz),
+        ))  # fmt: skip
+    return DataTable("Means over the training", ("", "busy", "memory, highest", "power", "clock"),
+                 tuple(rows))  # fmt: skip
+
+
+def _watts(power_w: float | None) -> Number:
+    return Number(power_w, "n/a" if power_w is None else f"{power_w:.0f} W")
+
+
+def _clock(hz: float | None) -> Number:
+    return Number(hz, "n/a" if hz is None else f"{hz / 1e9:.2f} GHz")

@@ -1,0 +1,220 @@
+"""A comparison in a terminal: the verdict first, then what each arm took."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from outpace.records.comparison import ArmResult, Comparison, remaining_arms
+from outpace.records.measurement import PARTS
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.reporting.terminal.table import Narrow
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of arms: an attribute of theirs, or of their verdicts, and how it is shown."""
+
+    name: str
+    attribute: str
+    show: Callable[[Any], str]
+
+    def value(self, arm: ArmResult) -> Any:
+        """None where it is not known."""
+        owner = arm if hasattr(arm, self.attribute) else arm.verdict
+        return getattr(owner, self.attribute, None)
+
+    def text(self, arm: ArmResult) -> str:
+        """Return the arm's figure as text."""
+        value = self.value(arm)
+        return "–" if value is None else self.show(value)
+
+
+_FIGURES = (
+    Column("metric", "metric", lambda value: f"{value:.6g}"),
+    Column("step", "step_time_s", show_seconds),
+    Column("ratio", "slowdown", lambda value: f"{1 + value:.3f}"),
+    Column("95 %", "interval", lambda ends: f"{1 + ends[0]:.3f}–{1 + ends[1]:.3f}"),
+    Column("tokens/s", "tokens_per_s", lambda value: f"{value:,.0f}"),
+    Column("FLOP/s", "model_flops_per_s", show_count),
+    Column("MFU", "mfu", show_share),
+    Column("memory", "peak_memory_bytes", show_bytes),
+    Column("loss", "final_loss", lambda value: f"{value:.4f}"),
+    Column("per M tokens", "price_per_million_tokens", lambda value: f"{value:.4g}"),
+)
+# What arms get through and send, and how busy they keep what they have.
+_LOAD = (
+    Column("samples/s", "samples_per_s", lambda value: f"{value:,.1f}"),
+    Column("sent a step", "sent_bytes", show_bytes),
+    Column("idle", "idle_share", show_share),
+    Column("GPU busy", "device_utilisation", show_share),
+    Column("cores busy", "core_utilisation", show_share),
+)
+
+
+# What a column's name does not say.
+_NOTES = {
+    "ratio": "ratio: to {first}, the median of the {rounds}' ratios, not that of the medians "
+    "beside it.",
+    "sent a step": "sent: by all ranks in a step, counted in the warm-up.",
+    "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
+    "GPU busy": "GPU busy: mean over the GPUs of the run. Of GPUs idle is where no kernel ran, and "
+    "waiting for a collective is one.",
+    "cores busy": "cores busy: of all cores of the hosts, whoever used them.",
+}
+
+
+def headline(comparison: Comparison) -> str | None:
+    """Say which of three arms or more is fastest, and whether that is claimed; None of fewer.
+
+    Only differences to the first are looked at round by round.
+    """
+    first, *others = comparison.arms
+    known = [one for one in others if one.verdict is not None and one.verdict.slowdown is not None]
+    if len(known) < 2 or comparison.experiment.metric is not None:
+        return None
+    shares = {one.arm: one.verdict.slowdown or 0.0 for one in known if one.verdict is not None}
+    best = min(known, key=lambda one: shares[one.arm])
+    if shares[best.arm] >= 0:
+        claimed = [one.arm for one in known if one.verdict is not None and one.verdict.claimed]
+        return f"Fastest: {first.arm}{_claims(claimed, len(known))}."
+    own = best.verdict is not None and best.verdict.claimed
+    than = f"{show_share(-shares[best.arm])} faster than {first.arm}"
+    claim = "" if own else ", which is not claimed"
+    return f"Fastest: {best.arm}, {than}{claim}. Only differences to {first.arm} are tested."
+
+
+def _claims(claimed: Sequence[str], of: int) -> str:
+    if len(claimed) == of:
+        return ", claimed against each other arm"
+    return f", claimed against {', '.join(claimed)}" if claimed else ", which is not claimed"
+
+
+def opening(comparison: Comparison) -> list[str]:
+    """Return the first sentences: what finished runs differ in, then the verdict."""
+    head = headline(comparison)
+    return [*comparison.differences, *([head] if head else []), *verdict_lines(comparison)]
+
+
+def verdict_lines(comparison: Comparison) -> list[str]:
+    """A sentence for each arm against the first."""
+    first = comparison.arms[0].arm
+    words = ("slower", "faster")
+    if comparison.experiment.metric is not None:
+        words = ("higher", "lower")
+    lines = []
+    for one in comparison.arms[1:]:
+        failure = _failure(comparison, one)
+        if failure is not None:
+            lines.append(f"{one.arm} failed: {failure}")
+        elif one.verdict is not None:
+            lines.append(one.verdict.words(one.arm, first, words))
+    left_out = _excluded_arms(comparison)
+    lines += [f"{name} was left out after some rounds: {why}" for name, why in left_out.items()]
+    own = _failure(comparison, comparison.arms[0])
+    return [f"{first} failed: {own}", *lines] if own is not None else lines
+
+
+def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
+    """Return why an arm has no figure at all."""
+    own = [one for one in comparison.outcomes if one.arm == arm.arm]
+    if not own or any(one.value is not None for one in own):
+        return None
+    return own[-1].failure
+
+
+def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
+    """Return why arms that have a figure failed too often, before or after it."""
+    kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
+    found: dict[str, str | None] = {}
+    for one in comparison.outcomes:
+        if one.arm not in kept and one.value is None:
+            found[one.arm] = one.failure
+    return {
+        arm.arm: found[arm.arm]
+        for arm in comparison.arms
+        if arm.arm in found and _failure(comparison, arm) is None
+    }
+
+
+def comparison_text(comparison: Comparison) -> RenderableType:
+    """Lay a comparison out for a terminal."""
+    said = opening(comparison)
+    parts: list[RenderableType] = [Text(), *(Text(line, style="bold") for line in said)]
+    parts += [Text(), *_arms(comparison, _FIGURES)]
+    if any(arm.parts for arm in comparison.arms):
+        parts += [Text(), _parts(comparison)]
+    if _known_columns(comparison, _LOAD):
+        parts += [Text(), *_arms(comparison, _LOAD)]
+    notes = [comparison.losses] if comparison.losses else []
+    notes += comparison.differing
+    if (shared := shared_cores_note(comparison)) is not None:
+        notes.append(shared)
+    parts += [Text(), *(Text(note) for note in (*notes, stop_sentence(comparison)))]
+    return Group(*parts)
+
+
+def stop_sentence(comparison: Comparison) -> str:
+    """Say how much was run, and why no more."""
+    if not comparison.experiment.in_turn:
+        return f"Nothing was run for it: {comparison.stopped}."
+    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
+    count = "1 round" if rounds == 1 else f"{rounds} rounds"
+    return f"{count} in {show_seconds(comparison.took_s)}: {comparison.stopped}."
+
+
+def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableType]:
+    """A row an arm; of the columns those in which anything is known, and what is said of them."""
+    kept = _known_columns(comparison, of)
+    figures = {one.name: [one.text(arm) for arm in comparison.arms] for one in kept}
+    yield Narrow("", [Text(arm.arm) for arm in comparison.arms], figures)
+    notes = column_notes(comparison, kept)
+    if notes:
+        yield Text(notes, style="dim")
+
+
+def column_notes(comparison: Comparison, of: Sequence[Column]) -> str:
+    """Return notes on columns whose names do not say all."""
+    first = comparison.arms[0].arm
+    words = {"first": first, "rounds": rounds_of(comparison)}
+    return " ".join(_NOTES[one.name].format(**words) for one in of if one.name in _NOTES)
+
+
+def shared_cores_note(comparison: Comparison) -> str | None:
+    """Return a sentence where other processes used the cores of arms; None where they did not."""
+    used = [one.other_cores for one in comparison.arms if one.other_cores is not None]
+    if not used or not comparison.experiment.in_turn:
+        return None  # of runs that were over `differences` says it
+    least, most = f"{min(used):.1f}", f"{max(used):.1f}"
+    cores = least if least == most else f"{least} to {most}"
+    return (
+        f"Other processes kept {cores} cores busy meanwhile (medians of an arm's runs), so steps "
+        "took longer and vary more than they would alone. Compare again when they are done."
+    )
+
+
+def rounds_of(comparison: Comparison) -> str:
+    """Return the word for rounds: runs that were over have parts instead."""
+    return "rounds" if comparison.experiment.in_turn else "parts"
+
+
+def columns(comparison: Comparison) -> list[Column]:
+    """Return the columns of which anything is known."""
+    return _known_columns(comparison, (*_FIGURES, *_LOAD))
+
+
+def _known_columns(comparison: Comparison, of: Sequence[Column]) -> list[Column]:
+    return [
+        column for column in of if any(column.value(arm) is not None for arm in comparison.arms)
+    ]
+
+
+def _parts(comparison: Comparison) -> RenderableType:
+    """Return a table of a step's parts by arm."""
+    known = [(arm.arm, arm.parts) for arm in comparison.arms if arm.parts is not None]
+    figures = {
+        part: [show_seconds(getattr(own, f"{part}_s")) for _, own in known] for part in PARTS
+    }
+    return Narrow("of a step", [Text(name) for name, _ in known], figures)

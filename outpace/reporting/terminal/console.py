@@ -1,0 +1,33 @@
+"""A console for what others have named: nothing of it reaches the terminal as a command."""
+
+from collections.abc import Iterable
+
+from rich import console
+from rich.segment import Segment
+
+from outpace.records.errors import harmless
+
+# Wider than any screen; lines are filled up to the width, whatever COLUMNS says.
+_MOST_COLUMNS, _MOST_LINES = 1000, 1000
+
+
+class Console(console.Console):
+    """rich's, showing control characters of a text instead of sending them."""
+
+    @property
+    def size(self) -> console.ConsoleDimensions:
+        """Columns and lines: those of the terminal, or of COLUMNS and LINES, but no more than some
+        screen has."""
+        width, height = super().size
+        return console.ConsoleDimensions(min(width, _MOST_COLUMNS), min(height, _MOST_LINES))
+
+    @size.setter
+    def size(self, size: tuple[int, int]) -> None:
+        self._width, self._height = size
+
+    def render(
+        self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield what is to be written, piece by piece."""
+        for one in super().render(renderable, options):
+            yield one if one.control else Segment(harmless(one.text), one.style)

@@ -1,0 +1,11 @@
+"""Options that were not given, and the values taken for them."""
+
+from collections.abc import Mapping
+
+
+def default_words(defaults: Mapping[str, str]) -> str:
+    """Return a sentence on options and their default values, after a blank; or nothing."""
+    if not defaults:
+        return ""
+    options = ", ".join(f"{option} {value}" for option, value in defaults.items())
+    return f" By default: {options}."

@@ -1,0 +1,48 @@
+"""The doctor's findings for the terminal: the most costly first, each with its remedy."""
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from outpace.records.finding import Examination, Finding, Severity
+
+_STYLES: dict[Severity, str] = {
+    "severe": "bold red",
+    "high": "red",
+    "moderate": "yellow",
+    "low": "cyan",
+}
+
+
+def examination_text(examination: Examination) -> Group:
+    """Findings, then what was looked at, then what could not be, and why."""
+    lines: list[RenderableType] = []
+    for number, finding in enumerate(examination.findings, 1):
+        lines += _finding_lines(number, finding)
+    count = len(examination.findings)
+    said = f"{count} finding{'s' if count != 1 else ''}" if count else "Nothing found wrong"
+    looked = f"{said}. Checked: {', '.join(examination.checked) or 'nothing'}."
+    lines.append(Text(looked, style="" if count else "green"))
+    reasons: dict[str, list[str]] = {}
+    for name, why in examination.not_checked.items():
+        reasons.setdefault(why, []).append(name)
+    if reasons:
+        lines.append(Text("Could not be checked:"))
+    for why, names in reasons.items():
+        lines.append(_indent(f"{', '.join(names)}: {why}", 2, "dim"))
+    return Group(*lines)
+
+
+def _finding_lines(number: int, finding: Finding) -> list[RenderableType]:
+    head = Text(f"{number}. ")
+    head.append(finding.severity, style=_STYLES[finding.severity])
+    head.append(f" · {finding.check}: {finding.what}", style="bold")
+    cost = "costs: not known"
+    if finding.costs is not None:
+        cost = f"costs: {finding.costs} ({finding.costs.source})"
+    body = [f"seen: {finding.seen}", f"do: {finding.remedy}", cost]
+    return [head, *(_indent(line, 3) for line in body), Text("")]
+
+
+def _indent(words: str, by: int, style: str = "") -> Padding:
+    return Padding(Text(words, style=style), (0, 0, 0, by))

@@ -1,0 +1,169 @@
+"""A rank's memory as a table for the terminal, and as one JSON document."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.hardware import Accelerator
+from outpace.records.memory import KINDS, Kind, MemoryAccount
+from outpace.records.plan import Plan
+from outpace.records.units import show_bytes, show_count
+
+_EXPLAINED: dict[Kind, str] = {
+    "weights": "as kept from step to step",
+    "weight copies": "in the precision of the products",
+    "unsharded": "gathered from other ranks",
+    "optimizer state": "",
+    "gradients": "",
+    "activations": "kept by forwards for backwards",
+    "communication": "buffers of collectives",
+    "inputs": "",
+    "workspaces": "of matrix libraries",
+    "temporary": "made and freed within a pass",
+    "offloaded": "in host memory or on a disk, not in the sum",
+}
+_MODULES_SHOWN = 5
+
+
+def document(
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    *,
+    plan: Plan,
+    model: str,
+    seq_len: int | None,
+    global_batch: int,
+    accelerator: Accelerator | None,
+    next_command: str | None = None,
+) -> dict[str, Any]:
+    """Return the JSON of `outpace memory`: the worst rank's peak and its anatomy first.
+
+    `next_command` finds what fits where this does not; it is null where it does, or may.
+    """
+    capacity = None if accelerator is None else accelerator.memory_bytes
+    fits = None if capacity is None else traced.needed_bytes <= capacity
+    return {
+        "peak_memory_bytes": traced.peak_memory_bytes,
+        "reserved_memory_bytes": traced.reserved_bytes,
+        "anatomy_bytes": dict(traced.peak.by_kind),
+        "peak_at": {"step": traced.peak.step, "where": traced.peak.location,
+                    "operator": traced.peak.operator},
+        "rank": traced.rank,
+        "world_size": traced.world_size,
+        "device_memory_bytes": capacity,
+        "fits": fits,
+        "next_command": next_command if fits is False else None,
+        "model": model,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "identity": plan.identity(global_batch),
+        "plan": plan.model_dump(mode="json"),
+        "activations_by_module_bytes": dict(traced.activations_by_module),
+        "flops": traced.flops,
+        "bytes_moved": traced.bytes_moved,
+        "traced": traced.model_dump(mode="json"),
+        "measured": None if measured is None else measured.model_dump(mode="json"),
+        "relative_error": relative_error(traced, measured),
+    }  # fmt: skip
+
+
+def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
+    """Return how far the trace is above what was allocated, or else seen live, as a share."""
+    if measured is None:
+        return None
+    return traced.peak_memory_bytes / _measured_bytes(measured) - 1
+
+
+def _measured_bytes(measured: MemoryAccount) -> int:
+    return measured.allocated_bytes or measured.peak_memory_bytes
+
+
+def memory_table(
+    plan: Plan,
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    accelerator: Accelerator | None,
+    about: str = "",
+    next_command: str | None = None,
+) -> Group:
+    """The anatomy at the peak, traced and measured beside each other, and what it means.
+
+    `about` is a sentence on what was trained; `next_command` finds what fits where this does not.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("memory at the peak")
+    table.add_column("traced", justify="right")
+    table.add_column("", justify="right", style="dim")
+    if measured is not None:
+        table.add_column("measured", justify="right")
+    table.add_column("", style="dim")
+    total = traced.peak_memory_bytes
+    for kind in KINDS:
+        amount = traced.peak.by_kind.get(kind, 0)
+        seen = 0 if measured is None else measured.peak.by_kind.get(kind, 0)
+        if amount or seen:
+            beside = [] if measured is None else [show_bytes(seen)]
+            share = "" if kind == "offloaded" else f"{100 * amount / total:.0f} %"
+            table.add_row(kind, show_bytes(amount), share, *beside, _EXPLAINED[kind])
+    beside = [] if measured is None else [show_bytes(_measured_bytes(measured))]
+    table.add_section()
+    table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,
+                  "" if measured is None or measured.allocated_bytes is None
+                  else "measured: kernels' own included")  # fmt: skip
+    for name, field, what in (
+        ("process", "resident_bytes", "anonymous resident memory, grown by"),
+        ("allocator", "reserved_bytes", "reserved for tensors, what lies between them included"),
+        ("unseen", "unseen_bytes", "on the device, and not the allocator's"),
+    ):
+        taken = [getattr(one, field) for one in (traced, measured) if one is not None]
+        if any(size is not None for size in taken):
+            cells = ["" if size is None else show_bytes(size) for size in taken]
+            table.add_row(name, cells[0], "", *cells[1:], what)
+    notes = _notes(plan, traced, measured, accelerator, next_command)
+    head = [Text(about)] if about else []
+    return Group(*head, table, *map(Text, notes))
+
+
+def step_in_words(plan: Plan, global_batch: int, seq_len: int | None) -> str:
+    """Describe a step: batch, sequences, and the options that decide on memory most."""
+    sequences = "" if seq_len is None else f"sequences of {seq_len:,} tokens; "
+    recomputed = f", checkpointing {plan.checkpointing}" if plan.checkpointing != "none" else ""
+    return (
+        f"{plan.identity(global_batch).capitalize()}; {sequences}"
+        f"{plan.strategy}, {plan.precision}, {plan.optimizer}{recomputed}."
+    )
+
+
+def _notes(
+    plan: Plan,
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    accelerator: Accelerator | None,
+    next_command: str | None,
+) -> list[str]:
+    who = "One process"
+    if traced.world_size > 1:
+        who = f"Rank {traced.rank} of {traced.world_size} ({plan.mesh})"
+    lines = [f"{who}: the peak is in the {traced.peak.location} of step {traced.peak.step}."]
+    held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
+    if held:
+        parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
+        lines.append(f"Activations are of {parts}.")
+    if accelerator is not None:
+        room = accelerator.memory_bytes - traced.needed_bytes
+        verdict = f"leaves {show_bytes(room)}" if room >= 0 else f"is {show_bytes(-room)} too much"
+        lines.append(
+            f"Of the {show_bytes(accelerator.memory_bytes)} of a {accelerator.name} what the "
+            f"allocator reserves {verdict}; what CUDA and NCCL take beside it is not known before "
+            "it is measured."
+        )
+        if room < 0 and next_command is not None:
+            lines.append(f"What fits is found by {next_command}")
+    lines.append(f"A step is {show_count(traced.flops, 'FLOP')} of products on this rank.")
+    error = relative_error(traced, measured)
+    if error is not None:
+        lines.append(f"The trace is off by {100 * error:+.2f} %.")
+    return lines

@@ -1,0 +1,131 @@
+"""A probed machine in a terminal: what is fast, what is slow, what to do about it."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.machine import Machine
+from outpace.records.probed import Probed, Shown, Steadiness
+from outpace.records.units import show_bytes, show_seconds
+from outpace.reporting.terminal.console import Console
+from outpace.reporting.terminal.probe_tables import figure_tables, links_table
+
+
+class _Lines:
+    """A line for each section that is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said: set[str] = set()
+
+    def __call__(self, section: str, share: float) -> None:
+        if share >= 1.0 and section not in self._said:
+            self._said.add(section)
+            self._console.print(f"probed {section}")
+
+    def show_stopping(self) -> None:
+        """Say so at once; said within another line it would be refused, and is not missed."""
+        with suppress(RuntimeError):
+            self._console.print("stopping…")
+
+
+class _Bars(_Lines):
+    """A bar for each section."""
+
+    def __init__(self, console: Console, bars: Progress, sections: Sequence[str]) -> None:
+        super().__init__(console)
+        self._bars = bars
+        self._tasks = {name: bars.add_task(name, total=1.0, start=False) for name in sections}
+
+    def __call__(self, section: str, share: float) -> None:
+        if section in self._tasks:
+            self._bars.start_task(self._tasks[section])
+            # Other processes do not tell how far they are.
+            self._bars.update(self._tasks[section], completed=share, total=1.0 if share else None)
+
+
+@contextmanager
+def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[Shown]:
+    """A bar for each section on standard error; a line for each where nobody watches."""
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        yield _Bars(console, bars, sections)
+
+
+def show_machine(machine: Machine, out: Path | None, width: int | None = None) -> None:
+    """Print a machine on standard output, in `width` columns (None: the terminal's)."""
+    console = Console(highlight=False, width=width)
+    assert machine.probed is not None
+    for part in parts_of(machine, machine.probed, kept=out is not None):
+        console.print(part)
+        console.print()
+    where = f"kept in {out}" if out else "not kept: give --out machine.json for the planner"
+    console.print(Text(where, style="dim"))
+
+
+def parts_of(machine: Machine, probed: Probed, kept: bool = True) -> Iterator[RenderableType]:
+    """Yield all that is shown, from the machine to what was left out."""
+    yield _head(machine, probed)
+    yield from figure_tables(probed)
+    if probed.fits:
+        yield links_table(probed.fits)
+    reasons = Counter(_reason(f.unstable) for f in probed.all_figures() if f.unstable is not None)
+    if reasons:
+        where = "in the record" if kept else "in the record that --out machine.json keeps"
+        (why, count), *_ = reasons.most_common(1)
+        yield Text("unstable: the machine did not hold still enough to conclude. "
+                   f"Of {count} figures: {why}. Of each why, and every sample, is {where}",
+                   style="yellow")  # fmt: skip
+    if probed.advice:
+        yield _advice(probed)
+    if probed.notes:
+        yield Group(Text("Notes", style="bold"), *(Text(f"  {note}") for note in probed.notes))
+
+
+def _reason(unstable: str) -> str:
+    """The same for all figures that it is the same for."""
+    if unstable.startswith("a repeat may lie"):
+        return "a repeat may lie more than a quarter away"
+    return "they drifted by more than a tenth" if "drifted" in unstable else unstable
+
+
+def _head(machine: Machine, probed: Probed) -> RenderableType:
+    devices = ", ".join(device.name for device in machine.devices) or "no GPU"
+    kind = "quick probe" if probed.quick else "full probe"
+    level = next((f.level for f in probed.figures if f.level), 0.95)
+    lines = [
+        Text(f"{machine.cpu}, {machine.host_cores} cores, "
+             f"{show_bytes(machine.host_memory_bytes)}; {devices}", style="bold"),
+        Text(f"{kind} of {', '.join(probed.sections)} in {show_seconds(probed.took_s)}",
+             style="dim"),
+        Text("all is measured but what says catalog; ± is where a repeat's figure lies with "
+             f"{100 * level:.0f} % probability", style="dim"),
+    ]  # fmt: skip
+    return Group(*lines, *_steady(probed.steadiness))
+
+
+def _steady(steadiness: Steadiness) -> Iterable[Text]:
+    for warning in steadiness.warnings:
+        yield Text(f"! {warning}", style="yellow")
+    for device in steadiness.throttled:
+        yield Text(f"! {device}", style="yellow")
+
+
+def _advice(probed: Probed) -> RenderableType:
+    table = Table(title="Advice", title_justify="left", title_style="bold", box=None,
+                  pad_edge=False, show_header=False)  # fmt: skip
+    table.add_column("about", style="cyan", no_wrap=True)
+    table.add_column("text")
+    for one in probed.advice:
+        table.add_row(one.about, one.text)
+    return table

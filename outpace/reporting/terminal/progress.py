@@ -1,0 +1,300 @@
+"""The progress of a run: live in a terminal, lines of text anywhere else.
+
+All of it goes to standard error; standard output is for results.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from outpace.records.measurement import (
+    PARTS,
+    Evaluation,
+    Measurement,
+    RunInfo,
+    StepRecord,
+    TimeParts,
+)
+from outpace.records.memory import MemoryUse
+from outpace.records.plan import Plan
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.utilisation import Load
+from outpace.reporting.bottleneck import BottleneckInputs, bottleneck
+from outpace.reporting.terminal.console import Console
+from outpace.reporting.terminal.memory import memory_table
+from outpace.reporting.terminal.summary import show_whole, shown_metrics
+from outpace.training.callbacks import TRAINING, Callback
+
+# Seconds between lines where nobody watches live.
+_LINE_EVERY_S = 5.0
+# Steps of which the bottleneck is told: medians over so many, and of fewer nothing is said.
+_MOST_STEPS, _LEAST_STEPS = 20, 5
+# Columns of a terminal in which the live line has room for the bottleneck.
+_WIDE = 110
+
+
+class TrainingProgress(Callback):
+    """Shows stages, tokenising, the training line, evaluations and hints on standard error."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self._bars: Bars | None = None
+        self._task: TaskID | None = None
+        self._stage: tuple[str, float] | None = None
+        self._last_line_s = float("-inf")
+        self._begun = False
+        self._total_steps = 0
+        self._info: RunInfo | None = None
+        self._latest: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
+        self._load: Load | None = None
+        self._hints: set[str] = set()
+
+    def on_stage(self, message: str) -> None:
+        """A phase begins; the one before is ticked off with the time it took."""
+        self._end_stage()
+        self._stage = (message, time.monotonic())
+        if message == TRAINING:
+            self._show_line()
+        elif self.console.is_terminal:
+            self._bars = self._open(
+                SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False)
+            )
+            self._task = self._bars.add_task(message, total=None)
+
+    def on_progress(self, what: str, done: int, total: int | None) -> None:
+        """Part of a phase is done."""
+        share = f" {100 * done / total:.0f} %" if total else ""
+        counts = show_count(done) + (f" of {show_count(total)}" if total else "")
+        if self._bars is not None and self._task is not None:
+            if total and not isinstance(self._bars.columns[-1], BarColumn):
+                self._bars.columns = (*self._bars.columns, BarColumn(bar_width=None))
+            self._bars.update(
+                self._task, description=f"{what}  {counts}", completed=done, total=total
+            )
+        elif self._line_is_due():
+            self._line(f"{what}: {counts}{share and ',' + share}")
+
+    def on_start(self, info: RunInfo) -> None:
+        """The run is set up: say what will be trained."""
+        self._end_stage()
+        self._total_steps, self._info = info.total_steps, info
+        for hint in info.hints:
+            self.on_hint(hint)
+        for line in _headlines(info):
+            self.console.print(line, soft_wrap=True)
+
+    def _show_line(self) -> None:
+        """The training line, where somebody watches live."""
+        if self._info is None or not self.console.is_terminal:
+            return
+        begun, total = self._info.start_step, self._info.total_steps
+        self._bars = self._open(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}", markup=False),
+        )
+        self._task = self._bars.add_task(
+            _steps(begun, total), total=total, completed=begun, figures="first step …"
+        )
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is done."""
+        # The first step warms up (allocation, compilation): it says little about the next.
+        if self._begun:
+            self._latest.append(record)
+        self._begun = True
+        left_s = self._left_s(record.step)
+        record = smooth_rates(record, self._latest)
+        if self._bars is not None and self._task is not None:
+            self._bars.update(
+                self._task,
+                completed=record.step,
+                description=_steps(record.step, self._total_steps),
+                figures=self._live_figures(record, left_s),
+            )
+        elif self._line_is_due() or record.step == self._total_steps:
+            steps = _steps(record.step, self._total_steps)
+            figures = _figures(record, left_s, short=False, held_by=self._bottleneck())
+            self._line(f"{steps}  {figures}")
+
+    def _left_s(self, step: int) -> float | None:
+        """Time for the steps that are left, by the latest ones; None: none was seen yet."""
+        left = max(0, self._total_steps - step)
+        if not self._latest and left:
+            return None
+        return left * (fmean(one.step_time_s for one in self._latest) if left else 0.0)
+
+    def on_load(self, load: Load, step: int) -> None:
+        """Keep the latest load of the host and its devices."""
+        self._load = load
+
+    def on_eval(self, evaluation: Evaluation, final: bool) -> None:
+        """The held-out loss was measured."""
+        line = Text(f"  validation after step {evaluation.step:,}: loss ")
+        line.append(f"{evaluation.loss:.4f}", style="bold green" if final else "bold")
+        for name, value in shown_metrics(evaluation):
+            line.append(f", {name} {value}", style="dim")
+        self.console.print(line, soft_wrap=True)
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint is whole on disk."""
+        self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
+
+    def on_memory(self, plan: Plan, use: MemoryUse) -> None:
+        """Show where memory goes."""
+        self._end_stage()
+        if use.traced is not None:
+            self.console.print(memory_table(plan, use.traced, use.measured, None))
+        elif use.measured is not None:
+            self.console.print(memory_table(plan, use.measured, None, None))
+
+    def on_hint(self, sentence: str) -> None:
+        """Show what a user may want to change, each once."""
+        if sentence not in self._hints:
+            self._hints.add(sentence)
+            line = Text().append("  hint: ", style="yellow").append(sentence)
+            self.console.print(line, soft_wrap=True)
+
+    def on_end(self, measurement: Measurement) -> None:
+        """The run reached its last step."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the live line away; what was printed stays."""
+        self._close_bars()
+        self._stage = None
+
+    def _live_figures(self, record: StepRecord, left_s: float | None) -> str:
+        """Join the figures and the bottleneck, in two lines where the terminal is narrow."""
+        found = self._bottleneck()
+        if self.console.width >= _WIDE:
+            return _figures(record, left_s, short=True, held_by=found)
+        figures = _figures(record, left_s, short=True)
+        return f"{figures}\n{found}" if found else figures
+
+    def _bottleneck(self) -> str:
+        """Return what limits the latest steps, in a word or two; '' where it is not known."""
+        info, load = self._info, self._load
+        if info is None or len(self._latest) < _LEAST_STEPS:
+            return ""
+        parts = {part: median(getattr(one, f"{part}_s") for one in self._latest) for part in PARTS}
+        found = bottleneck(
+            BottleneckInputs(
+                TimeParts(**{f"{part}_s": seconds for part, seconds in parts.items()}),
+                info.device,
+                info.plan.strategy,
+                info.plan.world_size,
+                () if load is None else (load,),
+                self._latest[-1].mfu,
+                info.hosts,
+            )
+        )
+        return "" if found is None else found.words
+
+    def _open(self, *columns: BarColumn | SpinnerColumn | TextColumn) -> Bars:
+        bars = Bars(
+            TextColumn(" "),
+            *columns,
+            console=self.console,
+            transient=True,
+            expand=True,
+            redirect_stdout=False,
+        )
+        bars.start()
+        return bars
+
+    def _close_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars = self._task = None
+
+    def _end_stage(self) -> None:
+        self._close_bars()
+        if self._stage is not None:
+            message, since_s = self._stage
+            self._stage = None
+            line = Text().append("  ✓ ", style="green").append(message)
+            line.append(f"  {show_seconds(time.monotonic() - since_s)}", style="dim")
+            self.console.print(line, soft_wrap=True)
+
+    def _line_is_due(self) -> bool:
+        return time.monotonic() - self._last_line_s >= _LINE_EVERY_S
+
+    def _line(self, text: str) -> None:
+        self._last_line_s = time.monotonic()
+        self.console.print(Text(f"  {text}"), soft_wrap=True)
+
+
+def _headlines(info: RunInfo) -> tuple[Text, ...]:
+    plan = info.plan
+    how: list[str] = [plan.precision, *([plan.strategy] if plan.strategy != "single" else [])]
+    if plan.world_size > 1:
+        how.append(f"{plan.world_size} processes")
+    if plan.recomputes:
+        how.append(_recomputation(plan))
+    if plan.compile:
+        how.append("compiled")
+    title = Text("  ").append(info.model, style="bold")
+    title.append(f", {show_count(info.parameters)} parameters, on {info.device}")
+    title.append(f" ({', '.join(how)})")
+    went_on = f", from step {info.start_step:,}" if info.start_step else ""
+    return (
+        title,
+        Text(f"  {info.identity}", style="dim"),
+        Text(f"  {info.total_steps:,} steps{went_on}, into {info.run}", style="dim"),
+    )
+
+
+def _recomputation(plan: Plan) -> str:
+    """Say which blocks recompute activations: all, each k-th, or a number of each mode."""
+    if not plan.checkpoint_layers:
+        every = f" of 1 block in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
+        return f"{plan.checkpointing} activation checkpointing{every}"
+    counts = Counter(mode for mode in plan.checkpoint_layers if mode != "none")
+    modes = " and ".join(f"{mode} of {number}" for mode, number in counts.items())
+    return f"activation checkpointing: {modes} of {len(plan.checkpoint_layers)} blocks"
+
+
+def _steps(done: int, total: int) -> str:
+    return f"step {done:>{len(str(total))}}/{total}"
+
+
+def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord:
+    """The record with the rates of the latest steps together, which one slow step moves little."""
+    seconds = sum(one.step_time_s for one in latest)
+    rates: dict[str, float] = {}
+    for name in ("tokens_per_s", "samples_per_s", "mfu", "hfu"):
+        values = [getattr(one, name) for one in latest]
+        if seconds and None not in values:
+            done = (value * one.step_time_s for value, one in zip(values, latest, strict=True))
+            rates[name] = sum(done) / seconds
+    return record.model_copy(update=rates)
+
+
+def _figures(record: StepRecord, left_s: float | None, short: bool, held_by: str = "") -> str:
+    """The figures of a training line; `short` fits 80 columns together with a bar."""
+    rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
+    words = [f"loss {record.loss:.3f}", rate]
+    if record.mfu is not None:
+        words.append(f"MFU {show_share(record.mfu)}")
+    if record.peak_memory_bytes is not None:
+        words.append(show_bytes(record.peak_memory_bytes))
+    if record.loss_scale is not None and not short:
+        words.append(f"loss scale {record.loss_scale:g}")
+    if held_by:
+        words.append(held_by)
+    if left_s is not None:
+        words.append(f"{_clock(left_s)} left")
+    return "  ".join(words)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,227 @@
+"""Past runs in a terminal: a table of many, or one in full."""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from outpace.experiment.past_runs import Past, asked_settings, checkpoints
+from outpace.records.past import PastRun
+from outpace.records.plan import Plan
+from outpace.records.run import RunRecord, resume_command
+from outpace.records.units import show_bytes, show_count, show_number, show_seconds, show_share
+from outpace.reporting.render.document import in_words
+from outpace.reporting.terminal.summary import summary
+from outpace.reporting.terminal.table import Narrow
+
+_STYLES = {"done": "green", "going on": "cyan", "unfinished": "yellow", "damaged": "red"}
+_NOTES = {
+    "run.json": "everything that determined it",
+    "metrics.jsonl": "a line a step",
+    "evals.jsonl": "a line an evaluation",
+    "result.json": "the outcome",
+    "failure.json": "why it ended early",
+    "checkpoints": "to resume from",
+    "model": "for generate, eval and --model",
+    "utilisation": "how busy hosts and devices were",
+    "memory.json": "where memory went",
+    "certificate.json": "of outpace verify",
+    "tensorboard": "tensorboard --logdir reads it",
+}
+
+
+# Settings that a row shows anyway, and those that say nothing of what is trained.
+_SHOWN = {
+    "model", "strategy", "precision", "steps", "nproc", "device", "out", "resume", "plan",
+    "dp_replicate", "dp_shard", "cp", "tp", "pp", "log", "expect_step_time_s", "save_every", "keep",
+}  # fmt: skip
+_LONGEST_VALUE = 28
+
+
+def runs_table(rows: Sequence[PastRun]) -> RenderableType:
+    """A row a run, in two lines: what it is below its path, how far it came below the time."""
+    steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
+             for row in rows]  # fmt: skip
+    states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
+              for row in rows]  # fmt: skip
+    whats = [
+        ", ".join([_run_words(row), *own])
+        for row, own in zip(rows, _differing_settings(rows), strict=True)
+    ]
+    names = [Text(row.path, style="bold").append(f"\n{what}", style="not bold dim")
+             for row, what in zip(rows, whats, strict=True)]  # fmt: skip
+    figures: dict[str, Sequence[str | Text]] = {
+        "when (UTC)": states, "steps": steps, **_figures(rows)
+    }  # fmt: skip
+    return Narrow("run", names, figures, "Not shown for want of width (--json has all)")
+
+
+def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
+    """Columns by name: those in which anything is known."""
+    found = {
+        "loss": [_cell(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
+        "step": [_cell(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
+        "tokens/s": [_cell(row.tokens_per_s, f"{row.tokens_per_s or 0:,.0f}") for row in rows],
+        "MFU": [_cell(row.mfu, show_share(row.mfu)) for row in rows],
+        "memory": [_cell(row.peak_memory_bytes, show_bytes(row.peak_memory_bytes))
+                   for row in rows],
+    }  # fmt: skip
+    return {name: column for name, column in found.items() if set(column) != {"–"}}
+
+
+def _cell(value: Any, shown: str) -> str:
+    return "–" if value is None else shown
+
+
+def _run_words(row: PastRun) -> str:
+    """Model, layout and precision; of a damaged run what is wrong."""
+    if row.model is None:
+        return row.damage or ""
+    layout = str(row.strategy)
+    if row.processes != 1:
+        several = " × " in (row.mesh or "") or "," in (row.mesh or "")
+        layout += f" ({row.mesh})" if several else f" {row.processes}"
+    words = f"{Path(row.model).name}, {layout}, {row.precision}"
+    wrong = "; ".join([*([row.damage] if row.damage else []), *row.changed])
+    return f"{words}: {wrong}" if wrong else words
+
+
+def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
+    """Return each run's given settings, less those that all of these runs have alike."""
+    known = [row.asked for row in rows if row.model is not None]
+    names = {name for asked in known for name in asked} - _SHOWN
+    alike = {
+        name for name in names if all(asked.get(name) == known[0].get(name) for asked in known)
+    }
+    return [
+        [f"{name} {_brief(value)}" for name, value in row.asked.items() if name in names - alike]
+        for row in rows
+    ]
+
+
+def _brief(value: Any) -> str:
+    words = in_words(value)
+    return words if len(words) <= _LONGEST_VALUE else f"…{words[1 - _LONGEST_VALUE :]}"
+
+
+def utc_minute(started: str | None) -> str:
+    """A time in UTC to the minute."""
+    return "–" if started is None else started[:16].replace("T", " ")
+
+
+def run_text(past: Past, files: Mapping[str, int]) -> RenderableType:
+    """All of a run: what it was told, what it is, what came of it, where that lies."""
+    row, record = past.row, past.record
+    head = Text(row.path, style="bold").append(f"  {row.state}", style=_STYLES[row.state])
+    parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
+    if row.damage:
+        parts.append(Text(row.damage, style="red"))
+    parts += [Text(sentence, style="red") for sentence in row.changed]
+    if past.failure is not None:
+        parts.append(Text(f"It ended early: {past.failure.reason}", style="yellow"))
+    if record is not None:
+        parts += [Text(), _pairs("run", _facts(record).items())]
+        parts += [Text(), _settings(record), Text(), _pairs("plan", _plan(record.plan).items())]
+    if past.result is not None:
+        parts.append(summary(past.result))
+    elif row.steps:
+        parts += [Text(), _pairs("latest steps", _latest(row).items())]
+    parts += [Text(), _files(past, files), Text()]
+    return Padding(Group(*parts), (0, 1))
+
+
+def _how_far(past: Past) -> str:
+    """Say how far a run came, and how to resume it."""
+    row = past.row
+    if row.total_steps is None:
+        return ""
+    steps = f", {row.steps:,} of {show_number(row.total_steps, 'step')}"
+    if row.state != "unfinished":
+        return steps
+    metrics = past.folder / "metrics.jsonl"
+    wrote = f"; last written {_stamp(metrics)} (UTC)" if metrics.is_file() else ""
+    saved = checkpoints(past.folder)
+    again = f". Resume it with {resume_command(Path(row.path))}" if saved else ""
+    return f"{steps}{wrote}; no process of this host trains it{again}"
+
+
+def _stamp(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _facts(record: RunRecord) -> dict[str, str]:
+    machine = record.machine
+    devices = ", ".join(device.name for device in machine.devices)
+    host = f"{machine.host_cores} cores of {machine.cpu}, {show_bytes(machine.host_memory_bytes)}"
+    dirty = " with uncommitted changes" if record.uncommitted_changes else ""
+    resumed = [
+        f"{utc_minute(one.get('at'))} on {show_number(ranks, 'process', 'processes')}"
+        for one in record.resumes
+        if isinstance(ranks := one.get("ranks"), int)
+    ]
+    return {
+        "started (UTC)": utc_minute(record.started),
+        **({"resumed": "; ".join(resumed)} if resumed else {}),
+        "command": shlex.join(record.command),
+        "model": f"{record.settings.model}, {show_count(record.parameters)} parameters",
+        "batch": record.identity,
+        "machine": f"{devices}; {host}" if devices else host,
+        "computed on": f"{record.device}, {record.threads} threads a process",
+        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+        "commit": f"{record.commit}{dirty}" if record.commit else "n/a",
+    }
+
+
+def _plan(plan: Plan) -> dict[str, str]:
+    """Return the plan's layout, and all in which it is not the plainest."""
+    fields = Plan.model_fields
+    asked = {name: value for name, value in plan if value != fields[name].default}
+    return {"layout": plan.mesh, **{name: in_words(value) for name, value in asked.items()}}
+
+
+def _latest(row: PastRun) -> dict[str, str]:
+    return {name: column[0] for name, column in _figures([row]).items()}
+
+
+def _settings(record: RunRecord) -> RenderableType:
+    """Tabulate the settings that were given, and where they came from."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    for name in ("setting", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for name, value in asked_settings(record).items():
+        table.add_row(
+            Text(name.replace("_", "-")),
+            Text(in_words(value), style="bold"),
+            Text(record.origins[name], style="dim"),
+        )
+    if not table.row_count:
+        table.add_row(Text("all as by default", style="dim"), "", "")
+    return table
+
+
+def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    table.add_column(title, style="dim", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for name, value in pairs:
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _files(past: Past, files: Mapping[str, int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    table.add_column(Text(f"in {past.row.path}"), overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("", style="dim", overflow="fold")
+    saved = ", ".join(path.name for path in checkpoints(past.folder))
+    for name, size in files.items():
+        note = f"{_NOTES[name]}: {saved}" if name == "checkpoints" and saved else _NOTES.get(name)
+        table.add_row(Text(name), show_bytes(size), Text(note or ""))
+    return table

@@ -1,0 +1,218 @@
+"""The summary at the end of a run."""
+
+import shlex
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.measurement import PARTS, Evaluation, Measurement, TimeParts
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.reporting.bottleneck import BottleneckInputs, bottleneck
+from outpace.reporting.terminal.utilisation import averages_table
+
+_BAR_CELLS = 30
+_MOST_WORDS = 24  # characters of a text to go on from
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def runtime_name(measurement: Measurement) -> str:
+    """Name what `train_runtime` is the time of: of a resumed run, its last part."""
+    started = measurement.start_step
+    return f"time since step {started:,}" if started else "time in all"
+
+
+def summary(measurement: Measurement) -> RenderableType:
+    """Losses, speed, where the time went, a sample and the run's path, for 80 columns or more.
+
+    Text that a model wrote, and paths, are shown as they are: never read as markup.
+    """
+    above = Table.grid(padding=(0, 4))
+    above.add_row(_losses(measurement), _speed(measurement))
+    parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
+    if measurement.parts.total_s > 0:
+        parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
+        parts += [Padding(Text(sentence), (1, 2, 0, 2)) for sentence in _advice(measurement)]
+    if measurement.utilisation:
+        parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
+    if measurement.step_time_check is not None:
+        style = "yellow" if measurement.step_time_check.slower else "green"
+        line = Text(
+            f"{measurement.step_time_check.verdict}: {measurement.step_time_check.words}.",
+            style=style,
+        )
+        parts += [Text(), Padding(line, (0, 2))]
+    if measurement.sample:
+        parts += [Text(), _sample(measurement.sample)]
+    parts += [Text(), _path(measurement)]
+    return Group(*parts)
+
+
+def evaluation_table(evaluation: Evaluation) -> RenderableType:
+    """Loss, perplexity and speed on held-out data."""
+    table = _pairs("Evaluation")
+    what = target_of(evaluation)
+    table.add_row("loss", f"{evaluation.loss:.4f} nats per {what}")
+    for name, value in shown_metrics(evaluation):
+        table.add_row(name, value)
+    table.add_row(f"{what}s", f"{evaluation.tokens:,}")
+    if evaluation.left_over_tokens:
+        table.add_row("left over, too few for a sample", f"{evaluation.left_over_tokens:,}")
+    if evaluation.seq_len is not None:
+        table.add_row("sequence length", f"{evaluation.seq_len:,}")
+    table.add_row("speed", show_whole(evaluation.tokens_per_s, f"{what}s/s"))
+    if evaluation.step:  # a folder that is no run has no steps
+        table.add_row("after step", f"{evaluation.step:,}")
+    return Padding(table, (1, 2))
+
+
+def target_of(evaluation: Evaluation | None) -> str:
+    """Return what one loss is of: a sample where there are metrics of samples, else a token."""
+    return "sample" if evaluation is not None and evaluation.metrics else "token"
+
+
+def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Name and value of what is told of an evaluation besides its loss."""
+    if not evaluation.metrics:
+        return [("perplexity", _perplexity(evaluation.perplexity))]
+    names = {"f1": "F1"}
+    return [(names.get(name, name), f"{value:.4f}") for name, value in evaluation.metrics.items()]
+
+
+def _pairs(title: str) -> Table:
+    """A table of names and right-aligned values under a title."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
+    )
+    table.add_column(Text(title), style="dim", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    return table
+
+
+def _losses(measurement: Measurement) -> Table:
+    table = _pairs(f"Loss, nats per {target_of(measurement.final_eval)}")
+    table.add_row("first step", _loss(measurement.first_loss))
+    table.add_row("last step", _loss(measurement.final_loss))
+    first, last = measurement.initial_eval, measurement.final_eval
+    if first is not None:
+        table.add_row("validation before", _loss(first.loss))
+    if last is not None:
+        table.add_row("validation after", Text(_loss(last.loss), style="bold green"))
+        for name, value in shown_metrics(last):
+            table.add_row(name, value)
+    if measurement.unigram_entropy is not None:
+        table.add_row("unigram entropy", _loss(measurement.unigram_entropy))
+    return table
+
+
+def _speed(measurement: Measurement) -> Table:
+    table = _pairs("Speed and memory")
+    if measurement.tokens_per_s is None:
+        rate = show_whole(measurement.train_samples_per_second, "samples/s")
+    else:
+        rate = show_whole(measurement.tokens_per_s, "tokens/s")
+    table.add_row("throughput", Text(rate, style="bold green"))
+    table.add_row("model FLOP/s", show_count(measurement.model_flops_per_s, "FLOP/s"))
+    table.add_row("MFU", show_share(measurement.mfu))
+    table.add_row("peak memory", show_bytes(measurement.peak_memory_bytes))
+    if measurement.cache_freed_bytes is not None:
+        table.add_row("cache freed a step", show_bytes(measurement.cache_freed_bytes))
+    table.add_row("time per step", show_seconds(measurement.step_time_s))
+    table.add_row("steps", f"{measurement.steps:,}")
+    if measurement.tokens is not None:
+        table.add_row("tokens", show_whole(measurement.tokens))
+    table.add_row(runtime_name(measurement), show_seconds(measurement.train_runtime))
+    if measurement.first_step_s is not None:
+        table.add_row("until step 1", show_seconds(measurement.first_step_s))
+    if measurement.compile_s:
+        table.add_row("of it, compiling", show_seconds(measurement.compile_s))
+    if measurement.world_size > 1:
+        table.add_row("processes", f"{measurement.world_size:,}")
+    if measurement.skipped_steps:
+        table.add_row("skipped steps", f"{measurement.skipped_steps:,}")
+    return table
+
+
+def _time(parts: TimeParts) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
+    )
+    table.add_column("Where the time went", style="dim", no_wrap=True)
+    table.add_column("", width=_BAR_CELLS, no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("per step", justify="right", no_wrap=True)
+    for part in PARTS:
+        seconds = getattr(parts, f"{part}_s")
+        share = seconds / parts.total_s
+        bar = Text(_bar(share), style="cyan")
+        table.add_row(part, bar, show_share(share), show_seconds(seconds))
+    return table
+
+
+def _advice(measurement: Measurement) -> list[str]:
+    """Say what held steps up most, and what to do about it."""
+    seen = BottleneckInputs(
+        measurement.parts,
+        measurement.device,
+        measurement.strategy,
+        measurement.world_size,
+        measurement.utilisation,
+        measurement.mfu,
+        len(measurement.utilisation),
+    )
+    found = bottleneck(seen)
+    return [] if found is None else [found.advice]
+
+
+def show_whole(count: float | None, unit: str = "") -> str:
+    """A count or rate in full where it is short enough: 22222.2 -> '22,222'. None -> 'n/a'."""
+    if count is None or abs(count) >= 1e9:
+        return show_count(count, unit)
+    return f"{count:,.0f} {unit}".rstrip()
+
+
+def _bar(share: float) -> str:
+    """A horizontal bar of at most `_BAR_CELLS` cells, in eighths of a cell."""
+    eighths = round(min(max(share, 0.0), 1.0) * _BAR_CELLS * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _sample(text: str) -> Padding:
+    panel = Panel(
+        Text(text.strip("\n"), overflow="fold"),
+        title="[bold]Sample[/bold]",
+        title_align="left",
+        border_style="dim",
+        box=box.ROUNDED,
+    )
+    return Padding(panel, (0, 1))
+
+
+def _path(measurement: Measurement) -> Padding:
+    run = measurement.run
+    line = Text().append("Run  ", style="bold").append(run, style="cyan")
+    if measurement.sample is not None:
+        asked = "--chat 'Hello'" if measurement.task == "chat" else _words(measurement.sample)
+        line.append(f"\n     outpace generate --run {run} {asked}", style="dim")
+    elif measurement.final_eval is not None:
+        line.append(f"\n     outpace eval --run {run}", style="dim")
+    line.append(f"\n     outpace report {run}", style="dim")
+    return Padding(line, (0, 2, 1, 2))
+
+
+def _words(sample: str) -> str:
+    """The first words of a sample, as a shell takes them; 'def ' where there are none."""
+    line = next((line for line in sample.splitlines() if line.strip()), "def ")
+    begin = " ".join(line.split()[:2])
+    return shlex.quote("def " if begin.startswith("def ") else begin[:_MOST_WORDS])
+
+
+def _loss(loss: float | None) -> str:
+    return "n/a" if loss is None else f"{loss:.4f}"
+
+
+def _perplexity(perplexity: float) -> str:
+    return f"{perplexity:,.1f}" if perplexity < 1e6 else f"{perplexity:.2e}"

@@ -1,0 +1,68 @@
+"""Tables for terminals of any width: figures stay whole, whatever has to give way."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_ANY_WIDTH = 10_000
+_NAME_WIDTH = 24  # that names have at least, where they are as long
+
+
+class Narrow:
+    """A row for each name. Columns that do not fit follow in tables below, or are left out.
+
+    `figures`: cells by column, the most important columns first. `left_out`: what is said of those
+    that are left out; without it, they follow below.
+    """
+
+    def __init__(
+        self, head: str, names: Sequence[Text], figures: Mapping[str, Sequence[str | Text]],
+        left_out: str | None = None,
+    ) -> None:  # fmt: skip
+        self.head, self.names, self.figures = head, names, figures
+        self.left_out = left_out
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        tables = list(self._tables(console, options))
+        if self.left_out is None:
+            yield from (self._table(columns) for columns in tables)
+            return
+        yield self._table(tables[0])
+        missing = [name for columns in tables[1:] for name in columns]
+        if missing:
+            yield Text(f"{self.left_out}: {', '.join(missing)}", style="dim")
+
+    def _tables(self, console: Console, options: ConsoleOptions) -> Iterator[list[str]]:
+        """Yield as many columns at a time as fit beside the names."""
+        columns: list[str] = []
+        for name in self.figures:
+            if columns and self._needs(console, options, [*columns, name]) > options.max_width:
+                yield columns
+                columns = []
+            columns.append(name)
+        yield columns
+
+    def _needs(self, console: Console, options: ConsoleOptions, columns: Sequence[str]) -> int:
+        """The width at which figures are whole and names have what they have at least."""
+        wide = options.update(max_width=_ANY_WIDTH)
+        whole = Measurement.get(console, wide, self._table(columns)).maximum
+        return whole - max(self._longest - _NAME_WIDTH, 0)
+
+    @property
+    def _longest(self) -> int:
+        lines = [line for name in self.names for line in name.plain.splitlines()]
+        return max(map(cell_len, [self.head, *lines]))
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(self.head, overflow="fold", min_width=min(self._longest, _NAME_WIDTH))
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for place, own in enumerate(self.names):
+            table.add_row(own, *(self.figures[column][place] for column in columns))
+        return table

@@ -1,0 +1,321 @@
+"""Allocations and frees, operator by operator, and what each piece of memory is for."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from outpace.records.memory import Kind, Part
+from outpace.trace.device import Rules
+from outpace.trace.inside import FLOPS, TemporaryBytes
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+# Operators that use memory for exchanges between ranks, by their namespaces.
+_EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
+
+
+@dataclass(eq=False, slots=True)
+class MemoryPiece:
+    """A storage from when it is taken until it is freed, and what it turned out to be for."""
+
+    nbytes: int
+    module: str
+    kind: Kind | None = None
+    lives: bool = True
+
+
+@dataclass(slots=True)
+class Change:
+    """Memory taken (`sign` 1) or given back (-1), after an operator in a module."""
+
+    sign: int
+    piece: MemoryPiece
+    operator: str
+    module: str
+
+
+@dataclass
+class Segment:
+    """Changes in one part of a step."""
+
+    step: int
+    part: Part
+    changes: list[Change] = field(default_factory=list)
+    flops: int = 0
+    bytes_moved: int = 0
+
+
+class AllocationTracer(TorchDispatchMode):
+    """Records each storage that operators take while it is entered, until it is freed.
+
+    It sees the thread that enters it, and backwards where they run in the same thread, as on a
+    CPU. What a kernel takes and gives back within itself it does not see; of some kernels of other
+    devices `rules` know. `freed_elsewhere` is called with the address of what another thread
+    frees, such as threads of collectives that were the last to hold a buffer.
+    """
+
+    def __init__(
+        self, rules: Rules | None = None, freed_elsewhere: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._freed_elsewhere = freed_elsewhere
+        self._thread = threading.get_ident()
+        self.segments: list[Segment] = []
+        self._rules = rules or Rules()
+        self._now = Segment(0, "prepare")
+        self._step = 0
+        self._pieces: dict[int, tuple[MemoryPiece, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._entered: list[str] = []
+        self._inside = TemporaryBytes(self._rules.accelerator is None)
+        self._operator = self._module = ""
+        self._aside = self._on_host = False
+        self._parameters: list[nn.Parameter] = []
+
+    def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """Call modules by their names within `root`, and keep an eye on these parameters."""
+        self._names |= {id(module): name for name, module in root.named_modules() if name}
+        self._parameters = list(parameters)
+        self.call(self._parameters, "weights")
+        for name, module in root.named_modules():
+            for parameter in module.parameters(recurse=False):
+                for storage in _storages(parameter):
+                    self._piece(storage).module = name
+
+    def begin_step(self, number: int) -> None:
+        """Count what was done before as the preparation, and what follows as step `number`."""
+        self.mark("prepare")
+        self._step = self._now.step = number
+
+    def mark(self, part: str) -> None:
+        """Count what was done since the last mark as `part`."""
+        self._now.part = part  # type: ignore[assignment]
+        if part == "forward":  # what it leaves is there for its backward
+            for change in self._now.changes:
+                if change.piece.lives and change.piece.kind is None:
+                    change.piece.kind = "activations"
+        self.call((parameter.grad for parameter in self._parameters), "gradients")
+        self.segments.append(self._now)
+        self._now = Segment(self._step, "other")
+
+    def call(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """Say what tensors are for."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                piece = self._piece(storage)
+                if piece.kind != "offloaded":
+                    piece.kind = kind
+
+    def move_away(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors as offloaded from now on."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                self._give_back(storage._cdata)
+                self._piece(storage).kind = "offloaded"
+
+    def keep(self, sizes: Iterable[int], kind: Kind) -> None:
+        """Memory that is taken for good, and by no operator."""
+        for nbytes in sizes:
+            piece = MemoryPiece(self._round_up(nbytes), "", kind)
+            self._now.changes.append(Change(1, piece, "", ""))
+
+    def __enter__(self) -> "AllocationTracer":
+        register = nn.modules.module
+        self._hooks = [
+            register.register_module_forward_pre_hook(self._enter_module),
+            register.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self._patched = [
+            # No operator resizes a storage; sharded modules do, where they gather weights.
+            patch.object(torch.UntypedStorage, "resize_", self._wrap_resize()),
+            # DTensor runs operators on nothing, once, to see what shapes come out.
+            patch.object(ShardingPropagator, _SHAPES, self._wrap_propagation()),
+        ]
+        for patched in self._patched:
+            patched.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for patched in self._patched:
+            patched.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._pieces.clear()
+
+    @contextmanager
+    def set_aside(self, wanted: bool = True) -> Iterator[None]:
+        """Take no note of operators within, or take note again."""
+        before, self._aside = self._aside, wanted
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    @contextmanager
+    def on_host(self, wanted: bool = True) -> Iterator[None]:
+        """Count what operators take within as memory of the host, if `wanted`."""
+        before, self._on_host = self._on_host, wanted
+        try:
+            yield
+        finally:
+            self._on_host = before
+
+    def _wrap_resize(self) -> Any:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
+            self._give_back(storage._cdata, "unsharded")
+            resize(storage, size)
+            if size:
+                self._piece(storage).kind = "unsharded"
+            return storage
+
+        return resize_storage
+
+    def _wrap_propagation(self) -> Any:
+        propagate = getattr(ShardingPropagator, _SHAPES)
+
+        def propagate_aside(propagator: Any, schema: Any) -> Any:
+            with self.set_aside():
+                return propagate(propagator, schema)
+
+        return propagate_aside
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        known = self._entered[-1] if self._entered else ""
+        self._entered.append(self._names.get(id(module), known))
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        with suppress(IndexError):  # entered before the watch was
+            self._entered.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for twice with each operator
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # to come back with the parts that lie here
+        kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default and _is_fake(args[0]):
+            return args[0]  # as it does in earnest
+        if self._aside:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._operator = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
+        self._module = self._entered[-1] if self._entered else self._module_of(given)
+        made = func(*args, **kwargs)
+        self._account(func, args, kwargs, given, made)
+        return made
+
+    def _account(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: Any) -> None:
+        """Take note of an operator that is done."""
+        outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        known = {storage._cdata for tensor in given for storage in _storages(tensor)}
+        fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
+        for storage in fresh:
+            self._piece(storage)
+        within = self._inside(func, args) + self._rules.temporary_bytes(func, args)
+        if within:
+            piece = MemoryPiece(self._round_up(within), self._module, self._kind())
+            for sign in (1, -1):
+                self._now.changes.append(Change(sign, piece, self._operator, self._module))
+        if func in _CASTS and fresh:
+            self._classify_copy(given[0], fresh[0])
+        if func.namespace in _EXCHANGES:
+            for tensor in [*given, *outputs]:
+                self._lend(tensor)
+        packet = func._overloadpacket
+        if func in FLOPS:
+            self._now.flops += FLOPS[func](*args, **kwargs)
+        elif packet in flop_registry:
+            self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=made))
+        if fresh or func._schema.is_mutable:
+            moved = {id(tensor): tensor.nbytes for tensor in [*given, *outputs]}
+            self._now.bytes_moved += sum(moved.values())
+
+    def _classify_copy(self, source: Tensor, copy: torch.UntypedStorage) -> None:
+        """Classify a copy: a weight in another dtype is a copy of the weight."""
+        pieces = [self._piece(storage) for storage in _storages(source)]
+        if isinstance(source, nn.Parameter):
+            for piece in pieces:  # not one that is known: it was gathered
+                piece.kind = piece.kind or "unsharded"
+        if any(piece.kind in ("weights", "unsharded") for piece in pieces):
+            self._piece(copy).kind = self._kind() or "weight copies"
+
+    def _lend(self, tensor: Tensor) -> None:
+        for storage in _storages(tensor):
+            piece = self._piece(storage)
+            piece.kind = piece.kind or "communication"
+
+    def _module_of(self, given: list[Tensor]) -> str:
+        """Return the module that made the inputs: in backwards no module is entered."""
+        for tensor in given:
+            for storage in _storages(tensor):
+                held = self._pieces.get(storage._cdata)
+                if held is not None and held[0].kind in ("activations", "weights", "unsharded"):
+                    return held[0].module
+        return self._module
+
+    def _piece(self, storage: torch.UntypedStorage) -> MemoryPiece:
+        """The piece of a storage; a new one if it was not seen yet."""
+        key = storage._cdata
+        held = self._pieces.get(key)
+        if held is None:
+            piece = MemoryPiece(self._round_up(storage.nbytes()), self._module, self._kind())
+            address = storage.data_ptr() if self._freed_elsewhere else 0
+            self._pieces[key] = piece, weakref.ref(storage, partial(self._on_free, key, address))
+            self._now.changes.append(Change(1, piece, self._operator, self._module))
+            return piece
+        return held[0]
+
+    def _kind(self) -> Kind | None:
+        """Return what new memory is for, as far as that is known when it is allocated."""
+        return "offloaded" if self._on_host else None
+
+    def _round_up(self, nbytes: int) -> int:
+        unit = self._rules.round_to
+        return -(-nbytes // unit) * unit
+
+    def _on_free(self, key: int, address: int, _: Any) -> None:
+        if self._freed_elsewhere and threading.get_ident() != self._thread:
+            self._freed_elsewhere(address)
+        self._give_back(key)
+
+    def _give_back(self, key: int, kind: Kind | None = None) -> None:
+        held = self._pieces.pop(key, None)
+        if held is not None:
+            piece = held[0]
+            piece.lives = False
+            piece.kind = kind or piece.kind
+            self._now.changes.append(Change(-1, piece, self._operator, self._module))
+
+
+def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages behind a tensor, or behind the parts of one that is made of others."""
+    if not isinstance(tensor, Tensor):
+        return
+    parts: Any = getattr(tensor, "__tensor_flatten__", None)  # DTensor, quantized tensors
+    if parts is not None:
+        for name in parts()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        yield tensor.untyped_storage()
+
+
+def _is_fake(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,273 @@
+"""Attention, MLP and experts of a traced layer, told by the shapes of its products.
+
+What is told apart so is split by tensor and expert parallelism and planned as outpace's own layers
+are; what is not stays a product of the layer, of which only its size is known.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.records.outline import AttentionShape, Mlp, Stack
+from outpace.trace.products import Made
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Shapes of a layer's parameters by name, its residual width, and its rows in the trace."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    hidden: int
+    rows: int
+
+    def is_whole(self, one: Made) -> bool:
+        """Whether a product is by all of a matrix, for each token once."""
+        shape = self.shapes.get(one.weight or "")
+        return (
+            shape is not None
+            and one.rows == self.rows
+            and (len(shape) == 2 or (len(shape) == 3 and shape[-1] == 1))
+            and shape[0] * shape[1] == one.inputs * one.outputs
+        )
+
+    def has_bias(self, products: Sequence[Made]) -> bool:
+        """Whether each of the products adds a bias."""
+        return all(self._bias_of(one) is not None for one in products)
+
+    def _bias_of(self, one: Made) -> str | None:
+        weight = str(one.weight)
+        names = (f"{weight.removesuffix('weight')}bias", f"{weight}_bias")
+        return next((name for name in names if name in self.shapes), None)
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """A stack with what was told apart, and the products that are left."""
+
+    stack: Stack
+    rest: tuple[Made, ...]
+
+
+def tell_apart(
+    stack: Stack, products: Sequence[Made], places: Mapping[str, int], weights: LayerWeights
+) -> LayerStructure:
+    """Return the stack with its attention's projections, its MLP or its experts.
+
+    `products` in order; `places`: how many of them come before its own and its cross-attention.
+    """
+    rest = list(products)
+    uses = Counter(one.weight for one in products)
+    updates: dict[str, Any] = {}
+    taken: list[Made] = []
+    for name, place in (("attention", "own"), ("cross_attention", "cross")):
+        attention: AttentionShape | None = getattr(stack, name)
+        if attention is None:
+            continue
+        before, after = (
+            [o for o in part if o not in taken and uses[o.weight] == 1 and weights.is_whole(o)]
+            for part in (products[: places[place]], products[places[place] :])
+        )
+        projected = _projections(attention, before, after, weights)
+        if projected is not None:
+            updates[name], found = projected
+            taken += found
+            rest = [
+                *(one for one in rest if one not in found),
+                *_gate_products(updates[name], found),
+            ]
+    whole = [one for one in rest if uses[one.weight] == 1 and weights.is_whole(one)]
+    found_mlp = _experts(rest, whole, weights) or next(_mlps(whole, weights), None)
+    if found_mlp is not None:
+        updates["mlp"], found = found_mlp
+        rest = [one for one in rest if one not in found]
+    return LayerStructure(stack.model_copy(update=updates), tuple(rest))
+
+
+def _groups(products: Sequence[Made]) -> Iterator[list[Made]]:
+    """Products of the same part of the layer, the innermost parts first, then all of them."""
+    groups: dict[tuple[str, ...], list[Made]] = {}
+    for one in products:
+        parts = str(one.weight).split(".")
+        for depth in range(len(parts)):
+            groups.setdefault(tuple(parts[:depth]), []).append(one)
+    for path in sorted(groups, key=len, reverse=True):
+        yield groups[path]
+
+
+Projected = tuple[AttentionShape, list[Made]]
+
+
+def _projections(
+    attention: AttentionShape,
+    before: Sequence[Made],
+    after: Sequence[Made],
+    weights: LayerWeights,
+) -> Projected | None:
+    """The attention with its products: those before it that fit, and the first one after it."""
+    mixed = attention.heads * attention.value_dim
+    out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
+    if out is None:
+        return None
+    for group in reversed(list(_groups(before))):
+        for reader in (_plain, _latent):
+            found = reader(attention, group, weights)
+            if found is not None:
+                shape, taken = found
+                bias = weights.has_bias([out])
+                return shape.model_copy(update={"out_bias": bias}), [*taken, out]
+    return None
+
+
+def _plain(
+    attention: AttentionShape, before: Sequence[Made], weights: LayerWeights
+) -> Projected | None:
+    """Queries, keys and values by one product or several, all of the residual width.
+
+    Attention that is given a mask has its keys repeated, so that their number is that of queries:
+    how many there are is told by the products.
+    """
+    read = [one for one in before if one.inputs == weights.hidden]
+    queries = attention.heads * attention.head_dim
+    for kv_heads in range(attention.heads, 0, -1):
+        if attention.heads % kv_heads:
+            continue
+        keys, values = kv_heads * attention.head_dim, kv_heads * attention.value_dim
+        taken = _three_of(read, queries, keys, values)
+        if taken is not None:
+            bias = weights.has_bias(taken)
+            update = {"projected": True, "kv_heads": kv_heads, "qkv_bias": bias}
+            return attention.model_copy(update=update), taken
+    return None
+
+
+def _three_of(read: Sequence[Made], queries: int, keys: int, values: int) -> list[Made] | None:
+    """Products of queries, keys and values, joined or apart; others may be beside them."""
+    if len(read) < 3:
+        return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
+    taken: list[Made] = []
+    for outputs in ((queries, 2 * queries), (keys,), (values,)):  # a gate joined with the queries
+        one = next((one for one in read if one.outputs in outputs and one not in taken), None)
+        if one is None:
+            return None
+        taken.append(one)
+    return taken
+
+
+def _gate_products(attention: AttentionShape, taken: Sequence[Made]) -> list[Made]:
+    """Return what products make beside queries, keys and values: gates of the output."""
+    queries = attention.heads * attention.head_dim
+    if attention.kv_rank is not None:
+        return []
+    return [
+        one._replace(weight=None, outputs=queries)
+        for one in taken[:1]
+        if one.outputs == 2 * queries
+    ]
+
+
+def _latent(
+    attention: AttentionShape, before: Sequence[Made], weights: LayerWeights
+) -> Projected | None:
+    """Queries, and keys and values, through a narrow product (DeepSeek-V2, arXiv 2405.04434)."""
+    if attention.heads != attention.kv_heads:
+        return None
+    queries = attention.heads * attention.head_dim
+    for down in before:
+        for up in before:
+            rope = down.outputs - up.inputs
+            shared = attention.head_dim - rope + attention.value_dim
+            if down.inputs != weights.hidden or not 0 <= rope < attention.head_dim:
+                continue
+            if up is down or up.outputs != attention.heads * shared:
+                continue
+            made = _latent_queries(queries, [one for one in before if one not in (up, down)],
+                                   weights.hidden)  # fmt: skip
+            if made is None:
+                continue
+            rank, taken = made
+            update = {
+                "projected": True, "query_rank": rank, "kv_rank": up.inputs, "rope_dim": rope,
+                "qkv_bias": weights.has_bias([down]),
+            }  # fmt: skip
+            return attention.model_copy(update=update), [*taken, down, up]
+    return None
+
+
+def _latent_queries(
+    queries: int, others: Sequence[Made], hidden: int
+) -> tuple[int | None, list[Made]] | None:
+    for up in others:
+        if up.outputs != queries:
+            continue
+        down = next(
+            (one for one in others if one is not up
+             and (one.inputs, one.outputs) == (hidden, up.inputs)), None
+        )  # fmt: skip
+        if down is not None:
+            return up.inputs, [down, up]
+        if up.inputs == hidden:
+            return None, [up]
+    return None
+
+
+def _mlps(whole: Sequence[Made], weights: LayerWeights) -> Iterator[tuple[Mlp, list[Made]]]:
+    """MLPs of the layer, that with the most work first."""
+    found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
+    yield from sorted(found, key=lambda made: made[0].width, reverse=True)
+
+
+def _mlps_of(group: Sequence[Made], weights: LayerWeights) -> Iterator[tuple[Mlp, list[Made]]]:
+    hidden = weights.hidden
+    for down in group:
+        if down.outputs != hidden:
+            continue
+        width = down.inputs
+        up = [one for one in group if one is not down and one.inputs == hidden]
+        apart = [one for one in up if one.outputs == width]
+        joined = [one for one in up if one.outputs == 2 * width]
+        for gated, taken in ((True, apart[:2]), (True, joined[:1]), (False, apart[:1])):
+            if len(taken) == (2 if gated and taken == apart[:2] else 1):
+                if len(taken) + 1 < len(group):  # of something else
+                    break
+                bias = weights.has_bias([*taken, down])
+                yield Mlp(width=width, gated=gated, bias=bias), [*taken, down]
+                break
+
+
+def _experts(
+    rest: Sequence[Made], whole: Sequence[Made], weights: LayerWeights
+) -> tuple[Mlp, list[Made]] | None:
+    """Experts whose weights are stacked, of which each token goes through some."""
+    stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
+    stacked = [one for one in stacked if one.rows % weights.rows == 0]
+    for down in stacked:
+        count = weights.shapes[str(down.weight)][0]
+        if down.outputs != weights.hidden or not _is_stacked(down, weights):
+            continue
+        up = [one for one in stacked if one is not down and one.rows == down.rows
+              and one.inputs == weights.hidden and _is_stacked(one, weights)
+              and weights.shapes[str(one.weight)][0] == count]  # fmt: skip
+        active = down.rows // weights.rows
+        products = sum(one.outputs for one in up) / down.inputs
+        if products not in (1, 2) or not 1 <= active <= count:
+            continue
+        mlp = Mlp(width=down.inputs, gated=products == 2, bias=weights.has_bias([*up, down]),
+                  experts=count, active=active)  # fmt: skip
+        taken = [*up, down]
+        shared = next(_mlps(whole, weights), None)
+        if shared is not None and shared[0].gated == mlp.gated:
+            taken += shared[1]
+            mlp = mlp.model_copy(update={"shared": shared[0].width})
+        router = next(
+            (one for one in whole if one not in taken
+             and (one.inputs, one.outputs) == (weights.hidden, count)), None
+        )  # fmt: skip
+        if router is not None:
+            return mlp, [*taken, router]
+    return None
+
+
+def _is_stacked(one: Made, weights: LayerWeights) -> bool:
+    shape = weights.shapes[str(one.weight)]
+    return sorted(shape[1:]) == sorted((one.inputs, one.outputs))

@@ -1,0 +1,404 @@
+"""The outline of a transformers model that is on the meta device: traced, with equal layers once.
+
+transformers' names code decides what the layers are, so that a family needs no reader.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributions import Distribution
+
+from outpace.interop.config import CONFIG_FILE, quiet_transformers
+from outpace.interop.transformers_build import BuiltModel, build_from_folder
+from outpace.planner.model.outline import layer_parameters, parameters
+from outpace.records.errors import BadInputError
+from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
+from outpace.trace.layer_structure import LayerWeights, tell_apart
+from outpace.trace.outline import LayerPart, ModuleTracing, Places
+from outpace.trace.products import Made
+
+_SAMPLES = 2
+# Twice as many tokens tell which products of activations grow with the length. Recurrent layers
+# work in chunks of 64 (gated delta rule) to 256 tokens (Mamba 2), which they fill up.
+_LENGTH = 512
+_FEWEST = 3  # equal layers of which some are left out
+_NUMBERS = re.compile(r"idx|index|layer_id|layer_number|depth")
+_COUNTS = re.compile(r"layer|block|depth|^n_", re.IGNORECASE)
+_WINDOWS = ("sliding_window", "window_size", "attention_window", "local_window_size")
+_POSITIONS = re.compile(r"^wpe$|pos")
+_ANY_LENGTH = 2**20  # of a model without positions
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def outline_from_folder(directory: Path) -> Outline:
+    """Return the outline of a Hugging Face folder of any family that transformers has.
+
+    Raises BadInputError where its config.json cannot be understood, built or traced.
+    """
+    built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
+    return found.model_copy(
+        update={
+            "source": f"{directory / CONFIG_FILE}, built by transformers and traced",
+            "untrained": f"outpace has no {built.family}",
+            "notes": built.notes,
+        }
+    )
+
+
+def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
+    """Build a model by name of its dtype and outline it; what was built, and its outline.
+
+    Stacked experts are multiplied in 16 bits only, some families' attention in fp32 only. Raises
+    BadInputError where no forward can be run without values.
+    """
+    first: BadInputError | None = None
+    for dtype in ("bfloat16", "float32"):
+        built = build(dtype)
+        for cached in (True, False):  # some caches cannot be made of a few layers
+            try:
+                return built, _outline(built, name, cached)
+            except BadInputError as error:
+                first = first or error
+    raise BadInputError(
+        f"{first} Any model can be traced through a Python function that builds it, with values: "
+        "--model file.py:build."
+    )
+
+
+def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
+    model, positions = built.module, built.positions
+    model.config.use_cache = cached
+    longer = min(2 * _LENGTH, positions or 2 * _LENGTH)
+    length = max(1, longer // 2)
+    with quiet_transformers(), _without_value_checks():
+        found = _trace_model(model, name, length, built.decodes)
+        if _grows(found):
+            found = _scale_products(
+                found, _trace_model(model, name, 2 * length, built.decodes), length
+            )
+    learned = _learned_positions(model, found)
+    return found.model_copy(
+        update={
+            "max_positions": positions or _ANY_LENGTH,
+            "learned_positions": learned,
+            "outside_parameters": found.outside_parameters - learned * found.hidden,
+        }
+    )
+
+
+@contextmanager
+def _without_value_checks() -> Iterator[None]:
+    """Keep torch.distributions from looking into values, which there are none of (Gemma 3n)."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
+
+
+def _learned_positions(model: nn.Module, found: Outline) -> int:
+    """Rows of the embeddings of positions, of the layers' width."""
+    return sum(
+        module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and module.embedding_dim == found.hidden
+        and _POSITIONS.search(name.rpartition(".")[2])
+    )
+
+
+def _trace_model(model: nn.Module, name: str, length: int, decodes: bool) -> Outline:
+    tokens = torch.zeros((_SAMPLES, length), dtype=torch.int64)
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if decodes:
+        inputs["decoder_input_ids"] = tokens
+    sizes = _Sizes(model)
+    with _leave_out_layers(model, sizes) as equal:
+        try:
+            return _check_parameters(_Tracing(model, inputs, sizes, equal), name)
+        except BadInputError:
+            if not equal:
+                raise
+    return _check_parameters(_Tracing(model, inputs, sizes, {}), name)
+
+
+def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
+    found = tracing.outline(name)
+    if parameters(found) != sum(tracing.sizes.values()) or found.outside_parameters < 0:
+        raise BadInputError(
+            f"the layers of {name} could not be told apart: {parameters(found):,} parameters were "
+            f"found of {sum(tracing.sizes.values()):,}"
+        )
+    return found
+
+
+class _Sizes:
+    """Names of a model's parameters, each once, with their shapes; kinds of its layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        config = getattr(model, "config", None)
+        self.kinds_of_layers: Sequence[str] = getattr(config, "layer_types", None) or ()
+        self.counts = {
+            value
+            for key, value in vars(config or object).items()
+            if _COUNTS.search(key) and type(value) is int
+        }
+
+    def find_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of a part's parameters by their names in it."""
+        start = f"{path}."
+        return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
+
+    def settings(self, path: str, part: nn.Module) -> Any:
+        """Return what decides on how a part computes, beside its shapes and its number."""
+        number = path.rpartition(".")[2]
+        kinds = self.kinds_of_layers
+        kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
+        values = tuple(
+            (name, key, value)
+            for name, module in part.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, _PLAIN) and not _NUMBERS.search(key)
+        )
+        return kind, values
+
+
+@contextmanager
+def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Leave out layers at the end of each list whose like came before.
+
+    Yields the paths of the layers that each of those that are left stands for.
+    """
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) >= _FEWEST
+        and len(module) in sizes.counts
+    ]  # fmt: skip
+    equal: dict[str, tuple[str, ...]] = {}
+    restore: list[tuple[nn.ModuleList, list[nn.Module]]] = []
+    outer: list[str] = []
+    for path, module in lists:
+        if any(path.startswith(f"{one}.") for one in outer):
+            continue
+        outer.append(path)
+        layers = list(module)
+        kept, found = _representatives(path, layers, sizes)
+        if kept < len(layers):
+            equal.update(found)
+            restore.append((module, layers))
+            module._modules = dict(list(module._modules.items())[:kept])
+    try:
+        yield equal
+    finally:
+        for module, layers in restore:
+            module._modules = {str(i): layer for i, layer in enumerate(layers)}
+
+
+def _representatives(
+    path: str, layers: Sequence[nn.Module], sizes: _Sizes
+) -> tuple[int, dict[str, tuple[str, ...]]]:
+    """Count the layers that have every kind, and say which of the rest each of them stands for."""
+    first: dict[Any, int] = {}
+    rest: dict[int, list[str]] = {}
+    kinds = []
+    for number, layer in enumerate(layers):
+        where = f"{path}.{number}"
+        key = (type(layer), tuple(sizes.find_shapes(where).items()), sizes.settings(where, layer))
+        first.setdefault(key, number)
+        kinds.append(key)
+    kept = max(2, *(number + 1 for number in first.values()))  # a stack repeats something
+    for number in range(kept, len(layers)):
+        rest.setdefault(first[kinds[number]], []).append(f"{path}.{number}")
+    return kept, {f"{path}.{number}": tuple(paths) for number, paths in rest.items()}
+
+
+class _Tracing(ModuleTracing):
+    """A forward of a transformers model, whose layers are told apart."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        sizes: _Sizes,
+        equal: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        super().__init__(model, inputs)
+        self.known = sizes
+        self.equal = equal
+        self.sizes = {name: _product(shape) for name, shape in sizes.shapes.items()}
+        self.modules = dict(model.named_modules())
+        embedding = _weight_name(model, "get_input_embeddings")
+        self.table = embedding if embedding in self.sizes else None
+        if self.table is not None:
+            self.table_width = sizes.shapes[self.table][1]
+
+    def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
+        return (part.path, *self.equal.get(part.path, ()))
+
+    def settings(self, path: str, module: nn.Module) -> Any:
+        return self._window(path, module)
+
+    def fill_layer(
+        self, stack: Stack, rest: list[Made], places: Places, path: str, names: list[str]
+    ) -> Stack:
+        layer = self.modules[path]
+        bare = self._add_traits(stack, path, layer, names)
+        weights = LayerWeights(
+            shapes={name: self.known.shapes[name] for name in names},
+            hidden=self.hidden or 0,
+            rows=self.samples * self._rows(stack),
+        )
+        found = tell_apart(bare, rest, places, weights)
+        found = replace(found, stack=self._limit_experts(found.stack))
+        filled = super().fill_layer(found.stack, list(found.rest), places, path, names)
+        if layer_parameters(filled, weights.hidden) <= sum(self.sizes[name] for name in names):
+            return filled
+        return super().fill_layer(stack, rest, places, path, names)
+
+    def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
+        """Add what no product shows: norms, dropout, masks."""
+        named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
+        norms = [
+            m for n, m in named
+            if f"{path}.{n}.weight" in names and self.sizes[f"{path}.{n}.weight"] == self.hidden
+        ]  # fmt: skip
+        drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in layer.modules())
+        both = stack.attention is not None and len(norms) == 1
+        return stack.model_copy(
+            update={
+                "attention": self._set_mask(stack.attention, path, layer),
+                "cross_attention": stack.cross_attention
+                and stack.cross_attention.model_copy(update={"causal": False}),
+                "norms": len(norms),
+                "norm_bias": any(getattr(norm, "bias", None) is not None for norm in norms),
+                "dropout": drops,
+                "parallel": both,
+            }
+        )
+
+    def _limit_experts(self, stack: Stack) -> Stack:
+        """Set as many experts a token as the config says, where the code runs all of them."""
+        each = getattr(getattr(self.module, "config", None), "num_experts_per_tok", None)
+        mlp = stack.mlp
+        if mlp is None or mlp.active < mlp.experts or not isinstance(each, int):
+            return stack
+        active = min(max(1, each), mlp.experts or 1)
+        return stack.model_copy(update={"mlp": mlp.model_copy(update={"active": active})})
+
+    def _set_mask(
+        self, attention: AttentionShape | None, path: str, layer: nn.Module
+    ) -> AttentionShape | None:
+        """Set the mask as the modules say it: of its tensor a trace has no values."""
+        if attention is None:
+            return None
+        told = [
+            m.is_causal for m in layer.modules() if isinstance(getattr(m, "is_causal", None), bool)
+        ]
+        window = self._window(path, layer)
+        return attention.model_copy(
+            update={"causal": told[0] if told else attention.causal, "window": window}
+        )
+
+    def _window(self, path: str, layer: nn.Module) -> int | None:
+        """Return how far back a layer attends, by its modules or its kind in the config."""
+        config = getattr(self.module, "config", None)
+        kind, _ = self.known.settings(path, nn.Identity())
+        if kind is not None:
+            name = next(
+                (name for word, name in (("sliding", "sliding_window"),
+                                         ("chunked", "attention_chunk_size")) if word in kind),
+                None,
+            )  # fmt: skip
+            value = getattr(config, name, None) if name else None
+            return value if isinstance(value, int) and value > 0 else None
+        for module in layer.modules():
+            for name in _WINDOWS:
+                value = getattr(module, name, None)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+        return None
+
+    def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
+        return self.table if self.table in left else super()._table(left, hidden, outputs)
+
+
+def _weight_name(model: nn.Module, getter: str) -> str | None:
+    """The first name of the weight of the embedding that a model calls its names."""
+    try:
+        found = getattr(model, getter)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    weight = getattr(found, "weight", None)
+    if weight is None or weight.dim() != 2:
+        return None
+    return next((name for name, p in model.named_parameters() if p is weight), None)
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def _grows(outline: Outline) -> bool:
+    """Whether a layer has products whose number of rows may depend on the sequence's length."""
+    return any(product.positions is not None for product in _all_products(outline))
+
+
+def _all_products(outline: Outline) -> Iterator[ProductShape]:
+    for stack in outline.stacks:
+        yield from stack.other
+
+
+def _scale_products(short: Outline, long: Outline, length: int) -> Outline:
+    """The shorter sequence's outline, whose products grow with the length where they do."""
+    if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
+        return short
+    stacks = tuple(
+        one.model_copy(update={"other": _join_products(one.other, other.other, length)})
+        for one, other in zip(short.stacks, long.stacks, strict=True)
+    )
+    return short.model_copy(update={"stacks": stacks})
+
+
+def _join_products(
+    short: Sequence[ProductShape], long: Sequence[ProductShape], length: int
+) -> tuple[ProductShape, ...]:
+    """Equal products joined; of those with more rows for more tokens, how many rows a token.
+
+    A convolution over a sequence that is filled up has a few rows more than tokens: as many as
+    tokens are counted.
+    """
+    rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
+    made = [one for one in short if one.positions is None]
+    for product, many in rows.items():
+        grown = longer.get(product, 0) - many
+        if 0 < grown <= many and grown % length == 0 and (grown == many or product.weighted):
+            made.append(product.model_copy(update={"count": grown // length}))
+        else:
+            made += [one for one in short if one.positions is not None and _key(one) == product]
+    return tuple(made)
+
+
+def _rows_of(products: Sequence[ProductShape], length: int) -> dict[ProductShape, int]:
+    rows: dict[ProductShape, int] = {}
+    for one in products:
+        if one.positions is not None:
+            many = one.positions * one.count * one.uses
+            rows[_key(one)] = rows.get(_key(one), 0) + many
+    return rows
+
+
+def _key(one: ProductShape) -> ProductShape:
+    return one.model_copy(update={"positions": None, "count": 1, "uses": 1})

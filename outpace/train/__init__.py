@@ -1,1 +1,0 @@
-"""The loop, precision, optimizers, checkpoints, guards, the run's directory."""

@@ -1,0 +1,1 @@
+"""The loop, precision, optimizers, checkpoints, guards, the run directory."""

@@ -1,0 +1,162 @@
+"""Accounting of steps: from what a step left behind to the numbers that the user reads."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outpace.records.errors import DivergedError
+from outpace.records.measurement import (
+    NEAR_SHARE,
+    PARTS,
+    WARMUP_STEPS,
+    StepRecord,
+    StepTimeCheck,
+    TimeParts,
+)
+from outpace.training.step import Figures, RankReports, RawStep
+from outpace.training.timing import durations
+
+_KEPT_STEPS = 5000
+OPENING_STEPS = 100  # by which a step time that was expected is checked
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a step, all ranks together. None where they are not known."""
+
+    samples: int
+    tokens: int | None
+    model_flops: float | None
+    hardware_flops: float | None
+    peak_flops_per_s: float | None  # of all devices together, dense, in the plan's dtype
+
+
+@dataclass
+class Ledger:
+    """Turns raw steps into records and keeps the running sums of a run."""
+
+    costs: Costs
+    tokens: int | None
+    samples: int
+    skipped_steps: int = 0
+    loss_sum: float = 0.0
+    first_loss: float | None = None
+    gathered: RankReports | None = None  # in the last step
+    costs_of: Callable[[int], Costs] | None = None  # of a step, where they differ
+    # Of the steady steps, the latest: medians need no more, and memory stays flat.
+    steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    # Of the first steps after warm-up, seconds.
+    opening_s: list[float] = field(default_factory=list)
+    _seen: int = 0
+
+    @property
+    def peak_memory_by_rank(self) -> tuple[int, ...]:
+        """Peak memory so far, in bytes; empty where it is not known."""
+        return () if self.gathered is None else self.gathered.peak_memory_by_rank
+
+    def record(self, raw: RawStep) -> StepRecord:
+        """Account for a step, waiting until the device has done it.
+
+        Raises DivergedError when the loss is NaN or infinite.
+        """
+        figures = raw.figures()
+        loss = figures.loss_sum / max(figures.count, 1.0)
+        if not abs(loss) < float("inf"):
+            raise DivergedError(f"the loss became {loss} at step {raw.step}")
+        norm = figures.grad_norm
+        if not figures.skipped and not norm < float("inf"):  # weights are no numbers any more
+            raise DivergedError(f"the gradient's norm became {norm} at step {raw.step}")
+        costs = self.costs if self.costs_of is None else self.costs_of(raw.step)
+        self.samples += costs.samples
+        if self.tokens is not None and costs.tokens is not None:
+            self.tokens += costs.tokens
+        self.skipped_steps += figures.skipped
+        self.loss_sum += loss
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.gathered = raw.gathered
+        record = self._assemble(raw, figures, loss, costs)
+        self._seen += 1
+        if self._seen == WARMUP_STEPS + 1:
+            self.steady.clear()
+        self.steady.append(record)
+        if self._seen > WARMUP_STEPS and len(self.opening_s) < OPENING_STEPS:
+            self.opening_s.append(record.step_time_s)
+        return record
+
+    def _assemble(self, raw: RawStep, figures: Figures, loss: float, costs: Costs) -> StepRecord:
+        parts = durations(raw.marks)
+        step_time_s = sum(parts.values())
+        model_rate = _rate(costs.model_flops, step_time_s)
+        hardware_rate = _rate(costs.hardware_flops, step_time_s)
+        return StepRecord(
+            step=raw.step,
+            tokens=self.tokens,
+            samples=self.samples,
+            loss=loss,
+            lr=raw.lr,
+            grad_norm=figures.grad_norm,
+            step_time_s=step_time_s,
+            **{f"{part}_s": parts.get(part, 0.0) for part in PARTS},
+            tokens_per_s=_rate(costs.tokens, step_time_s),
+            samples_per_s=costs.samples / step_time_s,
+            model_flops_per_s=model_rate,
+            hardware_flops_per_s=hardware_rate,
+            mfu=_rate(model_rate, costs.peak_flops_per_s),
+            hfu=_rate(hardware_rate, costs.peak_flops_per_s),
+            peak_memory_bytes=raw.gathered.peak_memory_bytes,
+            loss_scale=figures.loss_scale,
+            skipped_steps=self.skipped_steps,
+            cache_freed_bytes=raw.cache_freed_bytes,
+        )
+
+    def median_parts(self) -> TimeParts:
+        """The median of each part over the latest steps after warm-up."""
+        if not self.steady:
+            return TimeParts()
+        return TimeParts(
+            **{
+                f"{part}_s": statistics.median(getattr(r, f"{part}_s") for r in self.steady)
+                for part in PARTS
+            }
+        )
+
+    def rate(self, name: str) -> float | None:
+        """A cost of steps per second, by its name in Costs, over the latest after warm-up.
+
+        At the median step time; where costs differ, their sum over that of the times.
+        """
+        if self.costs_of is None:
+            return _rate(getattr(self.costs, name), self.median_step_time_s())
+        rates = [getattr(record, f"{name}_per_s") for record in self.steady]
+        if not rates or None in rates:
+            return None
+        times_s = [record.step_time_s for record in self.steady]
+        amount = sum(rate * time_s for rate, time_s in zip(rates, times_s, strict=True))
+        return _rate(amount, sum(times_s))
+
+    def median_cache_freed_bytes(self) -> int | None:
+        """The median over the latest steps after warm-up; None where nothing is freed."""
+        freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
+        return int(statistics.median(freed)) if freed else None
+
+    def check_step_time(self, expected_s: float | None) -> StepTimeCheck | None:
+        """Check the first steps after warm-up against the expected time; None: nothing to say."""
+        if expected_s is None or not self.opening_s:
+            return None
+        took_s = statistics.median(self.opening_s)
+        return StepTimeCheck(
+            expected_s=expected_s,
+            step_time_s=took_s,
+            mean_s=statistics.fmean(self.opening_s),
+            steps=len(self.opening_s),
+            kept=abs(took_s / expected_s - 1) <= NEAR_SHARE,
+        )
+
+    def median_step_time_s(self) -> float | None:
+        """The median over the latest steps after warm-up."""
+        return statistics.median(r.step_time_s for r in self.steady) if self.steady else None
+
+
+def _rate(amount: float | None, per: float | None) -> float | None:
+    return None if amount is None or not per else amount / per

@@ -1,0 +1,446 @@
+"""Checkpoints: written in the background by DCP, marked whole last, verified before use.
+
+A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
+`complete.json` with the size and checksum of every file. Only with that marker is it used. While
+it is being written it holds a file `unfinished` too, by which what a kill cut short is told from
+a checkpoint that has lost its marker: the first is removed, the other never.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from outpace.records.base import Record, put_aside, sync_folder, sync_paths, write_atomic
+from outpace.records.checksums import checksum
+from outpace.records.errors import BadInputError
+from outpace.records.units import show_bytes
+from outpace.training.checkpoint_metadata import METADATA_FILE, first_reason
+from outpace.training.past_cache import blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from outpace.training.states import Lent, PinnedCopies
+
+MARKER, UNFINISHED = "complete.json", "unfinished"
+PROGRESS_FILE = "progress.json"
+_LOOKS, _LOOK_AGAIN_S = 20, 0.5
+
+
+class Progress(Record):
+    """Progress of a run: all that is not a tensor. The data's position is `step`."""
+
+    has_checksum: ClassVar[bool] = True
+
+    step: PositiveInt
+    tokens: NonNegativeInt | None
+    samples: NonNegativeInt
+    loss_sum: FiniteFloat
+    skipped_steps: NonNegativeInt
+    scaler: dict[str, Any] | None
+    first_loss: FiniteFloat | None
+    world_size: PositiveInt
+    run_started: str | None = Field(default=None, description="`started` of the run that saved it")
+
+
+def _tensor_bytes(state: Any) -> int:
+    """Bytes of all tensors in nested containers."""
+    leaves = tree_leaves(state)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _checksum(path: Path, past_cache: bool) -> str:
+    return checksum(blocks(path, past_cache))
+
+
+def _mark_complete(folder: Path, past_cache: bool) -> None:
+    entries = {
+        name: {"bytes": (folder / name).stat().st_size,
+               "xxh3_128": _checksum(folder / name, past_cache)}
+        for name in sorted(_file_names(folder))
+    }  # fmt: skip
+    sync_folder(folder)
+    write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    # Names are on the disk only when their folders are; older checkpoints are removed after this.
+    sync_paths(folder, folder.parent)
+
+
+def _file_names(folder: Path) -> set[str]:
+    """Return the names of all files that a marker lists."""
+    return {path.name for path in folder.iterdir() if path.is_file()} - {MARKER, UNFINISHED}
+
+
+def _require_files(folder: Path, metadata: "Metadata") -> None:
+    """Raises OSError unless every rank's files are to be seen from here."""
+    wanted = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    for _ in range(_LOOKS):
+        missing = sorted(name for name in wanted if not (folder / name).is_file())
+        if not missing:
+            return
+        time.sleep(_LOOK_AGAIN_S)  # a network file system may show them a little later
+    raise OSError(
+        f"{missing[0]} and {len(missing) - 1} more files of other hosts are not there; --out has "
+        "to be a directory that all hosts share"
+    )
+
+
+def damage(folder: Path) -> str | None:
+    """Say what is wrong with a checkpoint; None if its files are those that were written.
+
+    One that a kill cut short is damaged, too.
+    """
+    if folder.is_symlink():
+        return "it is a link"
+    if not folder.is_dir():
+        return "it is not a folder"
+    if not (folder / MARKER).is_file():
+        unfinished = is_unfinished(folder)
+        return "it was not finished" if unfinished else f"it has no file {MARKER}"
+    try:
+        return _file_damage(folder) or _content_damage(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return f"{MARKER} cannot be read ({error})"
+
+
+def _file_damage(folder: Path) -> str | None:
+    """Compare a checkpoint's files with its marker."""
+    entries = json.loads((folder / MARKER).read_text())
+    for name, entry in entries.items():
+        path = folder / name
+        if path.parent != folder or path.is_symlink():
+            return f"{name} is not a file of its own in there"
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        if _checksum(path, past_cache=False) != entry["xxh3_128"]:
+            return f"{name} does not have the checksum it was written with"
+    unlisted = {*_file_names(folder), PROGRESS_FILE, METADATA_FILE} - set(entries)
+    return f"{MARKER} does not list {min(unlisted)}" if unlisted else None
+
+
+def _content_damage(folder: Path) -> str | None:
+    """Say what is impossible in the files that describe a checkpoint.
+
+    Raises BadInputError for metadata that are none: marked so, they were never damaged by chance.
+    """
+    from outpace.training.restricted import read_metadata
+
+    try:
+        progress = Progress.load(folder / PROGRESS_FILE)
+    except BadInputError as error:
+        return str(error)
+    if progress.step != step_of(folder):
+        return f"{PROGRESS_FILE} is of step {progress.step}"
+    stored = read_metadata(folder).storage_data or {}
+    missing = {info.relative_path for info in stored.values()} - _file_names(folder)
+    return f"{min(missing)} is missing" if missing else None
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether this is what a kill left of a save: no checkpoint that was whole ever."""
+    if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
+        return False
+    # DCP writes its metadata last; earlier versions of outpace wrote no file `unfinished`.
+    return (folder / UNFINISHED).exists() or not (folder / METADATA_FILE).exists()
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def _steps(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("step-*") if path.name[5:].isdecimal()]
+
+
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """Folders with a marker, newest first; their contents are not verified."""
+    found = [p for p in _steps(directory) if (p / MARKER).is_file()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are what was written; None where none was ever whole.
+
+    Passes over damaged ones and `say`s so. Raises BadInputError when there are only damaged ones.
+    """
+    damaged = 0
+    for folder in sorted(_steps(directory), key=step_of, reverse=True):
+        problem = damage(folder)
+        if problem is None:
+            return folder
+        if is_unfinished(folder):
+            say(f"checkpoint {folder} is passed over: it was still being written")
+            continue
+        damaged += 1
+        say(f"checkpoint {folder} is damaged ({problem}) and is passed over")
+    if damaged:
+        raise BadInputError(
+            f"every checkpoint in {directory} is damaged. Restore one of them, start another run "
+            "from an exported model with --model, or start again with another --out."
+        )
+    return None
+
+
+class Checkpointer:
+    """Saves and loads one rank's share of a run's state.
+
+    `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
+    since a thread saves while training uses the other groups. Without `copies` nothing
+    is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
+    when it is written. With `lends` plain tensors on a CPU are not copied before `before_change`,
+    which has to be called before anything that is saved changes; those of a GPU are copied to
+    pinned memory, which is kept, while it computes on. With `trained_only` frozen parameters are
+    left out: they are where they were read from. With `masters` weights of 16 bits are saved in
+    fp32, by the ranks whose optimizer keeps them so.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        rank: int,
+        group: dist.ProcessGroup,
+        on_whole: Callable[[Path], None],
+        on_trouble: Callable[[str], None],
+        copies: bool = True,
+        lends: bool = False,
+        trained_only: bool = False,
+        masters: bool = False,
+    ) -> None:
+        self.directory = directory
+        self._keep = keep
+        self._rank = rank
+        self._group = group
+        self._on_whole = on_whole
+        self._on_trouble = on_trouble
+        self._copies = copies
+        self._lends = lends
+        self._lent: Lent | PinnedCopies | None = None
+        self._pins = True
+        self._pinned: PinnedCopies | None = None  # whose memory is kept from save to save
+        self._trained_only = trained_only
+        self._masters = masters
+        self._pending: tuple[Future[None], Path] | None = None
+        self._needed_bytes = 0
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(
+        self,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        progress: Progress,
+    ) -> None:
+        """Begin to save. Returns when the state may change, but of what is lent.
+
+        Waits for a save that has not ended.
+
+        `model` or `optimizer` is None where other ranks have all that counts.
+        """
+        self.wait()
+        folder = self.directory / f"step-{progress.step}"
+        if not self._prepare(folder, progress):
+            return
+        from outpace.training import states
+
+        state = states.take(model, optimizer, self._trained_only)
+        if self._masters:
+            states.drop_rounded(state, model)
+        self._needed_bytes = _tensor_bytes(state)
+        written = self._begin(state, folder)
+        finish = partial(self._finish, written, folder, past_cache=self._lent is not None)
+        self._pending = (self._finisher.submit(finish), folder)
+
+    def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
+        """Write in the background, lent or copied, or now where there is no room for a copy."""
+        from outpace.training import states
+
+        if self._copies:
+            self._lent = self._lender(state) if self._lends else None
+            try:
+                return states.begin(state, folder, self._group, self._lent)
+            except (RuntimeError, MemoryError) as error:
+                if self._lent is None or self._lent is not self._pinned:
+                    raise
+                self._on_trouble(
+                    "a checkpoint's copy could not be pinned in host memory, so that training "
+                    f"waits while it is made: {first_reason(error)}"
+                )
+            self._lent, self._pins = None, False
+            return states.begin(state, folder, self._group)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(states.write(state, folder, self._group))
+        except states.ERRORS as error:
+            done.set_exception(error)
+        return done
+
+    def _lender(self, state: dict[str, Any]) -> "Lent | PinnedCopies | None":
+        """Return what saves a state from where it lies while training continues; None: a copy."""
+        from outpace.training import states
+
+        if states.can_lend(state):
+            return states.Lent()
+        if self._pinned is None and self._pins:
+            self._pinned = states.pinned_copies(state)
+        return self._pinned if self._pins else None
+
+    def before_change(self) -> None:
+        """Copy what the present save has still to read: it is about to change."""
+        if self._lent is not None:
+            self._lent.give_back()
+            self._lent = None
+
+    def _prepare(self, folder: Path, progress: Progress) -> bool:
+        """Make the folder on rank 0; all ranks learn whether that worked."""
+        worked = torch.ones(1)
+        if self._rank == 0:
+            try:
+                _remove(folder)
+                folder.mkdir(parents=True)
+                (folder / UNFINISHED).touch()
+                progress.save(folder / PROGRESS_FILE)
+            except OSError as error:
+                self._fail(folder, error)
+                worked.zero_()
+        dist.broadcast(worked, 0, group=self._group)
+        return bool(worked)
+
+    def _finish(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
+        """Mark the checkpoint whole, on rank 0 in the background, once all files are there."""
+        metadata = written.result()
+        if self._rank == 0:
+            _require_files(folder, metadata)
+            _mark_complete(folder, past_cache)
+
+    def make_ready(self) -> None:
+        """Load in the background what saving needs, so that the first save does not wait for it.
+
+        Where that fails, `save` fails in the same way.
+        """
+        self._finisher.submit(import_module, "outpace.training.states")
+
+    def poll(self) -> None:
+        """Finish a save whose files are written, without waiting for one that is not."""
+        if self._pending is not None and self._pending[0].done():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the present save. False when it failed (said through `on_trouble`)."""
+        if self._pending is None:
+            return True
+        from outpace.training import states
+
+        future, folder = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except states.ERRORS as error:
+            self._fail(folder, error)
+            return False
+        if self._rank == 0:
+            self._on_whole(folder)
+            self._prune()
+        return True
+
+    def settle(self) -> bool:
+        """Do as `wait`, until every rank has come here: a rank that ends early ends the others."""
+        saved = self.wait()
+        dist.barrier(self._group)
+        return saved
+
+    def _fail(self, folder: Path, error: BaseException) -> None:
+        """Leave nothing half-written; the checkpoints before stay."""
+        if self._rank == 0:
+            _remove(folder)
+            why = self._disk_full() or first_reason(error)
+            self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
+
+    def _disk_full(self) -> str | None:
+        """Said plainly, since a writer on a full disk fails in words of its own."""
+        try:
+            free = shutil.disk_usage(self.directory.parent).free
+        except OSError:
+            return None
+        if free > self._needed_bytes:
+            return None
+        return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
+
+    def close(self) -> None:
+        """End the present save, whole or not at all."""
+        self.wait()
+        self._finisher.shutdown()
+
+    def _prune(self) -> None:
+        whole = whole_checkpoints(self.directory)
+        for old in whole[self._keep :]:
+            _remove(old)
+
+    def load(
+        self,
+        folder: Path,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Progress:
+        """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it.
+
+        Raises BadInputError for one of something else, or one that would run code.
+        """
+        from outpace.training import states
+
+        state = states.take(model, optimizer, self._trained_only)
+        states.read(state, folder, self._group)
+        states.put(model, optimizer, state, self._trained_only)
+        return Progress.load(folder / PROGRESS_FILE)
+
+
+def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
+    """Make room after `step`, from which training resumes; what was whole once is kept.
+
+    Damaged checkpoints are moved to a folder beside `directory`, which is said. Unfinished ones are
+    removed.
+    """
+    damaged = directory.with_name(f"{directory.name}-damaged")
+    for folder in sorted(_steps(directory), key=step_of):
+        if step_of(folder) <= step:
+            continue
+        if is_unfinished(folder):
+            _remove(folder)
+            continue
+        aside = put_aside(folder, folder=damaged)
+        say(f"{folder} is kept as {aside}; remove it when you do not need it")
+
+
+def _remove(folder: Path) -> None:
+    """The marker goes first, so that a kill in between leaves no marked half.
+
+    Of a link only the link goes: what it leads to was not written here.
+    """
+    with suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        (folder / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_partial(directory: Path) -> None:
+    """Remove folders of saves that a kill cut short."""
+    for folder in _steps(directory):
+        if is_unfinished(folder):
+            _remove(folder)

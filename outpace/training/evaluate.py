@@ -1,0 +1,80 @@
+"""The loss on held-out data."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from outpace.nn.compilation import without_compilation
+from outpace.nn.evaluation_mode import evaluation_mode
+from outpace.nn.mixed import Mixed
+from outpace.parallel import Layout, Pass
+from outpace.parallel.layout import divisor
+from outpace.records.measurement import Evaluation
+from outpace.training.step import Batch
+
+# Ranks ask each other so often whether a signal came: seldom enough not to be seen in the time.
+_ASK_EVERY = 8
+
+
+class EvaluationStopped(Exception):  # noqa: N818  # not an error, on any rank
+    """A rank was asked to stop; nothing was measured, on any rank."""
+
+
+def evaluate(
+    layout: Layout,
+    steps: Iterable[list[Batch]],
+    *,
+    step: int,
+    mixed: Mixed,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    stop: Callable[[], bool] | None = None,
+) -> Evaluation:
+    """Mean loss per target over `steps` (lists of this rank's micro-batches), all ranks' together.
+
+    With the metrics of an objective that has some. Dropout is off. Each rank must pass its own
+    share and the same number of steps. Raises EvaluationStopped on all ranks where `stop` says on
+    one of them that it is to end.
+    """
+    names: Sequence[str] = getattr(layout.objective, "sums", ())
+    totals = torch.zeros(2 + len(names), dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    began_s = time.perf_counter()
+    objective = layout.objective
+    with evaluation_mode(objective), torch.no_grad(), without_compilation(objective):
+        for number, batches in enumerate(steps, 1):
+            for batch in batches:
+                found.append(layout.evaluate(batch, Pass(mixed.cast)))
+            if stop is not None and number % _ASK_EVERY == 0 and _is_on_any_rank(stop(), group):
+                layout.free_gathered()
+                raise EvaluationStopped
+    layout.free_gathered()
+    for part in found:  # not before: reading one would wait for the device
+        totals[: len(part)] += part.cpu()  # a rank without the output has two zeros
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    took_s = time.perf_counter() - began_s
+    loss = float(totals[0] / divisor(totals[1]))
+    count = int(totals[1])
+    sums = dict(zip(names, totals[2:].tolist(), strict=True))
+    return Evaluation(
+        step=step,
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        tokens=count,
+        tokens_per_s=count / took_s,
+        sums=sums,
+        metrics=layout.objective.metrics(sums, count) if names else {},  # type: ignore[operator]
+    )
+
+
+def _is_on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether the flag is set on any rank."""
+    if group is None or group.size() == 1:
+        return flag
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags)

@@ -1,0 +1,258 @@
+"""Guards of a run: signals, random numbers without state, the same bits each time."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from itertools import count
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from outpace.data.seeding import seed_generators
+from outpace.records.errors import BadInputError, InterruptedRunError
+from outpace.records.signals import ENDING, may_handle
+
+# The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
+_SAME_SIGNAL_S = 0.5
+COLLECT_EVERY = 20  # steps
+# Who asked to end and sees nothing end for so long is told what is waited for.
+_SAID_AFTER_S = 1.0
+NOTHING_TRAINED = "interrupted before the first step was done; nothing was trained"
+_COMPLETE = "interrupted after the result was written; the run is complete"
+
+Result = TypeVar("Result")
+
+
+class _Ended(BaseException):
+    """Raised by a signal; a compiler takes any Exception for a failure of its own."""
+
+
+_WAITED_FOR = (
+    "asked to end: the step under way is finished first, then a checkpoint is saved. A second "
+    "signal, or Ctrl-C, ends at once without"
+)
+
+
+class _Arrivals:
+    """Signals that reach the process within this context, handled by Python or not yet.
+
+    The kernel's handler writes their numbers into a pipe. Where a program has such a pipe itself
+    (asyncio), or outside of the main thread, none are noted.
+    """
+
+    def __init__(self) -> None:
+        self._pipe: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "_Arrivals":
+        with suppress(ValueError):
+            before = signal.set_wakeup_fd(-1)
+            if before != -1:
+                signal.set_wakeup_fd(before)
+                return self
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._pipe is not None:
+                signal.set_wakeup_fd(-1)
+                for end in self._pipe:
+                    os.close(end)
+                self._pipe = None
+
+    def take(self) -> bool:
+        """Whether one that asks to end came since this was asked last."""
+        with self._lock, suppress(BlockingIOError):
+            return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
+        return False
+
+
+class StopSignal:
+    """Signals that ask to end (`ENDING`) end a run in order; a second one ends it at once.
+
+    Until the first step is done there is nothing to save, so the signal raises
+    InterruptedRunError. Later `say` is told what is waited for, where that takes a while. Use as a
+    context manager in the main thread; elsewhere signals are left alone.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda sentence: None) -> None:
+        self.requested = False
+        self.stepping = False
+        self._raising = False
+        self._say = threading.Timer(_SAID_AFTER_S, say, (_WAITED_FOR,))
+        self._say.daemon = True
+        self._first_s = 0.0
+        self._previous: dict[int, Any] = {}
+        self._thread = threading.get_ident()
+        self._arrivals = _Arrivals()
+        self._ended = False
+        self._disarmed = False
+        self._peer_ended = False
+        self.message = NOTHING_TRAINED  # of what a signal raises at once
+
+    def __enter__(self) -> "StopSignal":
+        self._thread = threading.get_ident()
+        try:
+            for number in ENDING:
+                # A background job of a shell has SIGINT ignored, and is still to be heard.
+                if number in (signal.SIGTERM, signal.SIGINT) or may_handle(number):
+                    self._previous[number] = signal.signal(number, self._receive)
+        except ValueError:
+            pass  # not in the main thread: whoever owns it handles signals
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._say.cancel()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def unless_ended(self, work: Callable[[], Result]) -> Result:
+        """Do what a signal may end at any place. Raises InterruptedRunError, with `message`.
+
+        That is the first step, and what follows the last one. What fails after the signal is that
+        as well: other ranks leave it, too. Raises it at once where a signal has ended another rank.
+        """
+        try:
+            with self._arrivals:
+                self._raising = True
+                if self.requested or self._peer_ended:  # just now
+                    self._end(_Ended())
+                found = work()
+                self._raising = False
+        except _Ended:
+            raise InterruptedRunError(self.message) from None
+        except Exception:
+            if self._ended:
+                raise InterruptedRunError(self.message) from None
+            raise
+        finally:
+            self._raising = False
+        return found
+
+    def disarm(self) -> None:
+        """Let a signal end nothing from now on: all is done but what takes a moment.
+
+        A second one still ends the process.
+        """
+        self._raising, self._disarmed, self.message = False, True, _COMPLETE
+
+    def ends_at_once(self) -> bool:
+        """Whether a signal ends this process where it is: before step 1 is done, or after the last.
+
+        Any thread may ask. Also while the main thread waits in a library, which handles no signal
+        until then.
+        """
+        return self._ended or (self._raising and self._arrivals.take())
+
+    def interrupt(self) -> bool:
+        """End the main thread before its first step is done, or after the last, as a signal would.
+
+        For another thread, which knows that a signal has ended another rank. Between these
+        two, `unless_ended` ends it. False where signals are left alone, or end nothing any more.
+        """
+        if not self._previous or self._disarmed:
+            return False
+        self._peer_ended = True
+        if not self.requested and not self._ended and (self._raising or not self.stepping):
+            signal.pthread_kill(self._thread, signal.SIGTERM)
+        return True
+
+    def _end(self, error: BaseException) -> NoReturn:
+        self._ended = True
+        raise error
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()  # another signal may be handled within this call, not below
+        if self.requested:
+            if now_s - self._first_s > _SAME_SIGNAL_S:
+                os._exit(128 + number)
+            return
+        self.requested, self._first_s = True, now_s
+        if self._raising:
+            self._end(_Ended())
+        if self._ended or self._disarmed:
+            return  # it is over in a moment
+        if not self.stepping:
+            self._end(InterruptedRunError(NOTHING_TRAINED))
+        self._say.start()
+
+
+@contextmanager
+def collect_garbage_every(steps: int | None) -> Iterator[Callable[[], None]]:
+    """Yield what to call after each step; it collects garbage every `steps` of them.
+
+    Otherwise Python looks at all that it has made since long, a second's worth with torch, in the
+    midst of a step while a device waits, and ranks do so one after another. What is there now is
+    not looked at. None leaves it to Python.
+    """
+    if steps is None or not gc.isenabled():
+        yield lambda: None
+        return
+    done = count(1)
+
+    def after_step() -> None:
+        if next(done) % steps == 0:
+            gc.collect(1)
+
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.enable()
+        if not frozen:
+            gc.unfreeze()
+
+
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Make all random numbers of a step a function of (seed, step, rank).
+
+    Dropout then needs no saved generator state: a resumed run draws the same numbers.
+    """
+    wide = seed_generators(seed, step, rank)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(wide)
+    elif device.type == "mps":
+        torch.mps.manual_seed(wide)
+
+
+@contextmanager
+def deterministic_kernels(
+    wanted: bool, device: torch.device, environ: MutableMapping[str, str]
+) -> Iterator[None]:
+    """Let a GPU compute only by kernels that give the same bits each time, where that is `wanted`.
+
+    cuBLAS needs a workspace of fixed size for it, which is asked for in `environ` (NVIDIA, cuBLAS,
+    "Results Reproducibility"). Raises BadInputError where an operator has no such kernel.
+    """
+    if not wanted or device.type != "cuda":
+        yield
+        return
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    memory = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # All that is read is written first.
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        what = str(error).partition(". ")[0]
+        raise BadInputError(f"--deterministic: {what}. Leave it out for this model.") from None
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""glibc's heap: what was freed stays for the next step, and memory is there before it is needed."""
+
+import ctypes
+import mmap
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
+
+# glibc's names in malloc.h, and what turns trimming off (mallopt(3)).
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _NEVER = -1, -4, -1
+_PIECE_BYTES = 64 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def c_library() -> ctypes.CDLL | None:
+    """The system's own, on Linux."""
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def keep_freed(environment: Mapping[str, str]) -> bool:
+    """Let glibc keep what was given back to it; say whether it does.
+
+    By itself it returns large blocks to the system at once, and each step pays for the same pages
+    again: a tenth to a sixth of its time (docs/log.md). Who sets glibc up by `environment` is not
+    overruled.
+    """
+    own = [name for name in environment if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
+    library = c_library()
+    if own or library is None or not hasattr(library, "mallopt"):
+        return False
+    # In this order: a heap that takes all, and gives nothing back.
+    return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+class PagePrefaulter:
+    """Touches `nbytes` of the heap in a thread, for whoever allocates them later.
+
+    The first touch of a page is what memory costs: on a virtual machine whose host takes free
+    memory back 0.2 to 1.4 s for each GB (docs/log.md), which an idle core can pay while modules
+    are loaded. As much again behind it gets huge pages, too, where the system has them, and is
+    not touched. Nothing happens where `keep_freed` does not hold, or there is no such memory.
+
+    What is touched is held until it is handed over: what is free may be given back (`malloc_trim`).
+    """
+
+    def __init__(self, nbytes: int, environment: Mapping[str, str]) -> None:
+        self._ended, self._handed_over = threading.Event(), threading.Event()
+        self._pieces: list[int] = []
+        self._held: list[int] = []
+        self._touching = threading.Lock()
+        library = c_library() if keep_freed(environment) else None
+        if library is not None:
+            self._heap = _Heap(library)
+            room = self._heap.next_room(2 * nbytes)
+            self._pieces = self._heap.pieces(nbytes // _PIECE_BYTES)
+            # Afterwards: what malloc writes between pieces would take a huge page each.
+            self._heap.prefer_huge_pages(room)
+        self._thread = threading.Thread(target=self._touch, daemon=True)
+
+    def start(self) -> Self:
+        """Begin; `end` before what was touched is needed."""
+        self._thread.start()
+        return self
+
+    @contextmanager
+    def pause(self) -> Iterator[int]:
+        """Bytes that are resident and used by nobody yet; no more of them come inside."""
+        with self._touching:
+            yield len(self._held) * _PIECE_BYTES
+
+    def hand_over(self) -> None:
+        """Let others have what is touched, and what will be as soon as it is."""
+        self._handed_over.set()
+        with self._touching:
+            while self._held:
+                self._heap.free(self._held.pop())
+
+    def end(self) -> None:
+        """Hand over, and touch no more than the piece that is being touched."""
+        self._ended.set()
+        self.hand_over()
+
+    def wait(self) -> None:
+        """Wait until the last piece is touched."""
+        self._thread.join()
+
+    def _touch(self) -> None:
+        # None is asked for again once it is free: that would be the same one.
+        for piece in self._pieces:
+            with self._touching:
+                if not self._ended.is_set():
+                    ctypes.memset(piece, 0, _PIECE_BYTES)  # without Python's lock
+                if self._handed_over.is_set():
+                    self._heap.free(piece)
+                else:
+                    self._held.append(piece)
+
+
+class _Heap:
+    """The few functions of a C library that hand out memory."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._malloc, self.free, self._madvise = library.malloc, library.free, library.madvise
+        self._malloc.restype, self._malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        self.free.restype, self.free.argtypes = None, [ctypes.c_void_p]
+        self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def next_room(self, nbytes: int) -> range:
+        """Return addresses of the next bytes that are handed out; none if there are too few."""
+        start = self._malloc(nbytes)
+        if start is None:
+            return range(0)
+        self.free(start)
+        return range(start, start + nbytes)
+
+    def prefer_huge_pages(self, room: range) -> None:
+        """Prefer huge pages where they are wholly inside."""
+        first = -(-room.start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        whole = (room.stop - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        if whole > 0:
+            self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # a kernel without them says no
+
+    def pieces(self, count: int) -> list[int]:
+        """Return as many pieces as there are, `count` at most."""
+        found = [self._malloc(_PIECE_BYTES) for _ in range(count)]
+        return [piece for piece in found if piece is not None]

@@ -1,0 +1,261 @@
+"""TensorBoard, Weights & Biases and MLflow, each an optional extra.
+
+All of them hold copies of what metrics.jsonl has, so that none of them ends a training.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from outpace.records.errors import BadInputError, OutpaceError
+from outpace.records.measurement import Evaluation, Measurement, StepRecord
+from outpace.records.run import RunRecord
+from outpace.records.utilisation import Load
+from outpace.training.callbacks import Callback
+from outpace.training.run_dir import WANDB_FOLDER, RunDir
+
+# Figures of a step that are worth a curve.
+_CURVES = (
+    "loss", "lr", "grad_norm", "step_time_s", "data_s", "forward_s", "backward_s", "optimizer_s",
+    "communication_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu", "hfu",
+    "peak_memory_bytes", "loss_scale", "skipped_steps",
+)  # fmt: skip
+
+
+# MLflow's own are 7 and 120 s, in which the ranks of a training wait (its "Environment Variables").
+_MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+_FIRST_PAUSE_S = 60.0
+# As wandb calls the folders of its runs.
+_WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
+
+
+@dataclass(frozen=True)
+class LoggerContext:
+    """Run as loggers see it when they begin.
+
+    `start_step`: the last step of a resumed run that is kept, else None. `say`: takes a sentence.
+    """
+
+    run_dir: RunDir
+    record: RunRecord
+    start_step: int | None
+    say: Callable[[str], None]
+
+
+class _Scalars(Callback):
+    """Passes the figures of steps and evaluations on to `_write(values, step)`.
+
+    Where that fails (a server that is away, a full disk) it is said, and tried again after a
+    pause, which doubles.
+    """
+
+    _name = ""
+
+    def __init__(self, logged: LoggerContext) -> None:
+        self._say = logged.say
+        self._pause_s = _FIRST_PAUSE_S
+        self._quiet_until_s = 0.0
+        self._failed = False
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _send(self, values: dict[str, float], step: int) -> None:
+        if time.monotonic() < self._quiet_until_s:
+            return
+        try:
+            self._write(values, step)
+        except Exception as error:
+            self._note(error, f"at step {step}")
+
+    def _note(self, error: Exception, when: str) -> None:
+        """Say that logging failed, once, and leave it for a while."""
+        # A signal, and the end of a loader's worker, which torch reports wherever it is heard of.
+        if isinstance(error, OutpaceError) or str(error).startswith("DataLoader worker"):
+            raise error
+        self._quiet_until_s = time.monotonic() + self._pause_s
+        self._pause_s *= 2
+        if not self._failed:
+            self._failed = True
+            self._say(
+                f"--log {self._name} failed {when}: {_words(error)}. Training continues without "
+                "it; metrics.jsonl has all figures"
+            )
+
+    def _finish(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._note(error, "at the end")
+
+    def on_step(self, record: StepRecord) -> None:
+        """Log the figures that are known."""
+        figures = {name: getattr(record, name) for name in _CURVES}
+        known = {f"train/{name}": value for name, value in figures.items() if value is not None}
+        self._send(known, record.step)
+
+    def on_load(self, load: Load, step: int) -> None:
+        """Log how busy devices and cores are."""
+        figures = {"cores": load.host.utilisation, "run_cores": load.host.run_cores}
+        for device in load.devices:
+            name = f"device_{device.index}"
+            figures |= {name: device.utilisation, f"{name}_power_w": device.power_w}
+        known = {f"utilisation/{name}": x for name, x in figures.items() if x is not None}
+        self._send(known, step)
+
+    def on_eval(self, evaluation: Evaluation, final: bool) -> None:
+        """Log the held-out loss and a task's metrics."""
+        figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
+        named = {f"eval/{name}": value for name, value in {**figures, **evaluation.metrics}.items()}
+        self._send(named, evaluation.step)
+
+
+class TensorBoard(_Scalars):
+    """Event files in the run's directory, read by `tensorboard --logdir DIR`.
+
+    Steps that are done again after resuming take the place of those that were logged before.
+    """
+
+    _name = "tensorboard"
+
+    def __init__(self, logged: LoggerContext) -> None:
+        super().__init__(logged)
+        module = _import("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
+        # The evaluation after the last step that is kept stays; a run from step 0 does all again.
+        again = logged.start_step + 1 if logged.start_step else logged.start_step
+        folder = str(logged.run_dir.path / "tensorboard")
+        self._writer = module.SummaryWriter(folder, purge_step=again)
+        said = f"```\n{logged.record.model_dump_json(indent=2)}\n```"
+        self._writer.add_text("run.json", said, again or 0)
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._finish(self._writer.close)
+
+
+class Wandb(_Scalars):
+    """A Weights & Biases run, the same one after a resume.
+
+    WANDB_MODE=offline keeps it on this machine.
+    """
+
+    _name = "wandb"
+
+    def __init__(self, logged: LoggerContext) -> None:
+        super().__init__(logged)
+        wandb = _import("wandb", "wandb")
+        folder = logged.run_dir.path / WANDB_FOLDER
+        begun = None if logged.start_step is None else _newest_id(folder)
+        self._run = wandb.init(
+            id=begun,
+            resume=None if begun is None else "allow",
+            project="outpace",
+            name=logged.run_dir.path.name,
+            dir=str(logged.run_dir.path),
+            config=logged.record.model_dump(mode="json"),
+        )
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def on_end(self, measurement: Measurement) -> None:
+        """Put the result into the run's summary."""
+        values = measurement.model_dump(mode="json")
+        self._finish(lambda: self._run.summary.update(values))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._finish(self._run.finish)
+
+
+def _newest_id(folder: Path) -> str | None:
+    """The id of the W&B run that is resumed: of the newest folder that wandb made for it.
+
+    None where there is none, or WANDB_RUN_ID says which it is.
+    """
+    if os.environ.get("WANDB_RUN_ID"):
+        return None
+    found = [match for path in folder.glob("*run-*") if (match := _WANDB_RUN.fullmatch(path.name))]
+    return max(found, key=lambda match: match["time"])["id"] if found else None
+
+
+class MLflow(_Scalars):
+    """An MLflow run, at MLFLOW_TRACKING_URI or else in a SQLite file beside the metrics."""
+
+    _name = "mlflow"
+
+    def __init__(self, logged: LoggerContext) -> None:
+        super().__init__(logged)
+        for variable, value in _MLFLOW_PATIENCE.items():
+            os.environ.setdefault(variable, value)
+        self._mlflow = _import("mlflow", "mlflow")
+        folder = logged.run_dir.path
+        # MLflow keeps the place for its process and those that it starts: for this run alone here.
+        self._sets_place = not self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
+        if self._sets_place:
+            self._mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+        self._mlflow.set_experiment("outpace")
+        self._mlflow.start_run(run_name=folder.name)
+        settings = logged.record.settings.model_dump(mode="json")
+        self._mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        self._mlflow.log_metrics({k: float(v) for k, v in values.items()}, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        self._finish(self._mlflow.end_run)
+        if self._sets_place:
+            self._mlflow.set_tracking_uri(None)
+
+
+_LOGGERS: dict[str, Callable[[LoggerContext], Callback]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+}
+
+
+def make_loggers(logged: LoggerContext) -> list[Callback]:
+    """The loggers asked for. Raises BadInputError when one cannot begin (no login, no network)."""
+    return [_begin(name, logged) for name in logged.record.settings.log]
+
+
+def _begin(name: str, logged: LoggerContext) -> Callback:
+    try:
+        return _LOGGERS[name](logged)
+    except OutpaceError:
+        raise
+    except Exception as error:
+        raise BadInputError(f"--log {name} could not begin: {_words(error)}") from None
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def require_loggers(names: tuple[str, ...]) -> None:
+    """Refuse loggers that are not installed, before anything is written."""
+    modules = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+    for name in names:
+        _import(modules[name], name)
+
+
+def _import(module: str, extra: str, needs: str | None = None) -> Any:
+    try:
+        if needs is not None:
+            import_module(needs)
+        return import_module(module)
+    except ImportError:
+        raise BadInputError(
+            f"--log {extra} needs the package {extra}: pip install 'outpace[{extra}]'"
+        ) from None

@@ -1,0 +1,176 @@
+"""The loop: steps, evaluations, checkpoints, and the ways in which a run ends."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.parallel import Layout
+from outpace.records.errors import DivergedError, InterruptedRunError
+from outpace.records.measurement import Evaluation
+from outpace.records.run import resume_command
+from outpace.records.settings import TrainSettings
+from outpace.training.accounting import Ledger
+from outpace.training.callbacks import Callback, tell
+from outpace.training.checkpoint import Checkpointer, Progress, whole_checkpoints
+from outpace.training.evaluate import EvaluationStopped
+from outpace.training.guards import StopSignal, collect_garbage_every, seed_step
+from outpace.training.schedule import learning_rate
+from outpace.training.step import Batch, RawStep, Stepper
+
+
+@dataclass
+class Loop:
+    """The live parts of a run on one rank; `run` takes them from `start_step` to the end."""
+
+    settings: TrainSettings
+    stepper: Stepper
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    steps: Iterator[list[Batch]]
+    ledger: Ledger
+    checkpointer: Checkpointer
+    evaluate: Callable[[int], Evaluation | None]
+    callbacks: Sequence[Callback]
+    stop: StopSignal
+    random_rank: int
+    world_size: int
+    total_steps: int
+    start_step: int
+    device: torch.device
+    at: Callable[..., None] = lambda what, limited=False: None  # says what begins
+    watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
+    # At the first step's batch, before it; gives its passes' totals where it made them, and may.
+    look: Callable[[list[Batch], bool], Tensor | None] | None = None
+    around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
+    run_started: str | None = None  # by run.json, so that a checkpoint names its run
+    # Steps from one collection of garbage to the next; None: whenever Python wishes.
+    collect_every: int | None = None
+
+    def run(self) -> None:
+        """Train to the last step.
+
+        Raises InterruptedRunError when a signal ended the run early (a checkpoint is saved), and
+        DivergedError when the loss is no number.
+        """
+        for _ in self.iterate():
+            pass
+
+    def iterate(self) -> Iterator[int]:
+        """Train as `run` does, and yield the number of each step to whoever drives the loop."""
+        waiting: deque[RawStep] = deque()
+        self.stop.stepping = True
+        with (
+            self.watch or nullcontext(lambda: None) as after_step,
+            collect_garbage_every(self.collect_every) as collect,
+        ):
+            try:
+                for step in range(self.start_step + 1, self.total_steps + 1):
+                    first = step == self.start_step + 1
+                    raw = self._first_step() if first else self._step(step)
+                    waiting.append(raw)
+                    # A GPU computes behind: while it has work, earlier steps are accounted for.
+                    self._settle(waiting, self.stepper.queue.steps_behind)
+                    after_step()
+                    collect()
+                    self._end_step(step, waiting)
+                    yield step
+            except DivergedError as error:
+                raise self._explain_divergence(error) from None
+        self.checkpointer.settle()
+
+    def _first_step(self) -> RawStep:
+        """The first step, in which compilers work: a signal ends it at once."""
+        return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
+
+    def _step(self, step: int) -> RawStep:
+        settings = self.settings
+        self.at(f"step {step}", limited=True)
+        self.stepper.begin()
+        batches = next(self.steps)
+        seed_step(settings.seed, step, self.random_rank, self.device)
+        if self.look is not None and step == self.start_step + 1:
+            self.at("the look at the first batch", limited=True)
+            # What counts as the step's would not be around it.
+            self.stepper.totals = self.look(batches, self.around is None)
+            if self.stepper.totals is None:
+                self.stepper.begin()
+            self.at(f"step {step}", limited=True)
+        rate = learning_rate(settings, step - 1, self.total_steps)
+        with self.around(step, batches) if self.around else nullcontext():
+            return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
+
+    def _settle(self, waiting: deque[RawStep], left: int) -> None:
+        """Account for steps until `left` are still waiting for the device, or fewer.
+
+        Steps that are done are not waited for. Of several ranks each goes by the count alone, so
+        that all find at the same step that a loss is no number, and end.
+        """
+        alone = self.world_size == 1
+        while waiting and (len(waiting) > left or (alone and waiting[0].done)):
+            record = self.ledger.record(waiting.popleft())
+            tell(self.callbacks, "on_step", record)
+
+    def _end_step(self, step: int, waiting: deque[RawStep]) -> None:
+        """Evaluate and save when due; end the run when a signal asked for it."""
+        settings = self.settings
+        heard = self.stepper.heard
+        stopping = heard is not None and heard.stop and step < self.total_steps
+        last = step == self.total_steps
+        due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
+        due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
+        if due_eval or due_save:
+            self._settle(waiting, 0)  # a state whose loss is no number is never saved
+            self.stepper.pause()
+        if due_eval and not stopping:
+            self.at(f"the evaluation after step {step}")
+            try:
+                evaluation = self.evaluate(step)
+            except EvaluationStopped:
+                stopping = due_save = True
+            else:
+                if evaluation is not None:
+                    tell(self.callbacks, "on_eval", evaluation, False)
+        if due_save and not settings.measure_only:
+            self.at(f"saving after step {step}")
+            self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))
+        elif step == self.start_step + 1 and not settings.measure_only:
+            self.checkpointer.make_ready()
+        else:
+            self.checkpointer.poll()
+        if stopping:
+            self._raise_interrupted(step)
+
+    def _raise_interrupted(self, step: int) -> None:
+        saved = self.checkpointer.settle()
+        if self.settings.measure_only:
+            raise InterruptedRunError("interrupted; with --measure-only nothing was saved")
+        where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"
+        again = resume_command(self.checkpointer.directory.parent)
+        raise InterruptedRunError(f"interrupted, {where}. Resume with: {again}")
+
+    def _explain_divergence(self, error: DivergedError) -> DivergedError:
+        self.checkpointer.wait()
+        good = whole_checkpoints(self.checkpointer.directory)
+        last = f"The last good checkpoint is {good[0]}." if good else "There is no checkpoint yet."
+        return DivergedError(
+            f"{error}. {last} Try a lower --lr, a longer --warmup, --clip 1, or bf16 for fp16."
+        )
+
+    def progress(self, step: int) -> Progress:
+        """All of the run's state at `step` that is not a tensor."""
+        ledger, scaler = self.ledger, self.stepper.mixed.scaler
+        return Progress(
+            step=step,
+            tokens=ledger.tokens,
+            samples=ledger.samples,
+            loss_sum=ledger.loss_sum,
+            skipped_steps=ledger.skipped_steps,
+            scaler=None if scaler is None else scaler.state_dict(),
+            first_loss=ledger.first_loss,
+            world_size=self.world_size,
+            run_started=self.run_started,
+        )

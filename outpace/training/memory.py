@@ -1,0 +1,86 @@
+"""Memory of this process: its peak, and what allocators keep without need."""
+
+import ctypes
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+from outpace.records.errors import BadInputError
+from outpace.training.heap import c_library
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Largest so far: of tensors on CUDA, of the resident process on a CPU."""
+    if device.type == "cuda":
+        # `max_memory_allocated` makes a flat dictionary of all statistics, sorted, at each call.
+        known = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(known["allocated_bytes"]["all"]["peak"]) if known else 0
+    if device.type == "cpu":
+        # Linux counts KiB, macOS bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` begin again, where the system can; what is not in use is given back.
+
+    A CPU's is reset by Linux alone.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu":
+        with suppress(BadInputError):
+            CacheFreer(device).free()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
+
+
+class CacheFreer:
+    """Gives back what an allocator keeps for later: torch's on CUDA, glibc's on a CPU.
+
+    What comes later pays for it by asking the system again. Raises BadInputError where there is
+    neither.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._freed_bytes = 0
+        if device.type != "cuda":
+            self._trim = _glibc_trim(device)
+
+    def free(self) -> None:
+        """Give back what is not in use."""
+        before = self._held_bytes()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            self._trim(0)
+        self._freed_bytes += max(0, before - self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        """Return what the allocator has reserved on CUDA, the resident process on a CPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_reserved(self._device)
+        return int(psutil.Process().memory_info().rss)
+
+    def take(self) -> int:
+        """The bytes that were given back since this was asked last."""
+        freed, self._freed_bytes = self._freed_bytes, 0
+        return freed
+
+
+def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
+    """Return glibc's `malloc_trim`, which gives back free pages in the midst of the heap, too."""
+    library = c_library() if device.type == "cpu" else None
+    if not hasattr(library, "malloc_trim"):
+        raise BadInputError(
+            "--empty-cache: there is no cache that can be freed here. It works on CUDA devices, "
+            "and on the CPU with glibc. Leave it out."
+        )
+    return library.malloc_trim  # type: ignore[union-attr]

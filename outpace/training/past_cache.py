@@ -1,0 +1,135 @@
+"""Files that are written and read past the system's cache, where a file system can (O_DIRECT).
+
+What passes through the cache takes memory of its own size, page by page, from whatever computes
+beside it, and a virtual machine may be slow to give it (docs/log.md).
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+# By which file systems refuse it, when a file is opened or when it is used.
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+_BLOCK_BYTES = 4 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def _block() -> mmap.mmap:
+    """Make a block that begins at a page, as O_DIRECT asks, and is shared, in case others fork."""
+    return mmap.mmap(-1, _BLOCK_BYTES)
+
+
+class DirectWriter:
+    """A new file, written block by block; whole, and on the disk, once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._block = _block()
+        self._used = self._written = 0
+        self._file: int | None = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
+
+    def tell(self) -> int:
+        """Bytes that it was given."""
+        return self._written + self._used
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Take all of it."""
+        left = memoryview(data).cast("B")
+        count = len(left)
+        while left:
+            some = left[: _BLOCK_BYTES - self._used]
+            self._block[self._used : self._used + len(some)] = some
+            self._used, left = self._used + len(some), left[len(some) :]
+            if self._used == _BLOCK_BYTES:
+                self._put(self._used)
+        return count
+
+    def flush(self) -> None:
+        """A block is written when it is full, the last one when this is closed."""
+
+    def close(self) -> None:
+        """Write what is left: whole pages as all before, the rest through the cache."""
+        if self._file is None:
+            return
+        try:
+            self._put(self._used // mmap.PAGESIZE * mmap.PAGESIZE)
+            through_cache(self._file)
+            self._put(self._used)
+            os.fsync(self._file)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _put(self, count: int) -> None:
+        """Write the first bytes of the block, and move the rest to its beginning."""
+        assert self._file is not None
+        done = 0
+        with memoryview(self._block) as block:
+            while done < count:
+                with block[done:count] as part:
+                    done += _direct_or_not(self._file, partial(os.write, self._file, part))
+        self._block.move(0, count, self._used - count)
+        self._used, self._written = self._used - count, self._written + count
+
+
+def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
+    """A file's contents, each block to be used before the next is asked for."""
+    file = _open(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
+    try:
+        left = os.fstat(file).st_size
+        block = _block()
+        while left > 0:
+            count = _direct_or_not(file, partial(os.readv, file, [block]))
+            if count == 0:
+                return  # somebody else cut it short
+            with memoryview(block) as whole, whole[:count] as part:
+                yield part
+            left -= count
+    finally:
+        os.close(file)
+
+
+def through_cache(file: int) -> bool:
+    """Go through the cache from now on; return whether the file went past it before."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _direct_or_not(file: int, act: Callable[[], int]) -> int:
+    """Bytes that `act` moved, through the cache where the file system refuses it past that."""
+    try:
+        return act()
+    except OSError as error:
+        if error.errno not in REFUSED or not through_cache(file):
+            raise
+        return act()

@@ -1,0 +1,72 @@
+"""The precision that suits a device, and sizes that suit a precision."""
+
+import torch
+
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import Precision
+from outpace.records.plan import Plan
+
+# Features of CPUs that multiply faster in bf16 than in fp32, each with the maker of whom that is
+# true. With avx512_bf16 bf16 takes 0.2 of fp32's time on AMD's, 1.3 to 1.7 times as long on an
+# Intel Xeon without AMX (docs/log.md).
+_FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
+
+
+def default_precision(
+    device: torch.device, machine: Machine, keeps_masters: bool = False
+) -> Precision:
+    """bf16 where the device computes in it faster than in fp32, else fp32.
+
+    With `keeps_masters`, where a run can have them, on a GPU with weights and residual stream in
+    bf16 besides, over fp32 master weights: as good by the loss (benchmarks/bf16_master.py), with
+    half the activations and no casts of weights.
+    """
+    if device.type == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return "fp32"
+        return "bf16-master" if keeps_masters else "bf16"
+    if device.type == "cpu" and any(
+        feature in machine.cpu_features and maker in machine.cpu for feature, maker in _FAST_BF16
+    ):
+        return "bf16"
+    return "fp32"
+
+
+def float8_hints(plan: Plan) -> list[str]:
+    """Say what to do where float8 would be slow: its scales take many passes that a compiler fuses.
+
+    5.5 times bf16's step on one H200 (Llama-3.2-1B, 2026-11-27), 0.92 of it compiled by block.
+    """
+    if plan.precision != "fp8" or plan.compile:
+        return []
+    return [
+        "float8 that is not compiled takes several times as long as bf16: use --compile, or "
+        "--precision bf16"
+    ]
+
+
+def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
+    """Sizes that are no multiple of 8 under mixed precision, each with the nearest better one.
+
+    Tensor cores want multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
+    """
+    if plan.precision in ("fp64", "fp32", "tf32"):
+        return []
+    sizes = {"micro-batch × sequence": plan.micro_batch * seq_len, "sequence": seq_len}
+    if spec is not None:
+        sizes |= {"vocabulary": spec.vocab, "hidden": spec.hidden, "ffn": spec.ffn}
+        sizes["head_dim"] = spec.head_dim
+    return [
+        f"{name} {size} is no multiple of 8, which is slower in {plan.precision}: "
+        f"{-(-size // 8) * 8} would be better"
+        for name, size in sizes.items()
+        if size % 8
+    ] + (
+        [
+            f"micro-batch {plan.micro_batch} is no multiple of 8, which some kernels want in "
+            f"{plan.precision}: {-(-plan.micro_batch // 8) * 8} may be better"
+        ]
+        if plan.micro_batch % 8
+        else []
+    )

@@ -1,0 +1,106 @@
+"""Reads a checkpoint without running code from it: it may come from anyone.
+
+Left alone, torch's reader unpickles `.metadata` and the values that are no tensors with whatever
+they name. Here they name the classes of DCP's own metadata, or plain values.
+"""
+
+import io
+import pickle
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from outpace.records.errors import BadInputError
+from outpace.training.checkpoint_metadata import METADATA_FILE
+
+# What torch writes there.
+_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+
+
+class RestrictedReader(FileSystemReader):
+    """DCP's reader of a folder. Raises BadInputError for metadata that are none."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = read_metadata(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata as they were read when this was made."""
+        about = self._metadata.storage_meta or StorageMeta()
+        about.load_id = self.load_id
+        self._metadata.storage_meta = about
+        return self._metadata
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner; of what is no tensor it takes plain values only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value where it belongs. Raises BadInputError for one that is not plain."""
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            raise BadInputError(
+                f"{name} is no plain value there. It is not read, since that could run code"
+            ) from None
+        set_element(self.original_state_dict, self.mappings[name], found)
+
+
+_IN_PYTHON: Any = pickle._Unpickler
+
+
+def _build(unpickler: Any) -> None:
+    """Give state to what was made: to nothing that this process has, as a class is."""
+    made = unpickler.stack[-2]
+    if isinstance(made, type) or not is_dataclass(made):
+        raise pickle.UnpicklingError(f"it would change {made!r}")
+    _IN_PYTHON.load_build(unpickler)
+
+
+class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
+    """The form of it in Python, whose instructions can be refused one by one."""
+
+    dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _build}
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or name in _NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which is nothing of a checkpoint's"
+        )
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """A checkpoint's metadata. Raises BadInputError for what is none."""
+    path = folder / METADATA_FILE
+    try:
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+        files = {info.relative_path for info in (found.storage_data or {}).values()}
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except Exception as error:  # a broken pickle raises many kinds
+        raise BadInputError(f"{path} cannot be read, and nothing of it was run: {error}") from None
+    outside = [name for name in files if Path(str(name)).name != name]
+    if not isinstance(found, Metadata) or outside:
+        raise BadInputError(f"{path} names files outside of its folder: {sorted(outside)[:3]}")
+    return found

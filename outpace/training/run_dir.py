@@ -1,0 +1,301 @@
+"""The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/ and more."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from outpace.records.base import TEMPORARY_PREFIX, Record, put_aside
+from outpace.records.checksums import folder_damage
+from outpace.records.errors import BadInputError
+from outpace.records.lines import encode_line
+from outpace.records.measurement import Evaluation, Measurement, StepRecord
+from outpace.records.run import Failure, RunRecord
+from outpace.training.callbacks import Callback
+from outpace.training.run_log import RunLog, read_log
+
+Loaded = TypeVar("Loaded", bound=Record)
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+EVALS_FILE = "evals.jsonl"
+RESULT_FILE = "result.json"
+FAILURE_FILE = "failure.json"
+# Of which an exported model has one, by its kind.
+MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
+STANDSTILL_FILE = "standstill.json"
+STANDSTILL_PAGE = "standstill.html"
+UTILISATION_FOLDER = "utilisation"
+# Where wandb keeps links to logs of its own; outpace neither writes nor removes there.
+WANDB_FOLDER = "wandb"
+# Of a file by which several hosts are asked whether they see a folder, for some seconds.
+TOKEN_PREFIX = TEMPORARY_PREFIX
+# A run writes its metrics, a checkpoint and the model; below this it can write none of them.
+_LEAST_FREE_BYTES = 16 << 20
+
+
+class RunDir:
+    """Paths of a run, and the rules by which a directory becomes one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.base = path / "base"  # random weights that adapters were trained beside
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / RUN_FILE).is_file()
+
+    def require_free(self) -> None:
+        """Refuse a directory that already holds another run, or anything else."""
+        if self.exists:
+            raise BadInputError(
+                f"{self.path} already holds a run. Use --resume to continue it, or another --out."
+            )
+        if self.path.is_symlink() and not self.path.exists():
+            raise BadInputError(
+                f"{self.path} is a link to {_target(self.path)}, which is not there. Make that "
+                "directory, or use another --out."
+            )
+        if self.path.exists() and not self._is_empty():
+            raise BadInputError(
+                f"{self.path} is there and is not an empty directory. Use another --out."
+            )
+
+    def _is_empty(self) -> bool:
+        return self.path.is_dir() and all(
+            one.name.startswith(TOKEN_PREFIX) for one in self.path.iterdir()
+        )
+
+    def require_run(self) -> RunRecord:
+        """The record of the run to resume. Raises BadInputError when there is none."""
+        if not self.exists:
+            raise BadInputError(
+                f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start."
+            )
+        self._refuse_links()
+        return RunRecord.load(self.path / RUN_FILE)
+
+    def _refuse_links(self) -> None:
+        """Refuse links out of the run, which may be anyone's: it writes and removes by names."""
+        root = self.path.resolve()
+        for folder, below, files in os.walk(self.path):
+            for path in (Path(folder, name) for name in (*below, *files)):
+                if path.is_symlink() and not _target(path).is_relative_to(root):
+                    raise BadInputError(
+                        f"{path} is a link out of the run, to {_target(path)}: resuming would "
+                        "write or remove there. Put in its place what it leads to; a run on "
+                        "another disk is a link as a whole."
+                    )
+            if Path(folder) == self.path and WANDB_FOLDER in below:
+                below.remove(WANDB_FOLDER)
+
+    def begin(self, record: RunRecord) -> None:
+        """Write run.json, the first file of a run; nothing is left behind when it can't be.
+
+        A run that resumes has not ended: the reason why it did is removed.
+        """
+        created = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.require_room()
+            except BadInputError:
+                if created:
+                    self.path.rmdir()
+                raise
+            record.save(self.path / RUN_FILE)
+            for name in (FAILURE_FILE, STANDSTILL_FILE, STANDSTILL_PAGE):
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            if created:
+                with suppress(OSError):  # another run's files stay
+                    self.path.rmdir()
+            raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
+
+    def require_room(self) -> None:
+        """Raise BadInputError where the disk has too little room for a run."""
+        free = shutil.disk_usage(self.path).free
+        if free < _LEAST_FREE_BYTES:
+            elsewhere = "" if self.exists else ", or use another --out"
+            raise BadInputError(
+                f"the disk of {self.path} has {free / 2**20:.1f} MiB left, and a run needs "
+                f"{_LEAST_FREE_BYTES / 2**20:.0f} MiB to begin. Free some space{elsewhere}."
+            )
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step of the run was done."""
+        metrics = self.path / METRICS_FILE
+        return metrics.is_file() and metrics.stat().st_size > 0
+
+    def discard_unbegun(self) -> None:
+        """Remove the directory of a run that has not done a step."""
+        if not self.has_steps:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def end_early(self, reason: str, checkpoint_step: int | None = None) -> None:
+        """Write down why the run ends before its last step, and which checkpoint is its newest."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        failure = Failure(reason=reason, ended=now, checkpoint_step=checkpoint_step)
+        failure.save(self.path / FAILURE_FILE)
+
+    def history(self) -> "History":
+        """Read what a run left of its work. Raises BadInputError if it cannot be read."""
+        measurement, damage = _load(self.path / RESULT_FILE, Measurement)
+        failure, failure_damage = _load(self.path / FAILURE_FILE, Failure)
+        return History(
+            failure=failure,
+            failure_damage=failure_damage,
+            steps=read_log(self.path / METRICS_FILE, StepRecord),
+            evaluations=read_log(self.path / EVALS_FILE, Evaluation),
+            measurement=measurement,
+            result_damage=damage,
+            has_model=self.model.is_dir() and any(self.model.iterdir()),
+        )
+
+    def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
+        """Make room for models that are written again, keeping what is left of them."""
+        for folder in (self.model, self.base):
+            damage = model_damage(folder)
+            if damage is not None and os.path.lexists(folder):
+                say(f"{damage}: {folder} is kept as {put_aside(folder)}")
+
+    def continue_from(
+        self, step: int, total_steps: int, history: "History", say: Callable[[str], None]
+    ) -> None:
+        """Leave of `history` what was before a resumed run's first step, `step` + 1.
+
+        The steps after it are done again, and so are the evaluations after the last step and
+        before the first. What cannot be read is kept under another name, which is said.
+        """
+        self._remove_leftovers()
+        self.require_room()  # before any step is cut
+        again = step if step in (0, total_steps) else None  # is evaluated again
+        done = history.steps.last_step
+        if step == 0 and history.steps.lines:
+            for log in (history.steps, history.evaluations):
+                if os.path.lexists(log.path):
+                    say(f"{log.path} of before is kept as {put_aside(log.path, 'earlier')}")
+        else:
+            if done < step:
+                steps = f"step {step}" if done == step - 1 else f"steps {done + 1} to {step}"
+                say(f"{history.steps.path} lacks {steps}, which were done before")
+            elif done > step:
+                steps = "1 step is" if done == step + 1 else f"{done - step} steps are"
+                say(f"after step {step}, {steps} done again")
+            history.steps.cut(lambda one: one.step <= step, say)
+            history.evaluations.cut(lambda one: one.step <= step and one.step != again, say)
+        damages = ((RESULT_FILE, history.result_damage), (FAILURE_FILE, history.failure_damage))
+        for name, damage in damages:
+            if damage is not None:
+                say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a kill left half-written. A whole model that was to be replaced is kept."""
+        for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
+            if not self.model.exists():
+                path.rename(self.model)
+        for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def evaluation(self, step: int) -> Evaluation | None:
+        """The evaluation that was logged at `step`, None when there is none."""
+        lines = read_log(self.path / EVALS_FILE, Evaluation).lines
+        return next((line.record for line in lines if line.record.step == step), None)
+
+
+@dataclass(frozen=True)
+class History:
+    """Results of a run: steps, evaluations, its measurement, and whether it has a model.
+
+    `measurement` is None where there is no result, or one that cannot be read: `result_damage`. So
+    is `failure`, why the run ended before its last step.
+    """
+
+    failure: Failure | None
+    failure_damage: str | None
+    steps: RunLog[StepRecord]
+    evaluations: RunLog[Evaluation]
+    measurement: Measurement | None
+    result_damage: str | None
+    has_model: bool
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there are signs that the run came to its end once."""
+        return self.measurement is not None or self.result_damage is not None or self.has_model
+
+
+def model_damage(folder: Path) -> str | None:
+    """Say what is wrong with an exported model; None if it is what was written."""
+    if not any((folder / name).is_file() for name in MODEL_FILES):
+        return f"{folder} holds no whole model"
+    return folder_damage(folder)
+
+
+def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
+    """A record, or in words why what is there is none; neither where nothing is there."""
+    if not os.path.lexists(path):
+        return None, None
+    try:
+        return kind.load(path), None
+    except BadInputError as error:
+        return None, str(error)
+
+
+def _target(link: Path) -> Path:
+    """Return where a link leads; one that leads in a circle, as far as it says itself."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):
+        return Path("/", link.readlink())
+
+
+class MetricsWriter(Callback):
+    """One JSON object a step, in metrics.jsonl; one an evaluation, in evals.jsonl."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        with ExitStack() as opened:
+            self._steps = opened.enter_context(_LineWriter(run_dir.path / METRICS_FILE))
+            self._evals = opened.enter_context(_LineWriter(run_dir.path / EVALS_FILE))
+            self._opened = opened.pop_all()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Append a line. Raises OSError with the file's name."""
+        self._steps.write(encode_line(record))
+
+    def on_eval(self, evaluation: Evaluation, final: bool) -> None:
+        """Append a line. Raises OSError with the file's name."""
+        self._evals.write(encode_line(evaluation))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._opened.close()
+
+
+class _LineWriter(AbstractContextManager["_LineWriter"]):
+    """Appends whole lines to a file; nothing is left to write when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: bytes) -> None:
+        left = line
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,0 +1,85 @@
+"""A run's directory is one training's at a time."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from outpace.records.errors import BadInputError
+from outpace.training.run_dir import TOKEN_PREFIX
+
+_LOCK, _LOOK_AGAIN_S = f"{TOKEN_PREFIX}lock", 0.5
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+
+
+@contextmanager
+def lock_run(
+    folder: Path, patience_s: float, say: Callable[[str], None] = lambda sentence: None
+) -> Iterator[None]:
+    """Hold `folder` against other trainings until this ends, or this process does.
+
+    Waits for `patience_s` while another has it, and says so once: of a job that is put back
+    or begun again, the ranks before may still be ending. Raises BadInputError where it is held
+    longer. A file system without locks lets everybody in.
+    """
+    until_s, said = time.monotonic() + patience_s, False
+    while (lock := _try_lock(folder / _LOCK)) is None:
+        if time.monotonic() >= until_s:
+            raise BadInputError(
+                f"{folder} is being trained in by another process{_holder(folder / _LOCK)}: two "
+                "would write over each other's files. Wait until it has ended, end it, or use "
+                "another --out."
+            )
+        if not said:
+            say(
+                f"{folder} is being trained in by another process{_holder(folder / _LOCK)}: "
+                f"waiting for {patience_s:g} s for it to end"
+            )
+            said = True
+        time.sleep(_LOOK_AGAIN_S)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / _LOCK).unlink()
+        os.close(lock)
+
+
+def _try_lock(path: Path) -> int | None:
+    """Return the open file that is now locked by us; None: somebody else has it."""
+    try:
+        own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise BadInputError(f"cannot write to {path.parent}: {error.strerror}") from None
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            return own  # there are no locks here
+        os.close(own)
+        return None
+    if not _is_there(path, own):  # its last holder removed it before we had it
+        os.close(own)
+        return None
+    os.truncate(own, 0)
+    os.write(own, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return own
+
+
+def _is_there(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    """Say who holds the lock, in brackets, if that can be read."""
+    with suppress(OSError):
+        if said := path.read_text(errors="replace")[:200]:
+            return f" ({said})"
+    return ""

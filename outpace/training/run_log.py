@@ -1,0 +1,122 @@
+"""metrics.jsonl and evals.jsonl: one record a line, read back and cut where a run is resumed."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+
+from outpace.records.base import put_aside, write_atomic
+from outpace.records.errors import BadInputError
+from outpace.records.lines import ChangedLineError, strip_checksum
+from outpace.records.measurement import Evaluation, StepRecord
+
+Entry = TypeVar("Entry", StepRecord, Evaluation)
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Line(Generic[Entry]):
+    """A line that could be read: its number in the file, from 1, its bytes and what it says."""
+
+    number: int
+    content: bytes
+    record: Entry
+
+
+@dataclass(frozen=True)
+class RunLog(Generic[Entry]):
+    """Content of a file of records: lines in order, and in words what cannot be read of it."""
+
+    path: Path
+    lines: tuple[Line[Entry], ...] = ()
+    damage: str | None = None
+
+    @property
+    def last_step(self) -> int:
+        """0 where there is none."""
+        return self.lines[-1].record.step if self.lines else 0
+
+    def cut(self, keeps: Callable[[Entry], bool], say: Callable[[str], None]) -> None:
+        """Leave the lines whose record is to be kept.
+
+        A file of which something cannot be read is kept under another name, which is said.
+        """
+        kept = [line.content for line in self.lines if keeps(line.record)]
+        if self.damage is not None:
+            say(
+                f"{self.path}: {self.damage}. It is kept as {put_aside(self.path)}, and "
+                f"{len(kept)} lines are taken over."
+            )
+            write_atomic(self.path, b"".join(kept))
+        elif kept != [line.content for line in self.lines[: len(kept)]]:
+            write_atomic(self.path, b"".join(kept))
+        elif self.path.exists():
+            _truncate(self.path, kept)
+
+
+def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
+    """Read a file of `kind`, of which nothing is written where there is none.
+
+    What a kill cuts short is the last line, which is left out. Raises BadInputError where the file
+    system does not let it be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return RunLog(path)
+    except IsADirectoryError:
+        return RunLog(path, damage="it is a folder")
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    *whole, rest = content.split(b"\n")
+    found: list[Line[Entry]] = []
+    changed: set[int] = set()
+    for number, text in enumerate((*whole, rest), start=1):
+        try:
+            found.append(Line(number, text + b"\n", kind.model_validate_json(strip_checksum(text))))
+        except ChangedLineError:
+            changed.add(number)
+        except ValidationError:
+            pass
+    lines = _order(found)
+    taken = {line.number for line in lines}
+    lost = [number for number in range(1, len(whole) + 1) if number not in taken]
+    return RunLog(path, tuple(lines), _damage(lost, changed, kind) if lost else None)
+
+
+def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
+    """Lines whose steps increase: of two that do not, the one that fits its neighbours."""
+    kept: list[Line[Entry]] = []
+    for line, after in zip_longest(lines, lines[1:]):
+        before = kept[-1].record.step if kept else -1
+        step = line.record.step
+        ahead = after is not None and before < after.record.step <= step
+        if step > before and not ahead:
+            kept.append(line)
+    return kept
+
+
+def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
+    """Say which lines are lost; those that were changed by themselves where all were."""
+    what = "step" if issubclass(kind, StepRecord) else "evaluation"
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    if changed.issuperset(numbers):
+        lines = f"line {shown} is" if len(numbers) == 1 else f"lines {shown}{more} are"
+        return f"{lines} not as outpace wrote it: a checksum does not fit"
+    if len(numbers) == 1:
+        return f"line {shown} is no {what} that follows the one before"
+    return f"lines {shown}{more} are no {what}s that follow the ones before"
+
+
+def _truncate(path: Path, kept: Sequence[bytes]) -> None:
+    """The file's first lines; the last of them may have lost its line end to a kill."""
+    length = sum(map(len, kept))
+    if path.stat().st_size < length:
+        with path.open("ab") as file:
+            file.write(b"\n")
+    os.truncate(path, length)

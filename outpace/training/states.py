@@ -1,0 +1,409 @@
+"""A run's tensors as torch's distributed checkpoint (DCP) takes, writes and reads them.
+
+Apart from `checkpoint`, which says when and where: loading DCP takes half a second, which a
+run that saves nothing, or not yet, does not wait for.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from outpace.nn.extra_state import pack, unpack
+from outpace.optim.build import fill_state
+from outpace.optim.master import master_weights
+from outpace.records.errors import BadInputError
+from outpace.training.checkpoint_metadata import first_reason
+from outpace.training.past_cache import DirectWriter
+from outpace.training.restricted import PlainLoadPlanner, RestrictedReader
+
+# What saving and loading raise: DCP wraps the ranks' errors in a BaseException.
+ERRORS = (Exception, CheckpointException)
+SMALL_BYTES = 8  # torch's stager pins nothing for storages below 5
+_STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
+
+
+def _options(trained_only: bool) -> StateDictOptions:
+    """Each parameter's optimizer state under its own name, so that any layout finds what it needs.
+
+    Without frozen parameters what is not in a checkpoint is missing in the file, and found out
+    there; that the rest of the model is not there either is no error.
+    """
+    if not trained_only:
+        return StateDictOptions(flatten_optimizer_state_dict=True)
+    return StateDictOptions(
+        flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
+    )
+
+
+class Lent(AsyncStager):
+    """A state that is saved from where it lies until it changes, and from a copy after that.
+
+    A copy of all takes as much memory as the state again, which a virtual machine may be slow to
+    give (docs/log.md); a step's forward and backward, which change nothing, are long enough to
+    write most of it. Each tensor is copied by itself when its turn comes, so that who changes the
+    state waits for memory alone, never for a disk. Only of plain tensors on a CPU.
+    """
+
+    _synchronize_after_execute = False  # who changes the state calls `give_back` first
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._unread: dict[int, Tensor] = {}  # by what `id` gives
+        self._room: mmap.mmap | None = None  # for the copy of one tensor
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Stage the same memory, by tensors whose memory can be swapped."""
+        lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
+        self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
+        return lent
+
+    def synchronize_staging(self) -> None:
+        """Do nothing, since nothing is being copied."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def keep(self, wanted: Iterable[Any]) -> None:
+        """Forget all that was staged except what is going to be read."""
+        places = {id(one) for one in wanted}
+        with self._turn:
+            self._unread = {k: v for k, v in self._unread.items() if k in places}
+            largest = max((one.nbytes for one in self._unread.values()), default=0)
+            self._room = mmap.mmap(-1, largest) if largest else None
+
+    def read(self, found: Any) -> Any:
+        """A copy of a tensor that may change, until the next one; anything else as it is."""
+        with self._turn:
+            return found if self._unread.pop(id(found), None) is None else self._copy(found)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Copy by this thread alone, into memory that it has: torch takes threads from the step."""
+        if self._room is None or not tensor.is_contiguous() or not tensor.numel():
+            return tensor.clone()
+        copied = torch.frombuffer(self._room, dtype=tensor.dtype, count=tensor.numel())
+        np.copyto(copied.view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
+        return copied.view(tensor.shape)
+
+    def give_back(self) -> None:
+        """Copy all that was not read, before the state changes."""
+        with self._turn:
+            for tensor in self._unread.values():
+                tensor.data = tensor.clone()
+            self._unread.clear()
+
+
+class CopyStream:
+    """A stream of a GPU that copies beside what the GPU computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied: torch.cuda.Event | None = None
+
+    @contextmanager
+    def copy_after_computing(self) -> Iterator[None]:
+        """Begin copies when the GPU has computed what it was given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+            self._copied = self._stream.record_event()
+
+    def hold_computing(self) -> None:
+        """Let the GPU compute nothing further before the copies are made; the host continues."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Wait until the copies are made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def is_small_on_gpu(tensor: Tensor) -> bool:
+    """Whether torch's stager may not pin memory for a copy of this tensor by itself."""
+    return tensor.is_cuda and tensor.nbytes < SMALL_BYTES
+
+
+@torch.no_grad()
+def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
+    """The state with all small tensors of a device and dtype in one, of which they are views.
+
+    Copies to memory that is not pinned make the host wait for all copies before them, and fused
+    optimizers have a small tensor, "step", for each parameter. `memory` is kept from call to call.
+    """
+    leaves, structure = tree_flatten(state)
+    alike: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.numel() and is_small_on_gpu(leaf):
+            alike.setdefault((leaf.device, leaf.dtype), []).append(place)
+    for kind, places in alike.items():
+        parts = [leaves[place] for place in places]
+        sizes = [part.numel() for part in parts]
+        total = sum(sizes)
+        if kind not in memory or memory[kind].numel() != total + SMALL_BYTES:
+            memory[kind] = parts[0].new_empty(total + SMALL_BYTES)  # never small itself
+        joined = memory[kind][:total]
+        torch.cat([part.reshape(-1) for part in parts], out=joined)
+        for place, part, view in zip(places, parts, joined.split(sizes), strict=True):
+            leaves[place] = view.view(part.shape)
+    joined_state: dict[str, Any] = tree_unflatten(leaves, structure)
+    return joined_state
+
+
+class PinnedCopies(AsyncStager):
+    """A GPU's state, copied to pinned host memory while the GPU computes.
+
+    The memory is kept for the next save: pinning it takes longer than the copy. Training waits for
+    the copy only on the device, and only before the optimizer changes what is copied.
+    """
+
+    _synchronize_after_execute = False  # who changes the state calls `give_back` first
+
+    def __init__(self, stager: StateDictStager, stream: CopyStream) -> None:
+        self._stager, self._stream = stager, stream
+        self._state: dict[str, Any] | None = None  # held until it is copied
+        self._joined: dict[Any, Tensor] = {}  # of small tensors, by device and dtype
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state in host memory, which has its values once `read` returns."""
+        self._state = state_dict
+        with self._stream.copy_after_computing():
+            joined = join_small(state_dict, self._joined)
+            staged: dict[str, Any] = self._stager.stage(joined, non_blocking=True)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `read` waits."""
+
+    def close(self) -> None:
+        """The memory is kept."""
+
+    def keep(self, wanted: Iterable[Any]) -> None:
+        """All is copied already, or about to be."""
+
+    def read(self, found: Any) -> Any:
+        """Return what was staged, when it is there."""
+        self._stream.wait()
+        self._state = None
+        return found
+
+    def give_back(self) -> None:
+        """Let the device make the copies before the state changes."""
+        self._stream.hold_computing()
+
+
+class _Planner(DefaultSavePlanner):
+    """Reads what is lent; of what all ranks have only what this one writes."""
+
+    def __init__(self, lent: Lent | PinnedCopies) -> None:
+        super().__init__()
+        self._lent = lent
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._lent.keep(self.lookup_object(item.index) for item in plan.items)
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._lent.read(super().resolve_data(write_item))
+
+
+class _PastCache(FileSystem):
+    """Writes so that nothing beside it lacks memory."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with DirectWriter(Path(path)) as file:
+            yield file
+
+
+class _Writer(_FileSystemWriter):
+    """Leaves out torch's checksum of each tensor: files have a better one.
+
+    Of the class below `FileSystemWriter`, which would make the copies, too, rather than a stager.
+    `past_cache`: for what is written beside a step that computes, which the system's cache would
+    slow down. Such files bring themselves to the disk.
+    """
+
+    def __init__(self, folder: Path, past_cache: bool = False) -> None:
+        super().__init__(folder, sync_files=not past_cache)
+        if past_cache:
+            # Tensors on a CPU are not copied ahead, whatever other devices there are.
+            self.per_thread_copy_ahead = 0
+            self.fs = _PastCache()
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        before = get_crc32_options()  # of this thread, which is the one that writes
+        set_crc32_options(False)
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            set_crc32_options(before)
+
+
+def can_lend(state: dict[str, Any]) -> bool:
+    """Whether all tensors are plain ones on a CPU."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
+
+
+def pinned_copies(state: dict[str, Any]) -> PinnedCopies | None:
+    """Return copies for a state with tensors on a GPU; None for others."""
+    leaves = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    device = next((leaf.device for leaf in leaves if leaf.device.type == "cuda"), None)
+    if device is None:
+        return None
+    return PinnedCopies(StateDictStager(pin_memory=True), CopyStream(device))
+
+
+def begin(
+    state: dict[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup,
+    lent: Lent | PinnedCopies | None = None,
+) -> Future[Any]:
+    """Write in the background, from what is `lent` or from a copy made before this returns."""
+    planner = None if lent is None else _Planner(lent)
+    written = async_save(
+        state,
+        storage_writer=_Writer(folder, past_cache=lent is not None),
+        planner=planner,
+        process_group=group,
+        async_stager=lent,
+    )
+    assert isinstance(written, Future)
+    return written
+
+
+def write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
+    """Write here and now; DCP's metadata on rank 0. Raises `ERRORS`."""
+    return save(state, storage_writer=_Writer(folder), process_group=group)
+
+
+def read(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
+    """Fill the tensors of `state`, whatever number of ranks wrote them.
+
+    Raises BadInputError for a checkpoint of something else, or one that would run code.
+    """
+    reader = RestrictedReader(folder)
+    try:
+        load(state, storage_reader=reader, planner=PlainLoadPlanner(), process_group=group)
+    except ERRORS as error:
+        raise BadInputError(
+            f"checkpoint {folder} does not fit this model and optimizer: {first_reason(error)}"
+        ) from None
+
+
+def take(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    trained_only: bool,
+) -> dict[str, Any]:
+    """The tensors to save or to fill, by the names that they have in a single process.
+
+    Where the optimizer keeps fp32 copies of weights, these stand for the weights: a checkpoint is
+    then the one of a training in fp32, and either can resume from it.
+    """
+    if model is None:
+        return {}
+    if optimizer is None:
+        return {"model": pack(get_model_state_dict(model, options=_options(trained_only)))}
+    fill_state(optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(trained_only))
+    model_state = pack(model_state)
+    for name, master in _masters(model, optimizer).items():
+        model_state[name] = master
+        optimizer_state.pop(_STATE_OF_MASTER.format(name), None)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
+    """Leave out of what is saved the weights of 16 bits that train.
+
+    They are rounded from fp32 copies, which other ranks save.
+    """
+    for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
+        kept = state["model"].get(name)
+        if kept is not None and parameter.requires_grad and kept.itemsize == 2:
+            del state["model"][name]
+
+
+def put(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+    trained_only: bool,
+) -> None:
+    """Take over what was read into `state`."""
+    if model is None:
+        return
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    weights = unpack(state["model"], device)
+    if optimizer is None:
+        set_model_state_dict(model, weights, options=_options(trained_only))
+        return
+    states = dict(state["optimizer"])
+    for name in _masters(model, optimizer):
+        states[_STATE_OF_MASTER.format(name)] = weights[name]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    with _without_empty_groups(optimizer):
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=states,
+            options=_options(trained_only),
+        )
+    # The settings decide it, not what was saved.
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The fp32 copies of a model's weights that an optimizer keeps, by the weights' names."""
+    kept = master_weights(optimizer)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: kept[parameter] for name, parameter in named if parameter in kept}
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A rank that holds a share of the parameters may have none of a group, which torch expects."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]

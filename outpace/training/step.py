@@ -1,0 +1,293 @@
+"""One optimizer step on one rank, from micro-batches to new weights."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outpace.nn.mixed import Mixed, casts_kept
+from outpace.nn.torch_versions import all_gather_single
+from outpace.optim.build import begin_step
+from outpace.parallel import Layout, Pass
+from outpace.parallel.layout import divisor
+from outpace.records.plan import Plan
+from outpace.training.device_queue import DeviceFigures, DeviceQueue, queue_of
+from outpace.training.memory import CacheFreer, peak_memory_bytes
+from outpace.training.timing import BusyTime, Marks, StepTimer
+
+Batch = Any
+
+
+class RankReports:
+    """Reports of all ranks on a step, for which the first reader waits.
+
+    Each rank reports whether to stop, its peak memory in bytes, and its own time in seconds.
+    """
+
+    def __init__(self, values: Tensor | list[list[float]], work: Any = None) -> None:
+        self._values = values
+        self._work = work
+
+    def wait(self) -> list[list[float]]:
+        """(world, 3), when all ranks have said it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if isinstance(self._values, Tensor):
+            self._values = self._values.tolist()
+        return self._values
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return any(stop for stop, _, _ in self.wait())
+
+    @property
+    def peak_memory_by_rank(self) -> tuple[int, ...]:
+        """Peak memory of each rank, in bytes; empty where a rank does not know."""
+        peaks = [int(peak) for _, peak, _ in self.wait()]
+        return tuple(peaks) if min(peaks) >= 0 else ()
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of each rank without waiting for others; empty where a rank does not know."""
+        own = tuple(own_s for _, _, own_s in self.wait())
+        return own if min(own) >= 0 else ()
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Peak memory of the fullest rank."""
+        peak = max(int(peak) for _, peak, _ in self.wait())
+        return peak if peak >= 0 else None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a step. `loss_scale`: that of fp16 in this step."""
+
+    loss_sum: float
+    count: float  # of targets in the global batch
+    grad_norm: float
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """A step whose device work may be unfinished: its figures are on their way to the host."""
+
+    step: int
+    lr: float
+    totals: Tensor  # (2,) float64: loss sum, target count, over the global batch
+    grad_norm: Tensor
+    marks: Marks
+    copied: DeviceFigures
+    gathered: RankReports
+    cache_freed_bytes: int | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has done it, so that nothing has to wait for its figures."""
+        return self.marks[-1][1].query()
+
+    def figures(self) -> Figures:
+        """Return its figures; waits until the device has done this step."""
+        read = self.copied.read(self.marks[-1][1])
+        loss_sum, count = read.pop("totals")
+        (grad_norm,) = read.pop("grad_norm")
+        scale = read.pop("loss_scale", None)
+        skipped = any(found > 0 for (found,) in read.values())
+        return Figures(loss_sum, count, grad_norm, None if scale is None else scale[0], skipped)
+
+
+class Stepper:
+    """The live parts that a step needs.
+
+    `expected_targets` is the number of targets in a global batch: exact when `targets_known`,
+    otherwise a guess that is corrected before the optimizer steps. `on_gradients` is called when
+    a step's gradients are whole, before they are clipped. `queue` is that of the device, unless
+    another is given.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        mixed: Mixed,
+        plan: Plan,
+        clip: float,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        expected_targets: int,
+        targets_known: bool,
+        on_gradients: Callable[[], None] | None = None,
+        queue: DeviceQueue | None = None,
+    ) -> None:
+        self._layout = layout
+        self._optimizer = optimizer
+        self.mixed = mixed
+        self._clip = clip
+        self._device = device
+        self._control = control
+        self._world_size = plan.world_size
+        self._parts = plan.pp_microbatches  # of each micro-batch, in a pipeline
+        self._expected_targets = expected_targets
+        self._targets_known = targets_known
+        self._on_gradients = on_gradients
+        # From micro-batch to micro-batch, where weights stay as they are and a backward needs their
+        # casts anyway: at the end of a forward the memory is the same.
+        whole = plan.strategy in ("single", "ddp", "zero1") and plan.offload_parameters == "none"
+        whole = whole and layout.shares_casts
+        self._keeps_casts = whole and not plan.recomputes and not plan.optimizer_in_backward
+        self.on_mark: Callable[[str], None] = lambda part: None  # a part of a step is done
+        # The loss is a sum over local targets; what averages gradients divides it by the ranks
+        # (x W / N: see docs/design).
+        self._scale = layout.averages / expected_targets
+        self.queue = queue_of(device) if queue is None else queue
+        self._timer = StepTimer(self.queue)
+        self._own_time = BusyTime(self.queue)
+        self.heard: RankReports | None = None  # of the latest step of which all ranks have spoken
+        self._speaking: RankReports | None = None  # of a step before which not all may have
+        self._freer = CacheFreer(device) if plan.empty_cache else None
+        self.totals: Tensor | None = None  # of the next step's passes, where a look has made them
+
+    def begin(self) -> None:
+        """Start the next step: what follows is time spent waiting for data."""
+        self._timer.begin()
+
+    def pause(self) -> None:
+        """Count what is done until the next step begins, such as an evaluation, to no step."""
+        self._timer.pause()
+
+    def run(
+        self, step: int, lr: float, batches: Iterable[Batch], stop: Callable[[], bool]
+    ) -> RawStep:
+        """Do step number `step` (from 1) with learning rate `lr`; `begin` was called before.
+
+        `stop` is asked late, so that a signal during the step is heard by all ranks within it, or
+        within the next one where the device computes behind the host.
+        """
+        timer = self._timer
+        timer.mark("data")
+        begin_step(self._optimizer, step, lr)
+        totals, self.totals = self.totals, None
+        if totals is None:
+            totals = self.forward_backward(list(batches), self.step_pass)
+        if self.mixed.wide_gradients:
+            self._layout.widen_gradients()
+        gathered, summed = self._share_totals(totals, stop())
+        if not self._targets_known:
+            _wait(summed)
+            # Correct the gradients for the true number of targets in the global batch.
+            self._layout.scale_gradients(self._expected_targets / divisor(totals[1]))
+        self._mark("communication")
+        if self._on_gradients is not None:
+            self._on_gradients()
+            timer.mark("other")
+        grad_norm, fp16 = self._update()
+        self._mark("optimizer")
+        _wait(summed)
+        self._hear(gathered)
+        copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
+        timer.mark("communication")
+        marks = timer.take()
+        if self._world_size > 1:  # by itself it tells nobody, and would hold all steps' marks
+            self._own_time.add(marks)
+        freed = None if self._freer is None else self._freer.take()
+        return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
+
+    @property
+    def step_pass(self) -> Pass:
+        """Casts, scale and marks of a step's passes."""
+        return Pass(self.mixed.cast, self._scale_loss, self._mark)
+
+    def forward_backward(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """All passes of a step."""
+        if self.mixed.wide_sums and len(batches) * self._parts > 1:
+            self._layout.add_up_in_fp32()
+        if not (self._keeps_casts and len(batches) > 1):
+            return self._layout.gradients(batches, given)
+        with casts_kept():
+            cast = partial(self.mixed.cast, True)
+            return self._layout.gradients(batches, replace(given, cast=cast))
+
+    def _mark(self, part: str) -> None:
+        """A part is done; freeing its cache belongs to it."""
+        if part in ("forward", "backward", "optimizer"):
+            self.free_cache()
+        self._timer.mark(part)
+        self.on_mark(part)
+
+    def free_cache(self) -> None:
+        """Free what allocators keep for later, where the plan says so."""
+        if self._freer is not None:
+            self._freer.free()
+
+    def _scale_loss(self, loss_sum: Tensor) -> Tensor:
+        scaled = loss_sum * self._scale
+        return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
+
+    def _share_totals(self, totals: Tensor, stop: bool) -> tuple[RankReports, Any]:
+        """Begin to sum the totals over ranks and to gather what each rank has to say."""
+        peak = peak_memory_bytes(self._device)
+        known_peak = -1.0 if peak is None else float(peak)
+        if self._world_size == 1:
+            return RankReports([[float(stop), known_peak, -1.0]]), None
+        said = torch.tensor([[stop, known_peak, self._own_time.take()]], dtype=torch.float64)
+        heard = torch.empty(self._world_size, said.shape[1], dtype=torch.float64)
+        group = None if self._device.type == "cuda" else self._control
+        summed = dist.all_reduce(totals, group=group, async_op=True)
+        work = all_gather_single(heard, said, group=self._control, async_op=True)
+        return RankReports(heard, work), summed
+
+    def _hear(self, gathered: RankReports) -> None:
+        """Wait for what ranks said of this step; of the one before where the device is behind.
+
+        All ranks go by the same step, whichever they have reached, as they have to stop together.
+        """
+        if self.queue.steps_behind and self._world_size > 1:
+            before, self._speaking = self._speaking, gathered
+            if before is None:
+                return
+            gathered = before
+        gathered.wait()
+        self.heard = gathered
+
+    def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Clip, step, zero.
+
+        Returns the norm before clipping; of fp16 the loss scale, and by device whether something
+        overflowed, so that the step was skipped.
+        """
+        optimizer, scaler = self._optimizer, self.mixed.scaler
+        if scaler is None:
+            norm = self._layout.clip(self._clip, optimizer)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return norm, {}
+        # `scaler.get_scale()` would wait for the device.
+        scale = scaler._get_scale_async()
+        seen = {} if scale is None else {"loss_scale": scale.clone()}
+        scaler.unscale_(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for found_inf in found.values():
+            self._layout.agree(found_inf)
+        seen |= {f"overflow on {device}": found_inf for device, found_inf in found.items()}
+        norm = self._layout.clip(self._clip, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if self.mixed.wide_gradients:
+            self._layout.drop_wide_gradients()
+        return norm, seen
+
+
+def _wait(work: Any) -> None:
+    """Wait for a collective; where it is the device's, its stream waits and not the host."""
+    if work is not None:
+        work.wait()

@@ -1,0 +1,98 @@
+"""Timing of a step's parts, without waiting for the device in between."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from outpace.training.device_queue import DeviceQueue, Mark
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+# What was done up to a point, and the point.
+Marks = Sequence[tuple[str, Mark]]
+
+
+class StepTimer:
+    """Marks the ends of a step's parts in a device's queue.
+
+    A part that is marked several times (forward, backward of each micro-batch) is added up. A
+    step's clock begins where the one before ended, so that the times of steps leave nothing out.
+    """
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._queue = queue
+        self._end: Mark | None = None
+        self._marks: list[tuple[str, Mark]] = []
+
+    def begin(self) -> None:
+        """Start the step; what was done since the one before belongs to it as "other"."""
+        now = self._queue.mark()
+        self._marks = [("", now)] if self._end is None else [("", self._end), ("other", now)]
+
+    def mark(self, part: str) -> None:
+        """Count what was done since the last mark as `part`."""
+        self._marks.append((part, self._queue.mark()))
+
+    def take(self) -> Marks:
+        """Hand over the marks of the step; `durations` reads them when the device is done."""
+        self._end = self._marks[-1][1]
+        return self._marks
+
+    def pause(self) -> None:
+        """Count what is done until the next step begins to no step."""
+        self._end = None
+
+
+def durations(marks: Marks) -> dict[str, float]:
+    """Seconds by part, of marks to which the device has come."""
+    seconds: dict[str, float] = {}
+    for (_, begin), (part, end) in pairwise(marks):
+        seconds[part] = seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
+    return seconds
+
+
+class BusyTime:
+    """Time that this rank spends on a step by itself, not waiting for others.
+
+    On a CPU all that its thread is busy with; on a GPU waiting for data and forwards, in which
+    replicas communicate nothing.
+    """
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._on_host = queue.steps_behind == 0
+        self._busy_s: float | None = None
+        self._running: deque[Marks] = deque()
+        self._latest_s = -1.0
+
+    def add(self, marks: Marks) -> None:
+        """A step was queued."""
+        if not self._on_host:
+            self._running.append(marks)
+
+    def take(self) -> float:
+        """Seconds since it was taken last, on a GPU of the latest step that is done.
+
+        -1 where that is not known. Waits for nothing.
+        """
+        if self._on_host:
+            before, self._busy_s = self._busy_s, thread_busy_s()
+            return -1.0 if before is None else self._busy_s - before
+        while self._running and self._running[0][-1][1].query():
+            parts = durations(self._running.popleft())
+            self._latest_s = parts["data"] + parts["forward"] if "forward" in parts else -1.0
+        return self._latest_s
+
+
+def thread_busy_s() -> float:
+    """Return for how long this thread has run, or could have run if a core had been free.
+
+    To wait for a core that another process has is no waiting for other ranks: it counts as busy,
+    where the kernel tells (Linux). So threads that share cores are busy for longer.
+    """
+    try:
+        ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(ran_ns) + int(waited_ns)) / 1e9

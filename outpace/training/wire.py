@@ -1,0 +1,92 @@
+"""Communication of a process: collectives and their bytes, counted as they are called."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outpace.nn.spread import has_spread
+from outpace.planner.communication.volume import Tally
+
+# The operators' names, as they begin, by kind of collective; of two that fit the longer counts.
+_KINDS = {
+    "all_reduce": "all_reduce", "allreduce": "all_reduce",
+    "all_gather": "all_gather", "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
+    "send": "send",
+}  # fmt: skip
+# The last is of exchanges that outpace does itself (parallel.direct).
+_NAMESPACES = ("c10d", "_c10d_functional", "outpace")
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+class Wire(TorchDispatchMode):
+    """Counts this thread's collectives while entered, in `planner.communication.volume.Tally`.
+
+    Bytes are computed from what this rank gives to each, by the rule that is written there: what
+    it sends if the collective is done by an algorithm that sends the least.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: this works where nothing is compiled; skipping would load the compiler."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tally = Tally()
+        self._paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Count nothing of what is called within."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_spread(types):
+            return NotImplemented  # come back with what DTensor makes of it, exchanges included
+        if not self._paused and func.namespace in _NAMESPACES:
+            kind = _kind(func._opname.strip("_"))
+            if kind is not None:
+                self._count(kind, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, kind: str, args: Any) -> None:
+        group = _group(args)
+        # The first number is the root, in all that have one.
+        root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
+        # What is written comes first, then what is read, or one list for both. A scatter's parts
+        # are equal, so that the one that a rank gets tells their size.
+        given = args[0] if kind == "scatter" else (_tensors(args[1]) or args[0])
+        self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensors(given)), root=root)
+
+
+def _kind(operator: str) -> str | None:
+    """None for what sends nothing: a receive, a wait."""
+    fitting = [name for name in _KINDS if operator.startswith(name)]
+    return _KINDS[max(fitting, key=len)] if fitting else None
+
+
+def _group(args: Any) -> dist.ProcessGroup:
+    """Return a collective's group: an argument, or named by the last one if functional."""
+    boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+    if boxed is None:
+        named: dist.ProcessGroup = _resolve_process_group(args[-1])
+        return named
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
+    return group
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,250 @@
+"""Logs of trainers, in the formats that their code writes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.interop.training_logs import read_log
+from outpace.records.errors import BadInputError
+
+GIB, MIB = 2**30, 2**20
+# torchtitan 0.2, components/metrics.py (MetricsProcessor.log), train.py and parallel_dims.py.
+TORCHTITAN = """\
+[titan] 2025-11-01 10:00:00 - root - INFO - Building device mesh with parallelism: pp=1, \
+dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=1, etp=1
+[titan] 2025-11-01 10:00:01 - root - INFO - Trainer is initialized with local batch size 2, global \
+batch size 8, gradient accumulation steps 1, sequence length 8192, total steps 1000 (warmup 200)
+[titan] 2025-11-01 10:00:02 - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2691  \
+\x1b[38;2;180;60;0mgrad_norm:  1.9000  \x1b[36mmemory: 36.56GiB(38.50%)  \x1b[34mtps: 812  \
+\x1b[36mtflops: 40.10  \x1b[35mmfu: 4.01%\x1b[39m
+[titan] 2025-11-01 10:00:09 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss: 10.2691  \
+\x1b[38;2;180;60;0mgrad_norm:  1.9000  \x1b[36mmemory: 47.50GiB(50.06%)  \x1b[34mtps: 6,012  \
+\x1b[36mtflops: 348.10  \x1b[35mmfu: 35.01%\x1b[39m
+"""
+OLDER_MESH = "[titan] - Building 2-D device mesh with ['dp_shard', 'tp'], [4, 2]\n"
+# Megatron-LM, training/training.py (training_log), arguments.py (_print_args), report_memory.
+MEGATRON = """\
+  micro_batch_size ................................ 1
+  seq_length ...................................... 4096
+  tensor_model_parallel_size ...................... 2
+  world_size ...................................... 16
+ [2025-04-13 23:41:12] iteration       10/    1000 | consumed samples:          160 | elapsed time \
+per iteration (ms): 1147.6 | learning rate: 0.000000E+00 | global batch size:    16 | loss scale: \
+1.0 | number of skipped iterations:   0 |
+[Rank 0] (after 10 iterations) memory (MB) | allocated: 1464.0 | max allocated: 1465.0 | \
+reserved: 1576.0 | max reserved: 1576.0
+ [2025-04-13 23:41:20] iteration       20/    1000 | consumed samples:          320 | elapsed time \
+per iteration (ms): 820.5 | learning rate: 4.000000E-05 | global batch size:    16 | lm loss: \
+1.072453E+01 |
+"""
+# DeepSpeed 0.19, utils/timer.py (ThroughputTimer.stop), runtime/config.py (print).
+DEEPSPEED = """\
+[2025-01-01 00:00:00,000] [INFO] [config.py:1003:print]   train_batch_size ............. 32
+[2025-01-01 00:00:00,000] [INFO] [config.py:1003:print]   world_size ................... 8
+[2025-01-01 00:00:00,000] [INFO] [config.py:1003:print]   zero_config .................. \
+stage=<ZeroStageEnum.weights: 3> contiguous_gradients=True
+[2025-01-01 00:00:00,000] [INFO] [timer.py:264:stop] epoch=0/micro_step=10/global_step=10, \
+RunningAvgSamplesPerSec=20.1, CurrSamplesPerSec=20.25, MemAllocated=4.2GB, MaxMemAllocated=17.5GB
+[2025-01-01 00:00:00,000] [INFO] [timer.py:264:stop] epoch=0/micro_step=20/global_step=20, \
+RunningAvgSamplesPerSec=30.1, CurrSamplesPerSec=31.25, MemAllocated=4.2GB, MaxMemAllocated=18.5GB
+"""
+# nanotron, trainer.py (train_step_logs), logging (human_format).
+NANOTRON = """\
+01/01/2025 00:00:00 [INFO|DP=0|PP=0|TP=0|node]: iteration: 1 / 100 | consumed_tokens: 1.05M | \
+elapsed_time_per_iteration_ms: 4.2K | tokens_per_sec: 250K | tokens_per_sec_per_gpu: 31.2K | \
+global_batch_size: 256 | lm_loss: 11
+01/01/2025 00:00:04 [INFO|DP=0|PP=0|TP=0|node]: iteration: 2 / 100 | consumed_tokens: 2.1M | \
+elapsed_time_per_iteration_ms: 2.1K | tokens_per_sec: 499K | tokens_per_sec_per_gpu: 62.4K | \
+global_batch_size: 256 | lm_loss: 11
+"""
+# transformers 5, trainer_utils.speed_metrics, as PrinterCallback and tqdm leave it.
+TRAINER = """\
+{'loss': '4.135', 'grad_norm': '0.5', 'learning_rate': '0', 'epoch': '1'}
+{'train_runtime': '3.0', 'train_samples_per_second': '21.333', 'train_steps_per_second': '2.667', \
+'train_loss': '4.1', 'epoch': '1'}
+"""
+FOUND: dict[str, tuple[str, dict[str, Any]]] = {
+    "torchtitan": (TORCHTITAN, {
+        "trainer": "torchtitan", "tokens_per_s_per_device": 6012, "seq_len": 8192,
+        "global_batch": 8, "micro_batch": 2, "world_size": 8, "dp_shard": 4, "tp": 2,
+        "peak_memory_bytes": int(47.5 * GIB),
+    }),
+    "torchtitan, older": (OLDER_MESH + TORCHTITAN.split("\n", 1)[1], {
+        "trainer": "torchtitan", "world_size": 8, "dp_shard": 4, "tp": 2,
+    }),
+    "megatron": (MEGATRON, {
+        "trainer": "megatron", "step_time_s": 0.8205, "global_batch": 16, "seq_len": 4096,
+        "tp": 2, "world_size": 16, "peak_memory_bytes": 1465 * MIB,
+    }),
+    "deepspeed": (DEEPSPEED, {
+        "trainer": "deepspeed", "samples_per_s": 31.25, "global_batch": 32, "world_size": 8,
+        "zero": 3, "peak_memory_bytes": int(18.5 * GIB),
+    }),
+    "nanotron": (NANOTRON, {
+        "trainer": "nanotron", "step_time_s": 2.1, "world_size": 8, "global_batch": 256,
+    }),
+    "trainer": (TRAINER, {"trainer": "trainer", "step_time_s": 1 / 2.667, "global_batch": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_log_says(name: str, tmp_path: Path) -> None:
+    text, values = FOUND[name]
+    log = tmp_path / "console.log"
+    log.write_text(text)
+    found = read_log(log).model_dump()
+    assert {key: found[key] for key in values} == pytest.approx(values)
+
+
+def test_a_finished_trainer_state(tmp_path: Path) -> None:
+    last = {"train_runtime": 12.0, "train_samples_per_second": 26.667, "step": 40}
+    state = {"global_step": 40, "train_batch_size": 4, "log_history": [{"loss": 4.0}, last]}
+    path = tmp_path / "checkpoint-40" / "trainer_state.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(state))
+    for given in (path, tmp_path):
+        found = read_log(given)
+        assert (found.step_time_s, found.global_batch, found.micro_batch) == (0.3, 8, 4)
+        assert "of a run that was resumed the step is longer" in found.notes[0]
+    assert read_log(tmp_path).log == f"{tmp_path.name}/checkpoint-40"
+    # Continued after its end: the last time is of the last 40 of 80 steps.
+    longer = {"train_runtime": 16.0, "train_samples_per_second": 40.0, "step": 80}
+    history = [last, longer]
+    path.write_text(json.dumps({**state, "global_step": 80, "log_history": history}))
+    found = read_log(path)
+    assert (found.step_time_s, found.steps, found.global_batch) == (0.4, 40, 8)
+    for damage in ("Infinity", "1e999", "NaN", "-3"):
+        path.write_text(json.dumps(state).replace("12.0", damage))
+        with pytest.raises(BadInputError, match="train_runtime in log_history is"):
+            read_log(path)
+    path.write_text(json.dumps({**state, "log_history": [{"loss": 4.0}]}))
+    with pytest.raises(BadInputError, match="was not finished when this was written"):
+        read_log(path)
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("step 1 went well")
+    with pytest.raises(BadInputError, match="no steps of a trainer that is known"):
+        read_log(tmp_path / "notes.txt")
+    with pytest.raises(BadInputError, match="cannot read"):
+        read_log(tmp_path / "none.log")
+    with pytest.raises(BadInputError, match=r"holds neither run\.json"):
+        read_log(tmp_path)
+
+
+def write_state(tmp_path: Path, name: str = "trainer_state.json", **changed: Any) -> Path:
+    """A state of 200 steps in 1,000 s; `changed` are keys of it, `last` of its last entry."""
+    last = {"train_runtime": 1000.0, "train_samples_per_second": 3.2, "step": 200}
+    history = [*changed.pop("earlier", ()), {**last, **changed.pop("last", {})}]
+    state = {"epoch": 1.0, "global_step": 200, "max_steps": 200, "train_batch_size": 16}
+    path = tmp_path / name
+    path.write_text(json.dumps({**state, **changed, "log_history": history}))
+    return path
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -3.0, "fast", None, True])
+def test_a_time_in_a_trainer_state_that_is_none(tmp_path: Path, value: object) -> None:
+    words = rf"in log_history is {re.escape(json.dumps(value))}; it has to be a number of seconds"
+    with pytest.raises(BadInputError, match=f"train_runtime {words}"):
+        read_log(write_state(tmp_path, last={"train_runtime": value}))
+    with pytest.raises(BadInputError, match=f"eval_runtime {words}"):
+        read_log(write_state(tmp_path, earlier=[{"eval_runtime": value}]))
+    with pytest.raises(BadInputError, match=rf"global_step is {re.escape(json.dumps(value))};"):
+        read_log(write_state(tmp_path, global_step=value))
+
+
+def test_evaluations_are_no_training(tmp_path: Path) -> None:
+    """Those inside train() are in train_runtime; those of an earlier part and behind it are not."""
+    inside = [{"eval_runtime": 30.0, "eval_loss": 2.0, "step": step} for step in range(10, 210, 10)]
+    found = read_log(write_state(tmp_path, earlier=inside))
+    assert found.step_time_s == 2.0 and found.global_batch == 16
+    assert "20 evaluations took 600 s of the 1,000 s" in found.notes[-1]
+    named = [{"eval_wiki_runtime": 100.0}, {"eval_code_runtime": 300.0}]
+    assert read_log(write_state(tmp_path, earlier=named)).step_time_s == 3.0
+    first = [*inside[:4], {"train_runtime": 500.0, "step": 100}, inside[0]]
+    assert read_log(write_state(tmp_path, earlier=first)).step_time_s == (1000 - 30) / 100
+    assert read_log(write_state(tmp_path)).step_time_s == 5.0
+    with pytest.raises(BadInputError, match=r"40 evaluations took 1,200 s, but train_runtime"):
+        read_log(write_state(tmp_path, earlier=[*inside, *inside]))
+    console = tmp_path / "console.log"
+    one = "{'eval_loss': '2.0', 'eval_runtime': '0.75', 'epoch': '1'}\n"
+    console.write_text(TRAINER + one + one + TRAINER.replace("'2.667'", "'2'") + one)
+    assert read_log(console).step_time_s == pytest.approx((3 - 1.5) / 6)
+
+
+def test_a_trainer_state_of_any_name(tmp_path: Path) -> None:
+    found = read_log(write_state(tmp_path, "run-7.json"))
+    assert (found.trainer, found.log, found.micro_batch) == (
+        "trainer", f"{tmp_path.name}/run-7.json", 16,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_a_real_trainer_writes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of transformers' Trainer: its state and its console say the same step time."""
+    import torch
+    import transformers
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_embd=16,
+        n_head=2,
+        vocab_size=32,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    rows = [{"input_ids": torch.zeros(8, dtype=torch.int64)} for _ in range(64)]
+    for row in rows:
+        row["labels"] = row["input_ids"]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        logging_steps=2, save_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        transformers.GPT2LMHeadModel(config), arguments, train_dataset=rows
+    )
+    trainer.train()
+    trainer.save_state()
+    console = tmp_path / "console.log"
+    console.write_text(capfd.readouterr().out)
+    found = [read_log(tmp_path / "out"), read_log(console)]
+    assert [one.global_batch for one in found] == [8, 8]
+    assert {one.trainer for one in found} == {"trainer"}
+    assert found[0].step_time_s == pytest.approx(found[1].step_time_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("torchtitan", "36.56GiB", "1.2.3GiB"),
+        ("torchtitan", "tps: 812 ", "tps: 1e999 "),
+        ("megatron", "1147.6", "1e999"),
+        ("megatron", "1147.6", "1.2.3"),
+        ("megatron", "1465.0", "1e999"),
+        ("megatron", "seq_length ...................................... 4096",
+         f"seq_length ................. {'9' * 5000}"),
+        ("deepspeed", "17.5GB", "1e999GB"),
+        ("deepspeed", "20.25", "20.2.5"),
+        ("nanotron", "4.2K", "4.2.1K"),
+        ("nanotron", "62.4K", "0"),
+        ("trainer", "21.333", "1e400"),
+        ("trainer", "3.0", "1e308"),
+    ],
+)  # fmt: skip
+def test_damaged_figures_are_passed_over(name: str, right: str, wrong: str, tmp_path: Path) -> None:
+    text, values = FOUND[name]
+    assert right in text
+    log = tmp_path / "console.log"
+    log.write_text(text.replace(right, wrong))
+    found = read_log(log).model_dump()
+    assert found["trainer"] == values["trainer"]
+    for key in ("step_time_s", "tokens_per_s_per_device", "samples_per_s"):
+        assert found[key] == pytest.approx(values.get(key, found[key]))

@@ -1,0 +1,40 @@
+"""From what was asked for to a layout."""
+
+import pytest
+
+from outpace.jobs.defaults import with_axes_that_fit
+from outpace.records.errors import BadInputError
+from outpace.records.plan import AXES, fill_axes
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "dp_shard"])
+@pytest.mark.parametrize(("world_size", "now"), [(1, "single"), (3, "ddp")])
+def test_a_layout_for_other_ranks_is_left_when_a_run_is_resumed(axis, world_size, now):
+    settings = TrainSettings.parse(
+        {axis: 2, "resume": True, "out": "run", "micro_batch": 4, "strategy": None}, "test"
+    )
+    said = []
+    recorded = {axis: "run.json", "micro_batch": "run.json"}
+    ranks = Ranks(world_size=world_size, local_world_size=world_size)
+    found = with_axes_that_fit(settings, ranks, recorded, said.append)
+    assert getattr(found, axis) is None and found.micro_batch is None
+    assert said == [
+        f"the run was laid out as {axis} 2, which {world_size} "
+        f"process{'es' if world_size > 1 else ''} cannot be: it is resumed as {now}"
+    ]
+    # What is asked for now, and what fits, stays.
+    for origins, size in (({axis: "command line"}, world_size), (recorded, 2)):
+        ranks = Ranks(world_size=size, local_world_size=size)
+        assert with_axes_that_fit(settings, ranks, origins, said.append) is settings
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "dp_shard"])
+def test_axes_of_more_ranks_than_there_are(axis):
+    asked = {one: 2 if one == axis else None for one in AXES}
+    flag = f"--{axis.replace('_', '-')}"
+    said = rf"{axis} 2 needs 2 processes, but there is 1\. Start 2 \(--nproc 2\), or leave {flag}"
+    with pytest.raises(BadInputError, match=said):
+        fill_axes("single", 1, asked)

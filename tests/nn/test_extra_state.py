@@ -1,0 +1,44 @@
+"""Extra state in state dicts: what is written as bytes, what is refused, what is a parameter."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.nn.extra_state import is_extra_state, pack, require_plain, unpack
+from outpace.records.errors import BadInputError
+
+
+class Part(nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.my_extra_state = nn.Parameter(torch.ones(2))
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def test_a_parameter_whose_name_ends_alike_stays_a_tensor():
+    for module in (Part({"calls": 3}), nn.Sequential(Part({"calls": 3}))):
+        held = module.state_dict()
+        packed = pack(dict(held))
+        extra = [name for name in held if is_extra_state(name)]
+        assert len(extra) == 1 and type(packed[extra[0]]) is bytes
+        assert all(packed[name] is held[name] for name in held if name not in extra)
+        assert unpack(packed, torch.device("cpu"))[extra[0]] == {"calls": 3}
+
+
+@pytest.mark.parametrize("state", [lambda: 0, threading.Lock(), {"lock": [threading.RLock()]}])
+def test_what_cannot_be_pickled_is_refused_in_words(state):
+    module = nn.Sequential(Part(state))
+    for refuse in (require_plain, lambda module: pack(module.state_dict())):
+        with pytest.raises(
+            BadInputError, match="get_extra_state of 0 returns what is no plain"
+        ) as e:
+            refuse(module)
+        assert "no file can hold it" in str(e.value) and "Return tensors, numbers" in str(e.value)

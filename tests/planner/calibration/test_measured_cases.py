@@ -1,0 +1,94 @@
+"""Nearest published steps, and what of a plan none of them resembles."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from outpace.jobs.planning.request import PlanQuestion, job
+from outpace.planner.calibration.measured_cases import (
+    Likeness,
+    extrapolations,
+    measured_rows,
+    nearest_cases,
+    spread_beyond,
+)
+from outpace.planner.plan import estimate_plan
+from outpace.records.plan import Plan
+
+SHARDED = Plan(strategy="zero3", dp_shard=8)
+LLAMA = Likeness(8, SHARDED, 8.03, False, "H100 SXM", "hopper", 8192, "torchtitan")
+
+
+def test_a_measured_step_is_nearest_to_itself():
+    row = next(one for one in measured_rows() if one["source"] == "llm-foundry")
+    plan = Plan(strategy="zero3", dp_shard=row["devices"])
+    like = Likeness(
+        row["devices"], plan, row["parameters"], row["experts"], row["chip"],
+        row["architecture"], row["seq_len"], "composer",
+    )  # fmt: skip
+    first, *others = nearest_cases(like, 5)
+    assert (first.model, first.devices, first.seq_len) == (
+        row["model"], row["devices"], row["seq_len"],
+    )  # fmt: skip
+    assert first.source == "llm-foundry" and len(others) == 4
+    assert first.error == pytest.approx(first.predicted_s / first.measured_s - 1)
+
+
+def test_cases_are_of_the_chip_the_model_and_the_program():
+    first = nearest_cases(LLAMA)[0]
+    assert first.stack == "torchtitan" and "H100" in first.chip and "llama3-8b" in first.model
+    experts = nearest_cases(replace(LLAMA, experts=True, parameters=46.7))
+    assert {one.model for one in experts}.isdisjoint({one.model for one in nearest_cases(LLAMA)})
+    pairs = [(one.source, one.model) for one in nearest_cases(LLAMA, 20)]
+    assert len(set(pairs)) == 20  # rows of one sweep do not fill the list
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ()),
+        ({"devices": 1024, "plan": Plan(strategy="zero3", dp_shard=1024)},
+         ("no measurement of ZeRO-3 by torchtitan above 256 devices",)),
+        ({"stack": "outpace", "plan": Plan(strategy="zero3", dp_shard=8), "seq_len": 10**7},
+         ("no measurement of sequences above",)),
+        ({"parameters": 20_000}, ("no measurement of models above",)),
+        ({"architecture": "cdna3", "experts": True},
+         ("no measurement of models with experts on cdna3 chips",)),
+        ({"architecture": "turing"}, ("no measurement on turing chips",)),
+        ({"stack": "accelerate-of-another-world"}, ("no measurement of accelerate-of-another",)),
+    ],
+)  # fmt: skip
+def test_what_nothing_measured_resembles_is_named(changed, words):
+    found = extrapolations(replace(LLAMA, **changed))
+    assert len(found) == len(words)
+    for one, begin in zip(found, words, strict=True):
+        assert one.startswith(begin)
+
+
+def test_a_plan_beyond_the_largest_measured_has_a_wider_interval():
+    """By as much as steps on many devices are further off than those on few."""
+    asked = PlanQuestion(model="llama-3-8b", machine="hgx-h100", nodes=128, global_batch=1024,
+                         trainer="torchtitan")  # fmt: skip
+    question = job(asked)
+    far = estimate_plan(question, Plan(strategy="zero3", dp_shard=1024, precision="bf16"))
+    near = estimate_plan(
+        question.with_nodes(2), Plan(strategy="zero3", dp_shard=16, precision="bf16")
+    )
+    wider = spread_beyond(far.extrapolated)
+    assert far.extrapolated and not near.extrapolated and 1.2 < wider < 2
+    widths = [math.log(one.estimate.high_s / one.estimate.step_time_s) for one in (far, near)]
+    assert widths[0] == pytest.approx(wider * widths[1])
+    assert far.cases and far.cases[0].devices >= 256
+
+
+def test_processors_have_no_published_cases():
+    own = estimate_plan(job(PlanQuestion(model="outpace-tiny", machine=None)), Plan())
+    assert own.cases == () == own.extrapolated
+
+
+def test_only_devices_above_the_measured_widen_an_interval():
+    """Longer sequences and larger models are told, but scale says nothing of them."""
+    for changed in ({"seq_len": 10**7}, {"parameters": 20_000}):
+        words = extrapolations(replace(LLAMA, **changed))
+        assert words and spread_beyond(words) == 1

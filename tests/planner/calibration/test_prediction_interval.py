@@ -1,0 +1,66 @@
+"""The interval of a question: of its kind where enough was published, else wider, saying why."""
+
+import json
+from importlib.resources import files
+
+import pytest
+
+from outpace.planner.calibration.prediction_interval import LEVEL, interval, kind_name
+
+TABLE = json.loads(files("outpace.catalog").joinpath("residuals.json").read_text())
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_kind_with_enough_sources_has_its_own(experts):
+    names = [name for name in TABLE["kinds"] if name.endswith("experts") == experts]
+    for name in names:
+        row, architecture = TABLE["kinds"][name], name.split(",")[0]
+        assert row["low"] < row["high"]
+        if architecture == "any chip":
+            continue
+        found = interval(False, False, architecture, experts)
+        assert found[:2] == (row["low"], row["high"])
+        assert f"{row['rows']} published steps" in found.basis and architecture in found.basis
+    assert kind_name(None, experts) in names
+
+
+def test_a_kind_with_too_few_has_that_of_any_chip_and_says_why():
+    assert kind_name("volta", True) not in TABLE["kinds"]
+    found = interval(False, False, "volta", True)
+    row = TABLE["kinds"][kind_name(None, True)]
+    assert found[:2] == (row["low"], row["high"])
+    assert "none of them is on volta, so it is wide" in found.basis
+    assert "models with experts" in found.basis
+    unknown = interval(False, False, None, False)
+    assert "dense models on any chip" in unknown.basis
+
+
+def test_rates_that_steps_put_right_and_rates_that_are_a_guess():
+    probed = TABLE["probed"]
+    assert interval(True, False, "ampere", False)[:2] == (probed["low"], probed["high"])
+    low, high, basis, level = interval(False, True, "ampere", False)
+    assert basis and low == pytest.approx(1 / high) and high > 3 and level == LEVEL
+    guess = interval(False, True, "ampere", False).note
+    assert guess == "The 90 % interval is by no measurement, since the rates are a guess."
+
+
+def test_why_a_kind_has_none_of_its_own():
+    told = {}
+    for name, row in TABLE["without_interval"].items():
+        architecture, model = name.split(", ")
+        assert name not in TABLE["kinds"]
+        told[name] = interval(False, False, architecture, model == "experts").basis
+        steps = "one step" if row["rows"] == 1 else f"{row['rows']} steps"
+        assert f"{steps} of {row['sources']} source" in told[name]
+        enough = row["coverage"] is not None
+        assert ("do not foretell each other" in told[name]) == enough
+        assert ("are too few" in told[name]) != enough
+    assert "43 steps of 5 sources on blackwell do not foretell" in told["blackwell, dense"]
+
+
+def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
+    covers = TABLE["kinds"][kind_name(None, True)]["coverage"]
+    found = interval(False, False, "blackwell", True)
+    assert covers < 0.85 and found.level == round(covers, 2)
+    assert "90 %" not in found.note and f"it held {covers * 100:.0f} % of a source" in found.note
+    assert "The 90 % interval is by " in interval(False, False, "hopper", False).note

@@ -1,0 +1,134 @@
+"""The simplest and the leanest of plans about as fast: what trying everything finds."""
+
+import numpy as np
+import pytest
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.models import preset
+from outpace.catalog.nodes import find_node
+from outpace.catalog.outlines import OUTLINES
+from outpace.planner.calibration.cluster import of_catalog
+from outpace.planner.memory import peak
+from outpace.planner.model.outline import outline
+from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, leanest
+from outpace.planner.search.branch_and_bound import find_alternatives, search
+from outpace.planner.search.space import (
+    Wanted,
+    expand,
+    layouts,
+    levers,
+    to_plan,
+    untrained_mask,
+)
+from outpace.planner.step_time.estimate import estimate
+from outpace.planner.step_time.setup import Question
+
+PLACES = ("offload_activations", "offload_parameters", "offload_optimizer")
+
+
+def asked(model, machine, nodes, batch, **values):
+    cluster = of_catalog(find_node(machine, ACCELERATORS), nodes)
+    found = OUTLINES[model] if model in OUTLINES else outline(preset(model), model)
+    given = {"seq_len": 1024, "precision": "bf16", **values}
+    wanted = Wanted(outline=found, global_batch=batch, world=cluster.devices,
+                    per_node=cluster.fabric.per_node, **given)  # fmt: skip
+    question = Question(found, wanted.seq_len, cluster.device, cluster.fabric)
+    return question, wanted, float(cluster.device.memory_bytes)
+
+
+def reckoners(question, wanted):
+    def needs(c):
+        return peak.reserved_bytes(question.outline, wanted.seq_len, c, question.device.kind)
+
+    def floors(c):
+        return peak.least_bytes(question.outline, wanted.seq_len, c, question.device.kind)
+
+    return needs, floors
+
+
+def words_asked(plan, need, limit):
+    """What a plan asks of who runs it, by a plan's own settings."""
+    offloads = [getattr(plan, name) for name in PLACES]
+    exotic = plan.pp > 1 and plan.schedule not in ("gpipe", "1f1b")
+    sharded = plan.dp_shard > 1 and plan.strategy not in ("single", "ddp")
+    return (
+        sharded + (plan.strategy == "hsdp")
+        + 2 * ((plan.tp > 1) + (plan.cp > 1) + (plan.pp > 1) + exotic)
+        + 3 * (plan.strategy in ("dp", "ps", "ring", "mp"))
+        + 3 * (plan.training_obstacle is not None)
+        + sum({"none": 0, "cpu": 2, "disk": 3}[place] for place in offloads)
+        + (plan.checkpointing != "none") + (plan.loss == "chunked")
+        + 2 * (need > ROOMY * limit)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "batch"), [("gpt2-medium", "hgx-a100", 64), ("gpt2-xl", "4xrtx-3090", 32)]
+)
+def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, machine, batch):
+    question, wanted, limit = asked(model, machine, 1, batch)
+    needs, floors = reckoners(question, wanted)
+    first = search(question, wanted, needs, limit)
+    found = find_alternatives(question, wanted, first, needs, floors, limit)
+    least = float(found.times.step_s[found.fastest])
+
+    plans = expand(layouts(wanted), list(levers(wanted)))
+    took, need = estimate(question, plans).step_s, needs(plans)
+    fits = need <= limit
+    equal = np.flatnonzero(fits & (took <= EQUAL * least))
+    fewest = min(words_asked(to_plan(plans, int(i)), need[i], limit) for i in equal)
+    own = found.simplest
+    mine = words_asked(to_plan(found.columns, own), found.needs[own], limit)
+    assert mine == fewest
+    assert found.times.step_s[own] <= EQUAL * least
+    rivals = [i for i in equal if words_asked(to_plan(plans, int(i)), need[i], limit) == fewest]
+    assert max(found.needs[own], limit / 2) == max(min(need[rivals]), limit / 2)
+
+    offloads = sum(getattr(found.columns, name)[found.fastest] for name in PLACES) > 0
+    stays = sum(getattr(plans, name) for name in PLACES) == 0
+    slack = fits & (took <= LEAN * least) & (stays | offloads)
+    assert found.needs[found.leanest] == need[slack].min()
+
+
+def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
+    """Of thousands of plans, in few calls: what can be the leanest, by a bound, comes first."""
+    question, wanted, _ = asked("llama-3.1-8b", "hgx-h100", 2, 64)
+    needs, floors = reckoners(question, wanted)
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    counts = {"seconds": [], "needs": []}
+
+    def seconds(c):
+        counts["seconds"].append(len(c))
+        return estimate(question, c).step_s
+
+    def counted(c):
+        counts["needs"].append(len(c))
+        return needs(c)
+
+    found = leanest(plain, chosen, seconds, counted, floors, np.inf, np.inf, False)
+    plans = expand(plain, chosen)
+    plans = plans.take(sum(getattr(plans, name) for name in PLACES) == 0)
+    need = needs(plans)
+    assert needs(found)[0] == need.min()
+    assert (floors(plans) <= need).all()
+    assert sum(counts["seconds"]) == len(plans)
+    assert len(counts["seconds"]) <= 1 + len(plain) / 1000
+    assert sum(counts["needs"]) < 0.8 * len(plans)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "vary"),
+    [
+        ("gpt2-xl", 1, {"stage_split": ("cost", "even"), "async_tp": (False, True)}),
+        ("mixtral-8x7b", 2, {}),
+    ],
+)
+def test_the_mask_of_what_outpace_does_not_train_is_what_a_plan_says_of_itself(model, nodes, vary):
+    _, wanted, _ = asked(model, "hgx-h100", nodes, 64, vary=vary)
+    plain = layouts(wanted)
+    rows = np.random.default_rng(0).permutation(len(plain))[:400]
+    some = plain.take(rows)
+    mask = untrained_mask(some)
+    own = [to_plan(some, i).training_obstacle is not None for i in range(len(some))]
+    assert mask.tolist() == own
+    assert {True, False} == set(own)

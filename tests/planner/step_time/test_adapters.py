@@ -1,0 +1,105 @@
+"""A step that trains low-rank adapters beside frozen weights."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.models import PRESETS
+from outpace.catalog.nodes import find_node
+from outpace.planner.calibration.cluster import of_catalog
+from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.links import Fabric, Protocol
+from outpace.planner.model.outline import outline, parameters
+from outpace.planner.plan_batch import of_plans
+from outpace.planner.step_time.adapters import Adapters, Target
+from outpace.planner.step_time.estimate import Times, estimate
+from outpace.planner.step_time.setup import Question
+from outpace.records.outline import Mlp, Outline, Stack
+from outpace.records.plan import Plan
+
+RATE, NEVER, MOVED = 1e15, 1e30, 1e12
+FLAT = Device(
+    name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
+    best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
+    memory_bytes_per_s=NEVER, operator_s=0.0, attention_forward=1.0, attention_backward=1.25,
+    attention_narrow=1.0, host_bytes_per_s=NEVER, host_memory_bytes_per_s=NEVER,
+    disk_bytes_per_s=NEVER, curve=((1.0, 1.0), (2.0, 1.0)),
+)  # fmt: skip
+WIRED = Fabric(8, 100e9, 80e9, 50e9, (Protocol(0.0, 0.0, 0.0, 1.0),))
+BLOCKS = Outline(
+    name="blocks", hidden=1024, stacks=(Stack(layers=16, mlp=Mlp(width=4096), norms=0),),
+    vocab=0, max_positions=1 << 20,
+)  # fmt: skip
+ON_UP = Adapters(8, {"up": Target(1)})
+
+
+def step(question, samples=8, **values):
+    plan = Plan.parse({"precision": "bf16-pure", "optimizer": "adamw-bf16", **values}, "test")
+    times = estimate(question, of_plans([plan], samples, question.outline.layers))
+    return {f.name: float(getattr(times, f.name)[0]) for f in fields(Times)}
+
+
+def test_frozen_weights_have_two_products_and_adapters_three():
+    question = Question(BLOCKS, 512, FLAT, WIRED, other_program=True)
+    tokens, frozen = 8 * 512, 16 * 2 * 1024 * 4096
+    adapter = 16 * 8 * (1024 + 4096)
+    everything = step(question, micro_batch=8)["products_s"]
+    assert everything == pytest.approx(3 * 2 * tokens * frozen / RATE)
+    found = step(replace(question, adapters=ON_UP), micro_batch=8)
+    expected = 2 * tokens * (2 * frozen + 3 * adapter) / RATE
+    assert sum(found.values()) - found["optimizer_s"] == pytest.approx(expected, rel=1e-6)
+    again = step(replace(question, adapters=ON_UP), micro_batch=8, checkpointing="full")
+    assert again["products_s"] == pytest.approx(
+        2 * tokens * (3 * frozen + 4 * adapter) / RATE, rel=0.01
+    )
+
+
+def test_adapters_alone_are_summed_and_stepped_while_shards_are_still_gathered():
+    slow = replace(FLAT, memory_bytes_per_s=MOVED, hides=0.0)
+    question = Question(BLOCKS, 512, slow, WIRED, other_program=True)
+    adapted = replace(question, adapters=ON_UP)
+    few = 16 * 8 * (1024 + 4096)
+    assert ON_UP.parameters(BLOCKS) == few
+    whole = parameters(BLOCKS)
+    for name, plan, part in (
+        ("data_s", {"strategy": "ddp", "dp_replicate": 8}, few / whole),
+        ("data_s", {"strategy": "3d", "dp_shard": 8, "zero": 1}, few / whole),
+    ):
+        one, other = step(question, **plan)[name], step(adapted, **plan)[name]
+        assert other == pytest.approx(part * one, rel=1e-6), plan
+    spread = {"strategy": "zero3", "dp_shard": 8}
+    all_of, adapters = step(question, **spread)["data_s"], step(adapted, **spread)["data_s"]
+    # Gathered twice and summed once; then gathered twice, and hardly anything summed.
+    assert adapters / all_of == pytest.approx(2 / 3, rel=0.02)
+    assert step(adapted)["optimizer_s"] < 0.01 * step(question)["optimizer_s"]
+
+
+def test_weights_of_four_bits_are_unpacked_for_each_product():
+    slow = replace(FLAT, memory_bytes_per_s=MOVED)
+    plain = Question(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
+    packed = replace(plain, adapters=replace(ON_UP, base_bytes=0.5))
+    more = sum(step(packed).values()) - sum(step(plain).values())
+    weights = 16 * 2 * 1024 * 4096
+    passes = 8  # micro-batches of one sample
+    assert more == pytest.approx(passes * 2 * weights * (0.5 + 2) / MOVED, rel=1e-3)
+
+
+def test_parameters_are_those_that_trainers_print():
+    """litgpt, tutorials/resource-tables.md: Llama 2 7B, rank 8 on queries and values."""
+    model = outline(PRESETS["llama-2-7b"].spec, "llama-2-7b")
+    assert Adapters(8, {"qkv": Target(2, 2 / 3)}).parameters(model) == 4_194_304
+
+
+def test_adapters_save_less_than_their_share_of_what_is_trained():
+    """The forward and the gradients of inputs are left: about a third of a step is saved."""
+    cluster = of_catalog(find_node("dgx-a100", ACCELERATORS), 1)
+    model = outline(PRESETS["llama-2-7b"].spec, "llama-2-7b")
+    question = Question(model, 4096, cluster.device, cluster.fabric, other_program=True)
+    adapters = Adapters(16, {"qkv": Target(3), "out": Target(1)})
+    plan = {"strategy": "zero3", "dp_shard": 8}
+    whole = sum(step(question, **plan).values())
+    found = sum(step(replace(question, adapters=adapters), **plan).values())
+    assert 0.62 < found / whole < 0.85
+    assert np.isfinite(found)

@@ -1,0 +1,340 @@
+"""The planner's answer: what is said of plans, of nodes that stay idle, and where nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import find_node
+from outpace.jobs.memory.query import question as memory_question
+from outpace.jobs.planning.request import PlanQuestion, job
+from outpace.planner.explain.axis_links import axis_links
+from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.plan import estimate_plan, plans, throughput
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+DEFAULTS = dict.fromkeys(TrainSettings.model_fields, "default")
+
+
+def asked(model, machine="hgx-h100", **values):
+    return job(PlanQuestion(model=model, machine=machine, **values))
+
+
+def best(question):
+    """Tokens/s of the fastest plan; 0 where there is none."""
+    try:
+        return plans(question).plan_for("fastest").estimate.tokens_per_s
+    except BadInputError:
+        return 0.0
+
+
+def fastest_step_s(question):
+    found = plans(replace(question, count=5)).plan_for("fastest")
+    return found.estimate.step_time_s
+
+
+def test_an_answer_adds_up():
+    question = asked("llama-3-8b", seq_len=4096, global_batch=64, tokens=10**12, price=2.0)
+    answer = plans(question)
+    others = [p for p in answer.plans if not p.roles]
+    took = [p.estimate.step_time_s for p in others]
+    assert took == sorted(took) and took[0] > answer.plan_for("fastest").estimate.step_time_s
+    assert len({p.title.split(", micro-batch")[0] for p in others}) == len(others) > 1
+    for planned in answer.plans:
+        said = planned.estimate
+        assert sum(said.parts_s.values()) == pytest.approx(said.step_time_s)
+        assert said.peak_memory_bytes == pytest.approx(sum(said.memory.values()), abs=2)
+        assert (
+            said.peak_memory_bytes <= said.memory_bytes < answer.nominal_memory_bytes and said.fits
+        )
+        assert said.low_s < said.step_time_s < said.high_s
+        assert said.tokens_per_s == pytest.approx(64 * 4096 / said.step_time_s)
+        flops = 3 * forward_flops(question.outline, 4096, 64)
+        assert said.mfu == pytest.approx(flops / said.step_time_s / 8 / 989.5e12, rel=1e-3)
+        assert said.mfu <= said.hfu < 1
+        assert said.time_s == pytest.approx(10**12 / said.tokens_per_s)
+        assert said.cost == pytest.approx(said.time_s / 3600 * 8 * 2.0)
+        assert "global batch 64 = " in planned.identity
+    assert answer.rejected and answer.idle_nodes == 0
+
+
+def test_the_first_plan_is_the_simplest_of_those_as_fast():
+    """As an expert would run it: the fastest and the leanest are beside it, for what they are."""
+    answer = plans(asked("llama-3.1-8b", keep="compile=False", seq_len=8192, global_batch=8))
+    first, fast, lean = (answer.plan_for(role) for role in ("recommended", "fastest", "leanest"))
+    assert answer.plans[0] is first and first.why.startswith("recommended: ")
+    assert fast.estimate.step_time_s < first.estimate.step_time_s < 1.02 * fast.estimate.step_time_s
+    room = first.estimate.memory_bytes - first.estimate.peak_memory_bytes
+    assert room > 0.1 * first.estimate.memory_bytes
+    assert room > fast.estimate.memory_bytes - fast.estimate.peak_memory_bytes
+    assert first.plan.offload_activations == "none" and first.plan.strategy == "zero3"
+    assert lean.estimate.peak_memory_bytes <= min(
+        one.estimate.peak_memory_bytes for one in answer.plans
+    )
+    assert lean.estimate.step_time_s <= 1.1 * fast.estimate.step_time_s
+    assert throughput(asked("llama-3.1-8b", keep="compile=False", seq_len=8192, global_batch=8),
+                      1).plan == fast.plan  # fmt: skip
+
+
+def test_pipelines_that_wait_do_not_hide_what_is_faster():
+    """Closed forms took ten kinds of pipelines to be faster than they are once simulated."""
+    question = asked("llama-3-70b", nodes=128, global_batch=1024, count=1)
+    kept = replace(question, wanted=replace(question.wanted, keep={"pp": 1}))
+    fastest = [fastest_step_s(one) for one in (question, kept)]
+    assert fastest[0] <= fastest[1] * (1 + 1e-9)
+
+
+def test_a_plan_is_estimated_the_same_when_it_is_given():
+    question = asked("llama-3-8b", nodes=2, global_batch=64)
+    first = plans(question).plans[0]
+    again = estimate_plan(question, first.plan)
+    assert again.estimate.step_time_s == pytest.approx(first.estimate.step_time_s)
+    assert again.identity == first.identity
+    assert again.title == first.title and again.title.endswith(", compiled")
+    other = first.plan.model_copy(update={"optimizer": "adamw-8bit", "precision": "fp16"})
+    assert estimate_plan(question, other).title == f"{first.title}, adamw-8bit, fp16"
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["outpace-tiny", "gpt2", "llama-3-8b"]),
+    machine=st.sampled_from(["hgx-h100", "2x-titan-rtx", "l4", "4x-gtx-1080-ti"]),
+    network=st.sampled_from([None, "1Gbit/s", "100Gbit/s"]),
+    nodes=st.integers(1, 6),
+    batch=st.sampled_from([1, 6, 16, 64]),
+)
+def test_doubling_the_machine_never_lowers_the_best_where_ranks_may_stay_idle(
+    model, machine, network, nodes, batch
+):
+    question = asked(model, machine, nodes=nodes, network=network, global_batch=batch, seq_len=256)
+    idle = replace(question, idle=True)
+    assert best(idle.with_nodes(2 * nodes)) >= best(idle) * (1 - 1e-9)
+    assert best(idle) >= best(question)
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "plan", "links"),
+    [
+        ("hgx-h100", 1, {"strategy": "zero3", "dp_shard": 8}, {"dp_shard": "NVLink 4, in a node"}),
+        ("hgx-h100", 4, {"strategy": "3d", "pp": 2, "tp": 4, "dp_shard": 4, "pp_microbatches": 4},
+         {"pp": "network, 2 nodes, 8 groups share a node's cards",
+          "dp_shard": "network, 2 nodes with 2 ranks each, 4 groups share a node's cards",
+          "tp": "NVLink 4, in a node"}),
+        ("hgx-h100", 2, {"strategy": "ddp", "dp_replicate": 16},
+         {"dp_replicate": "network, 2 nodes with 8 ranks each"}),
+        ("2x-titan-rtx", 1, {"strategy": "tp", "tp": 2}, {"tp": "PCIe 3 x8, in a node"}),
+        ("l4", 1, {}, {}),
+    ],
+)  # fmt: skip
+def test_every_axis_lies_on_a_link(machine, nodes, plan, links):
+    question = asked("gpt2", machine, nodes=nodes, global_batch=64, seq_len=256)
+    made = Plan.parse(plan, "test")
+    assert list(axis_links(question.cluster, made).items()) == list(links.items())
+    assert estimate_plan(question, made).placement == links
+
+
+def test_experts_lie_on_links_too():
+    question = asked("mixtral-8x7b", nodes=4, global_batch=64)
+    made = Plan(strategy="3d", dp_shard=32, ep=8, zero=1)
+    assert axis_links(question.cluster, made)["ep"] == "NVLink 4, in a node"
+
+
+def test_what_is_varied_is_searched_and_said():
+    free = plans(asked("llama-3-8b", global_batch=64))
+    varied = plans(asked("llama-3-8b", global_batch=64, vary="precision,compile"))
+    first = varied.plans[0]
+    assert first.plan.precision == "fp8" and first.title.split(", ")[-2:] == ["fp8", "compiled"]
+    assert first.estimate.step_time_s < free.plans[0].estimate.step_time_s
+    assert {planned.plan.precision for planned in free.plans} == {"bf16-master"}
+    assert not any("Not searched" in note for note in free.notes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "autocast", "precision"),
+    [("h200-sxm", False, "bf16-master"), ("h200-sxm", True, "bf16"), ("4x-v100", False, "fp32"),
+     ("4x-v100", True, "fp16")],
+)  # fmt: skip
+def test_a_gpu_is_planned_for_in_what_is_trained_there(machine, autocast, precision):
+    """As `outpace memory` and `outpace train` resolve it; other trainers have autocast."""
+    wanted = asked("gpt2", machine, autocast=autocast).wanted
+    assert wanted.precision == precision
+    if not autocast:
+        settings = TrainSettings.parse({"model": "gpt2"}, "test")
+        node = find_node(machine, ACCELERATORS)
+        question_of_memory = memory_question(settings, DEFAULTS, node, 1)
+        assert question_of_memory.plan.precision == precision
+
+
+def test_what_offloads_is_planned_without_master_weights():
+    """They do not go with offloading: such plans are in what training takes then, by autocast."""
+    answer = plans(asked("llama-3-8b", "h100-sxm", devices_per_node=1, global_batch=2, count=9))
+    assert answer.plans, "8 B parameters on one H100 fit where the optimizer is offloaded"
+    for planned in answer.plans:
+        plan = planned.plan
+        away = {plan.offload_parameters, plan.offload_optimizer} != {"none"}
+        assert away and plan.precision == "bf16"
+    small = plans(asked("gpt2", "h200-sxm", devices_per_node=1, keep="offload_optimizer=cpu"))
+    assert {planned.plan.precision for planned in small.plans} == {"bf16"}
+    with pytest.raises(BadInputError):  # as asked, or not at all
+        plans(asked("llama-3-8b", "h100-sxm", devices_per_node=1, precision="bf16-master"))
+
+
+def test_what_would_gain_is_said_where_it_is_asked_for():
+    question = replace(asked("llama-3-8b", global_batch=64), hints=True)
+    (told,) = [note for note in plans(question).notes if "Not searched" in note]
+    assert "fp8 would be 1." in told and "--vary precision" in told
+    varied = plans(asked("llama-3-8b", global_batch=64, vary="precision")).plans[0]
+    gain = plans(question).plans[0].estimate.step_time_s / varied.estimate.step_time_s
+    said = float(told.split("fp8 would be ")[1].split()[0])
+    assert 1 < said <= gain + 0.005
+    decided = replace(asked("llama-3-8b", global_batch=64, keep="precision=bf16,compile=false,"
+                            "optimizer=adamw-fused"), hints=True)  # fmt: skip
+    assert not any("Not searched" in note for note in plans(decided).notes)
+
+
+def test_optimizers_are_varied_that_go_with_the_precision():
+    for precision, first in (("bf16", "adamw-fused"), ("bf16-pure", "adamw-bf16")):
+        question = asked("gpt2", "l4", vary="optimizer", precision=precision, seq_len=256)
+        assert question.wanted.vary["optimizer"][0] == first
+        assert plans(question).plans[0].plan.optimizer in question.wanted.vary["optimizer"]
+
+
+def test_nodes_that_cannot_be_used_stay_idle_and_are_told():
+    question = asked("gpt2", nodes=5, global_batch=64, seq_len=512, network="1Gbit/s")
+    with_all = plans(question) if best(question) else None
+    answer = plans(replace(question, idle=True))
+    assert answer.nodes == 5 and 0 < answer.idle_nodes < 5
+    used = 5 - answer.idle_nodes
+    assert {p.plan.world_size for p in answer.plans} == {8 * used}
+    if with_all is not None:
+        assert answer.plans[0].estimate.step_time_s < with_all.plans[0].estimate.step_time_s
+    scaled = throughput(replace(question, idle=True), 5)
+    assert scaled.estimate == answer.plan_for("fastest").estimate
+
+
+def test_any_half_of_the_nodes_is_looked_at():
+    """Three of six: no power of two, and the batch is no multiple of it."""
+    keep = "pp=3,tp=1,cp=1,dp_replicate=1,dp_shard=1"
+    question = asked("gpt2", "l4", nodes=6, global_batch=16, seq_len=256, keep=keep)
+    assert best(question) == 0
+    answer = plans(replace(question, idle=True))
+    assert answer.idle_nodes == 3 and answer.plans[0].plan.pp == 3
+
+
+def test_what_is_infeasible_names_the_fewest_nodes_that_do():
+    question = asked("llama-3-70b", "dgx-a100", seq_len=4096, keep="offload_optimizer=none")
+    with pytest.raises(BadInputError) as caught:
+        plans(question)
+    sentence = str(caught.value)
+    assert "70.55 G parameters) does not fit" in sentence
+    assert "of a device's 79.25 GiB. It fits on" in sentence
+    nodes = int(sentence.split("It fits on ")[1].split()[0])
+
+    def fits(count):
+        other = question.with_nodes(count)
+        world = other.wanted.world
+        batch = -(-question.wanted.global_batch // world) * world
+        return best(replace(other, wanted=replace(other.wanted, global_batch=batch))) > 0
+
+    assert nodes > 1 and fits(nodes) and not fits(nodes - 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "keep", "words", "sentence"),
+    [
+        ("qwen2.5-1.5b", "tp=4", {},
+         "tp 4 does not divide the 2 key and value heads of qwen2.5-1.5b; tp may be 1 or 2 here"),
+        ("gpt2-xl", "tp=2", {}, "tp 2 does not divide the 25 heads of gpt2-xl; tp may be 1 here"),
+        ("llama-3-8b", "tp=16", {"nodes": 2}, "tp 16 is more than the devices of a node, 8"),
+        ("llama-3-8b", "tp=4", {"most_tp": 2}, "tp 4 is more than --max-tp, 2"),
+        ("llama-3-8b", "tp=3", {}, "tp 3 does not divide the 8 devices; tp may be 1, 2, 4 or 8"),
+        ("llama-3-8b", "ep=2", {}, "ep 2: llama-3-8b has no experts; ep may be 1 here"),
+        ("mixtral-8x7b", "ep=16", {"nodes": 2}, "ep 16 does not divide the 8 experts of mixtral"),
+        ("llama-3-8b", "pp=64", {"nodes": 8}, "pp 64 is more than the 32 layers of llama-3-8b"),
+        ("llama-3-8b", "cp=8", {"seq_len": 2048}, "cp 8 leaves less than 1024 tokens of 2048"),
+        ("llama-3-8b", "cp=4", {"seq_len": 8188}, "cp 4 cuts sequences into 8, which does not"),
+        ("llama-3-8b", "tp=4,pp=4", {}, "tp 4 × pp 4 = 16 does not divide the 8 devices"),
+        ("llama-3-8b", "dp_shard=3", {}, "dp_shard 3 does not divide the 8 devices"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_reason(model, keep, words, sentence):
+    """With the model's number, and what is allowed instead."""
+    with pytest.raises(BadInputError) as caught:
+        plans(asked(model, keep=keep, **words))
+    said = str(caught.value)
+    assert f": {sentence}" in said and "no plan can be laid out: " in said
+    assert "multiply" not in said
+
+
+def test_what_never_fits_asks_for_other_devices():
+    with pytest.raises(BadInputError, match=r"Use devices with more memory, a shorter --seq-len"):
+        plans(asked("llama-3.1-405b", "4x-gtx-1080-ti", keep="strategy=ddp", seq_len=4096))
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len"),
+    [("mistral-7b", 131072), ("gemma-2-9b", 131072), ("phi-3-mini", 131072),
+     ("llama-3.1-8b", 131072)],
+)  # fmt: skip
+def test_no_device_computes_more_than_it_can(model, seq_len):
+    """Neither by windows, which reach less than the sequence, nor by long attention."""
+    answer = plans(asked(model, seq_len=seq_len, global_batch=8))
+    assert answer.plans
+    for planned in answer.plans:
+        assert 0.1 < planned.estimate.mfu <= planned.estimate.hfu < 1
+
+
+def test_what_nobody_trains_is_not_planned_for_as_trained():
+    with pytest.raises(BadInputError, match="mixtral-8x7b is planned for, but outpace does not"):
+        plans(asked("mixtral-8x7b", trained=True))
+    answer = plans(asked("llama-3-8b", trained=True, nodes=2, global_batch=64))
+    assert not any(planned.untrained for planned in answer.plans)
+
+
+@pytest.mark.parametrize("keep", ["precision=fp32", "tp=8", "micro_batch=1,checkpointing=full"])
+def test_what_is_insisted_on_costs_what_it_costs(keep):
+    free = plans(asked("llama-3-8b", global_batch=64))
+    held = plans(asked("llama-3-8b", global_batch=64, keep=keep))
+    names = [one.setting for one in held.insistences]
+    assert names == keep.split(",")
+    if len(names) == 1:
+        both = (one.plan_for("fastest").estimate.step_time_s for one in (held, free))
+        slower = next(both) / next(both) - 1
+        assert held.insistences[0].slowdown == pytest.approx(slower) and slower > 0.01
+
+
+def test_the_width_of_tensor_parallelism_may_be_held_down():
+    (row,) = plans(asked("llama-3-8b", global_batch=8, most_tp=1)).insistences
+    assert row.setting == "max-tp 1" and row.slowdown >= 0
+
+
+def test_a_plan_for_another_batch_is_refused():
+    with pytest.raises(BadInputError, match="is not a multiple of"):
+        estimate_plan(asked("gpt2", global_batch=9), Plan(strategy="ddp", dp_replicate=8))
+
+
+def on_host_of(question, host_bytes):
+    return replace(question, cluster=replace(question.cluster, host_bytes=host_bytes))
+
+
+def test_a_host_that_is_too_small_passes_plans_over():
+    """With all of a host's memory but a byte the best is another, that offloads no more."""
+    question = asked("llama-3-8b", "2x-titan-rtx", global_batch=8, seq_len=1024)
+    free = plans(question).plans[0].estimate
+    assert free.host_memory_bytes is None and free.host_offloaded_bytes > 2**30
+    tight = on_host_of(question, free.host_offloaded_bytes - 1)
+    for planned in plans(tight).plans:
+        assert planned.estimate.host_offloaded_bytes < free.host_offloaded_bytes
+        assert planned.estimate.fits and planned.estimate.step_time_s >= free.step_time_s
+    enough = on_host_of(question, free.host_offloaded_bytes)
+    assert plans(enough).plans[0].estimate.step_time_s == free.step_time_s
+
+
+def test_a_disk_takes_no_host_memory():
+    question = asked("llama-3-8b", global_batch=64, keep="strategy=zero3,offload_optimizer=disk")
+    found = plans(question).plans[0].estimate
+    assert found.host_offloaded_bytes == 0 < found.disk_offloaded_bytes

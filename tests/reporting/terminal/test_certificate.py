@@ -1,0 +1,70 @@
+"""A certificate in the terminal: the verdict first, and each reason once."""
+
+import io
+
+import pytest
+
+from outpace.records.certificate import Certificate, ParityVerdict
+from outpace.reporting.terminal.certificate import certificate_table
+from outpace.reporting.terminal.console import Console
+
+STATE = (
+    "the forward or the loss keeps loss.mean in an attribute from step to step, and the loss "
+    "depends on it: under strategy {} each rank would keep its own, of its own samples."
+)
+
+
+def verdict(strategy, *, passed=False, refused=False, reason=None, cause=None):
+    return ParityVerdict(
+        strategy=strategy, mesh="dp_shard 2", precision="fp64", passed=passed, refused=refused,
+        reason=reason, cause=cause, worst_relative_difference=None if refused else 1e-16,
+        worst_tensor=None, tolerance=1e-9, bytes_on_wire=None, bytes_formula=None, exchanges={},
+        exchanges_formula=None, bytes_by_kind={}, bytes_by_kind_formula=None,
+    )  # fmt: skip
+
+
+def shown(verdicts, width, skipped=None):
+    certificate = Certificate.model_construct(
+        verdicts=tuple(verdicts), model=None, module="mine.py:build", notes=(), processes=2,
+        steps=3, global_batch=8, seq_len=None, skipped=skipped or {},
+    )  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=width).print(certificate_table(certificate))
+    return out.getvalue()
+
+
+REFUSED = [
+    verdict(name, refused=True, reason=STATE.format(name)) for name in ("ddp", "zero1", "zero3")
+]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_verdict_comes_first_and_equal_reasons_are_one(width):
+    tp = "it has no layouts. Give some as `layouts`."
+    told = [*REFUSED, verdict("gpipe", passed=True), verdict("tp", refused=True, reason=tp)]
+    text = shown(told, width, {"mp": "it needs two blocks"})
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    counts = "(1 equal, 4 refused, 1 skipped)"
+    first, _, _ = text.partition("\n  ")
+    verdict_line = f"mine.py:build: equal to one process, or refused {counts}"
+    assert " ".join(first.split()) == verdict_line
+    assert "– ddp, zero1, zero3 refused:" in text and "– tp refused:" in text
+    words = " ".join(text.split())
+    assert words.count("the forward or the loss keeps") == 1
+    assert "under these strategies each rank would keep its own" in words
+    assert f"– tp refused: {tp}" in words and "– mp skipped: it needs two blocks" in words
+
+
+def test_what_differs_is_in_the_verdict_and_keeps_its_strategy_name():
+    fault = "the gradient of a.weight is zero"
+    told = [verdict("ddp", reason=fault), REFUSED[2]]
+    text = shown(told, 120)
+    assert text.startswith("mine.py:build: NOT equal to one process (1 NOT equal, 1 refused)")
+    words = " ".join(text.split())
+    assert f"✗ ddp: {fault}" in words and "under strategy zero3 each rank" in words
+    assert words.index("ddp: the gradient") < words.index("zero3 refused")
+
+
+def test_nothing_is_equal_where_all_is_refused():
+    assert shown(REFUSED, 80).startswith("mine.py:build: nothing was proved (3 refused)")

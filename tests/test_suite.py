@@ -1,0 +1,52 @@
+"""What holds of all tests: none depends on how busy the machine is, or on what ran before it."""
+
+import ast
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+_CLOCKS = {"monotonic", "perf_counter", "time"}
+_HANG_LIMIT_S = 120  # a shorter time may pass while other work has the cores
+
+
+def _short_limits(tree: ast.Module) -> Iterator[int]:
+    """Lines that assert less than the hang limit of a difference of clock readings."""
+    for one in (one.test for one in ast.walk(tree) if isinstance(one, ast.Assert)):
+        for compared in (node for node in ast.walk(one) if isinstance(node, ast.Compare)):
+            sides = [compared.left, *compared.comparators]
+            for operator, less, more in zip(compared.ops, sides, sides[1:], strict=False):
+                is_less = isinstance(operator, ast.Lt | ast.LtE) and _reads_clock(less)
+                limit_s = more.value if isinstance(more, ast.Constant) else None
+                if is_less and isinstance(limit_s, int | float) and limit_s < _HANG_LIMIT_S:
+                    yield one.lineno
+
+
+def _reads_clock(side: ast.expr) -> bool:
+    """Whether this is the time since something, by a clock on the wall."""
+    now = side.left if isinstance(side, ast.BinOp) and isinstance(side.op, ast.Sub) else None
+    return (
+        isinstance(now, ast.Call)
+        and isinstance(now.func, ast.Attribute)
+        and now.func.attr in _CLOCKS
+    )
+
+
+def test_no_test_asserts_that_little_time_has_passed():
+    found = [
+        f"{path.relative_to(TESTS)}:{line}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if any(f"{clock}() - " in path.read_text() for clock in _CLOCKS)
+        for line in _short_limits(ast.parse(path.read_text()))
+    ]
+    assert not found, f"drop these limits, or use the time of a hang: {', '.join(found)}"
+    planted = ast.parse("assert 0.1 <= time.monotonic() - began_s < 5")
+    assert list(_short_limits(planted)) == [1]
+
+
+def test_the_fork_server_has_the_environment_of_no_test(command):
+    """pytest notes there at what it is: a fixture's beginning, or a test that may change it."""
+    server = forkserver._forkserver._forkserver_pid
+    environment = Path(f"/proc/{server}/environ").read_text().split("\0")
+    [at] = [one for one in environment if one.startswith("PYTEST_CURRENT_TEST=")]
+    assert at.endswith("(setup)")

@@ -1,0 +1,288 @@
+"""Families without a reader: their parameters and FLOPs are those of transformers' own models."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from outpace.interop.outline import described, needs_trace, outline_from_config
+from outpace.interop.transformers_build import build_on_meta
+from outpace.jobs.planning.find_outline import find_outline
+from outpace.planner.model.flops import keys_reached
+from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline_flops import forward_flops
+from outpace.records.errors import BadInputError
+from outpace.records.outline import Outline
+from outpace.trace.transformers_outline import outline_from_folder, outline_of_builds
+
+SEQ_LEN = 64
+_WIDTHS: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": SEQ_LEN,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_BERT = {**{k: v for k, v in _WIDTHS.items() if k not in ("num_key_value_heads", "head_dim")},
+         "pad_token_id": 0}  # fmt: skip
+_EXPERTS = {**_WIDTHS, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "n_shared_experts": 1, "shared_expert_intermediate_size": 20}  # fmt: skip
+# Recurrent layers fill up chunks, so that short sequences cost what a chunk does.
+LONG = 256
+_LONG = {"max_position_embeddings": 2 * LONG}
+RECURRENT = {"qwen3_next": LONG, "qwen3_5_text": LONG, "minimax": LONG, "mamba2": 512,
+             "falcon_h1": LONG}  # fmt: skip
+_LINEAR = {**_LONG, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+           "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+_SSM = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
+SMALL: dict[str, dict[str, Any]] = {
+    "gemma4_text": {**_WIDTHS, "global_head_dim": 8, "sliding_window": 16,
+                    "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4,
+                    "num_kv_shared_layers": 0},
+    "gpt_oss": {**_EXPERTS, "sliding_window": 16},
+    "olmo2": _WIDTHS,
+    "olmo3": {**_WIDTHS, "sliding_window": 16},
+    "smollm3": _WIDTHS,
+    "glm4": _WIDTHS,
+    "glm4_moe": {**_EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "granite": _WIDTHS,
+    "starcoder2": _WIDTHS,
+    "qwen3_next": {**_EXPERTS, **_LINEAR},
+    "qwen3_5_text": {**_WIDTHS, **_LINEAR},
+    "llama4_text": {**_EXPERTS, "intermediate_size_mlp": 40, "attention_chunk_size": 16},
+    "minimax": {**_EXPERTS, **_LONG, "block_size": 32},
+    "minimax_m2": _EXPERTS,
+    "modernbert": {**_BERT, "local_attention": 16},
+    "deberta-v2": _BERT,
+    "roberta": {**_BERT, "max_position_embeddings": SEQ_LEN + 2, "pad_token_id": 1},
+    "mamba2": {**_SSM, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 32},
+    "falcon_h1": {**_WIDTHS, **_LONG, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+                  "mamba_d_state": 8, "mamba_chunk_size": 32},
+    "bart": {"vocab_size": 61, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3,
+             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+             "decoder_ffn_dim": 40, "max_position_embeddings": SEQ_LEN, "pad_token_id": None,
+             "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None},
+}  # fmt: skip
+
+
+# transformers sends every token through every expert, trainers through those it is routed to.
+_RUNS_EVERY_EXPERT = ("llama4_text",)
+
+
+# The rest is counted where slow tests run.
+OFTEN = ("gpt_oss", "glm4_moe", "modernbert", "qwen3_5_text")
+
+
+def test_parameters_are_those_of_transformers(subtests: pytest.Subtests) -> None:
+    for model_type, values in SMALL.items():
+        with subtests.test(model_type):
+            config = CONFIG_MAPPING[model_type](**values)
+            found = traced(config)
+            assert parameters(found) == numel(auto_class(config), config)
+            if model_type in OFTEN:
+                assert_flops(config, found)
+
+
+@pytest.mark.slow
+def test_flops_are_those_of_transformers(subtests: pytest.Subtests) -> None:
+    for model_type in sorted(set(SMALL) - {*OFTEN, *_RUNS_EVERY_EXPERT}):
+        with subtests.test(model_type):
+            config = CONFIG_MAPPING[model_type](**SMALL[model_type])
+            assert_flops(config, traced(config))
+
+
+def traced(config: Any) -> Outline:
+    name = config.model_type
+    return outline_of_builds(lambda dtype: build_on_meta(config, "x", dtype), name)[1]
+
+
+def assert_flops(config: Any, found: Outline) -> None:
+    """Exactly as torch counts them; of recurrent layers but for what fills a chunk up."""
+    length = RECURRENT.get(config.model_type, SEQ_LEN)
+    counted = flops(auto_class(config), config, found, length)
+    spread = 1e-3 if config.model_type in RECURRENT else 0
+    assert forward_flops(found, length, 1) == pytest.approx(counted, rel=spread)
+
+
+def auto_class(config: Any) -> Any:
+    kind = type(config)
+    if kind in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForSeq2SeqLM
+    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING:
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModelForCausalLM
+
+
+def numel(auto: Any, config: Any) -> int:
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops(auto: Any, config: Any, found: Outline, length: int) -> int:
+    """As torch counts the products of a real model, but for masked scores beyond windows."""
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    tokens = torch.zeros((1, length), dtype=torch.int64)
+    more = {"decoder_input_ids": tokens} if auto is transformers.AutoModelForSeq2SeqLM else {}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, **more)
+    pairs = [(stack.layers, stack.attention) for stack in found.stacks]
+    beyond = sum(
+        layers * 4 * one.heads * one.head_dim * length
+        * max(0, length - keys_reached(length, one.window, one.causal))
+        for layers, one in pairs if one is not None
+    )  # fmt: skip
+    return counter.get_total_flops() - beyond
+
+
+def folder(directory: Path, **values: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def test_the_answer_says_how_a_family_was_read(tmp_path: Path) -> None:
+    values = {**given(_WIDTHS), "architectures": ["Olmo2ForCausalLM"], "n_odd_experts": 7}
+    del values["num_key_value_heads"], values["max_position_embeddings"]
+    assert needs_trace(folder(tmp_path, model_type="olmo2", **values))
+    _, found, spec = find_outline(str(tmp_path))
+    assert spec is None and found.untrained == "outpace has no olmo2"
+    traced, defaults, unknown = found.notes
+    assert (
+        "no reader for olmo2. transformers" in traced and "one forward of it was traced" in traced
+    )
+    assert "max_position_embeddings 2048" in defaults
+    assert "n_odd_experts 7, which transformers' olmo2 does not read" in unknown
+    assert found.max_positions == 2048
+    (stack,) = found.stacks
+    assert stack.attention is not None and stack.attention.projected
+    assert not needs_trace(folder(tmp_path, model_type="llama"))
+
+
+def test_contradictions_are_refused(tmp_path: Path) -> None:
+    values = given(_WIDTHS)
+    folder(tmp_path, model_type="olmo2", architectures=["LlamaForCausalLM"], **values)
+    with pytest.raises(BadInputError, match="two different models"):
+        outline_from_folder(tmp_path)
+    folder(tmp_path, model_type="olmo2", **{**values, "num_key_value_heads": 3})
+    with pytest.raises(BadInputError, match=r"--model file\.py:build"):
+        outline_from_folder(tmp_path)
+    folder(tmp_path, model_type="olmo2", **{**values, "num_hidden_layers": 10**6})
+    with pytest.raises(BadInputError, match="num_hidden_layers = 1000000; it has to be"):
+        outline_from_folder(tmp_path)
+
+
+def test_an_unknown_family_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path, model_type="of_tomorrow", **given(_WIDTHS))
+    with pytest.raises(BadInputError, match=r"nor does transformers 5.*, which a newer"):
+        find_outline(str(tmp_path))
+    folder(tmp_path, model_type="olmo2", **given(_WIDTHS))
+    for name in ("transformers", "transformers.models.auto.configuration_auto"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BadInputError, match="Install transformers, which knows more"):
+        find_outline(str(tmp_path))
+
+
+def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    text = {**given(_WIDTHS), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                  "mrope_section": [2, 1, 1]}}  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}
+    folder(tmp_path, model_type="qwen2_vl", text_config=text, vision_config=vision)
+    found = outline_from_folder(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        whole = transformers.AutoModelForImageTextToText.from_config(config)
+    seen = {name: p.numel() for name, p in whole.named_parameters()}
+    assert parameters(found) == sum(n for name, n in seen.items() if ".visual." not in name)
+    assert parameters(found) < sum(seen.values())
+    assert any("only the text part (qwen2_vl_text) of qwen2_vl" in note for note in found.notes)
+
+
+def test_a_folder_with_code_of_its_own_and_the_layers_of_a_family(tmp_path: Path) -> None:
+    values = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2}
+    folder(tmp_path, model_type="deepseek_v3", **values)
+    known, _ = described(tmp_path)
+    folder(tmp_path, model_type="kimi_k2", **values)
+    _, found, _ = find_outline(str(tmp_path))
+    assert found.stacks == known.stacks
+    assert "kimi_k2 is read as deepseek_v3" in found.notes[0]
+
+
+_READ: dict[str, dict[str, Any]] = {
+    "mixtral": {**_EXPERTS, "head_dim": None},
+    "deepseek_v3": {**_EXPERTS, "num_key_value_heads": 4, "head_dim": 4, "first_k_dense_replace": 1,
+                    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+                    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 2, "topk_group": 1},
+    "gemma2": {**_WIDTHS, "sliding_window": 5},
+    "gpt_neox": _BERT,
+    "t5": {"vocab_size": 61, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 3,
+           "num_decoder_layers": 3, "num_heads": 4},
+}  # fmt: skip
+
+
+def test_readers_and_the_trace_agree(subtests: pytest.Subtests) -> None:
+    """What the trace tells apart is what the readers say of the same config."""
+    for model_type in _READ:
+        with subtests.test(model_type):
+            config = CONFIG_MAPPING[model_type](**_READ[model_type])
+            assert kinds(traced(config)) == kinds(outline_from_config(config, "x"))
+
+
+def kinds(found: Outline) -> set[Any]:
+    """Attention and MLP of the layers, however they are grouped."""
+    ignored = {"qk_norm": False, "qkv_bias": False, "out_bias": False}
+    return {
+        (
+            stack.attention and stack.attention.model_copy(update=ignored),
+            stack.cross_attention and stack.cross_attention.model_copy(update=ignored),
+            stack.mlp,
+            stack.norms,
+        )
+        for stack in found.stacks
+    }
+
+
+def families() -> set[str]:
+    """Model types with a head over a vocabulary, by transformers' own tables."""
+    return set().union(
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+
+@pytest.mark.slow
+def test_every_family_with_its_default_config(subtests: pytest.Subtests) -> None:
+    """All families of language models, in the size that transformers takes where none is said."""
+    for model_type in sorted(families()):
+        with subtests.test(model_type):
+            try:
+                config = CONFIG_MAPPING[model_type]()
+                build_on_meta(config, "x")
+            except BadInputError as error:  # no default for a size that has to be said
+                pytest.skip(str(error))
+            built, found = outline_of_builds(
+                lambda dtype, config=config: build_on_meta(config, "x", dtype), model_type
+            )
+            assert parameters(found) == sum(p.numel() for p in built.module.parameters())
+            assert found.outside_parameters >= 0
