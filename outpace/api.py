@@ -60,6 +60,7 @@ def train(
     >>> first.steps, first.run
     (3, 'first')
     """
+    from outpace.cli.resume import require_inputs
     from outpace.jobs.train import job
     from outpace.jobs.train.auto_micro_batch import trier
     from outpace.launch import local
@@ -73,7 +74,7 @@ def train(
     reference = model if live is None else _name_of(live)
     given = {"model": reference, "data": data, **settings}
     merged, origins = _merge(given)
-    _require_inputs(merged, origins)
+    require_inputs(merged, origins)
     ranks = ranks_from(os.environ)
     if ranks is None and (merged.nproc or 1) > 1:
         _check_startable(live, callbacks, merged.nproc or 1)
@@ -425,12 +426,6 @@ def _merge(given: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:
         if value is not None
     }
     return merge({ORIGIN: values})
-
-
-def _require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    from outpace.cli.resume import require_inputs
-
-    require_inputs(settings, origins)
 
 
 def _path(place: str | Path | None) -> Path | None:

@@ -103,7 +103,7 @@ class LowAdamW(KeepsDtypes):
         self._tables: dict[tuple[bool, torch.device], CodeTable] = {}
         self._parts: dict[nn.Parameter, _Part] = {}
         # By the first of the parameters that are stepped.
-        self._stepped: dict[nn.Parameter, _Stepped] = {}
+        self._stepped: dict[nn.Parameter, _StepParts] = {}
         if kept != "bf16":
             torchao_module("optim.quant_utils", f"--optimizer adamw-{kept}")
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "number": 0}
@@ -159,7 +159,7 @@ class LowAdamW(KeepsDtypes):
         self._parts.clear()
         self._stepped.clear()
 
-    def _parts_together(self, stepped: list[nn.Parameter]) -> "_Stepped":
+    def _parts_together(self, stepped: list[nn.Parameter]) -> "_StepParts":
         """Return what of parameters is here: that of the last step, if all lie where they did."""
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
@@ -171,7 +171,7 @@ class LowAdamW(KeepsDtypes):
             for parameter, step in zip(stepped, steps_P.unbind(), strict=True):
                 self.state[parameter]["step"] = step
             held = [one for parameter in stepped for one in self.state[parameter].values()]
-            known = self._stepped[stepped[0]] = _Stepped(parts, steps_P, held)
+            known = self._stepped[stepped[0]] = _StepParts(parts, steps_P, held)
         return known
 
     def _part(self, parameter: nn.Parameter) -> "_Part":
@@ -331,7 +331,7 @@ def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(value for name, value in state.items() if name != "step")
 
 
-class _Stepped:
+class _StepParts:
     """Parts that a step is of, with their counts of steps, and how they were joined."""
 
     def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:

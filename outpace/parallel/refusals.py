@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,11 @@ class _Refusal:
             store.add(_heard_key(entry), 1)
         return sentence
 
+    @cached_property
+    def watch(self) -> RefusalWatch:
+        """The watch of a group whose collectives wait for a rank that has gone."""
+        return RefusalWatch(self._store, self.find)
+
     def _leave(self) -> None:
         """Let the others' collectives fail, and keep the store until they have read why."""
         if not self._mine:
@@ -142,12 +147,7 @@ def _withdraw() -> None:
 def _watch() -> RefusalWatch | None:
     """Return the watch of a group whose collectives wait for a rank that has gone."""
     store = _store()
-    return _watch_of(store) if store is not None and waits_for_ever() else None
-
-
-@lru_cache(maxsize=1)
-def _watch_of(store: Store) -> RefusalWatch:
-    return RefusalWatch(store, _refusal_in(store).find)
+    return _refusal_in(store).watch if store is not None and waits_for_ever() else None
 
 
 def _tell(sentence: str, world_size: int) -> None:

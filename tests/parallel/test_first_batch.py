@@ -458,7 +458,7 @@ def test_buffers_that_samples_move_and_the_loss_reads_are_told(tmp_path):
     assert "the forward moves" in said and "codes" in said and "each step begins with" in said
 
 
-class Ragged(nn.Module):
+class RaggedModule(nn.Module):
     """Nodes of graphs, with edges by their numbers."""
 
     def __init__(self):
@@ -479,7 +479,7 @@ def test_a_batch_whose_tensors_are_not_cut_alike_is_refused_where_that_fails(tmp
 
     def act(rank):
         plan = plan_for_module("ddp", 2, 8).model_copy(update={"micro_batch": 4})
-        model = outpace.parallelize(Ragged(), plan, loss=loss)
+        model = outpace.parallelize(RaggedModule(), plan, loss=loss)
         share = model.share({"nodes": torch.randn(8, 5), "edges": ring})
         with pytest.raises(BadInputError, match="those of 2 are whole in each part"):
             model.forward_backward(share)

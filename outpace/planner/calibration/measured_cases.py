@@ -13,6 +13,7 @@ from typing import Any
 
 from outpace.records.estimate import MeasuredCase
 from outpace.records.plan import Plan
+from outpace.records.strategies import TRAITS
 
 # The software of the rows, by the name of the stack that is planned for.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
@@ -61,8 +62,7 @@ class Likeness:
         plan = self.plan
         if plan is None:
             return {}
-        levels = {"zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
-        level = plan.zero if plan.strategy == "3d" else levels.get(plan.strategy, 0)
+        level = plan.zero if plan.strategy == "3d" else TRAITS[plan.strategy].zero
         zero = level if plan.dp_shard > 1 else 0
         return {"zero": zero, "tp": plan.tp, "pp": plan.pp, "cp": plan.cp, "ep": plan.ep}
 

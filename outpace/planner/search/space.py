@@ -46,8 +46,10 @@ _GATHERS = (2, 3)  # levels of ZeRO that gather parameters before their use
 _SHORTEST_PART = 1024  # tokens of a sequence on a rank of cp
 _MOST_MICRO_BATCH = 64
 _MOST_VIRTUAL = 8
-_LOOPS = ("interleaved", "loopedbfs", "zb")
-_SPLITS = ("zb", "zbv", "dualpipev")
+_LOOPS = tuple(
+    name for name, one in SCHEDULES.items() if one.stages_per_rank > 1 and one.placement != "v"
+)
+_SPLITS = tuple(name for name, one in SCHEDULES.items() if one.splits_backward)
 
 # What may be varied, its plainest first. Precision and optimizer change the numbers that are
 # trained, the others only how they are computed. Optimizers are AdamW and its forms that keep less.
