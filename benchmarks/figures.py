@@ -34,12 +34,7 @@ from pages import stand, table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DATA = ROOT / "benchmarks" / "data"
-_DOCS = (
-    "accuracy", "benchmarks", "clusters", "security", "compare", "folklore", "lora", "memory",
-    "memory_formula", "offload", "optimizers", "performance", "probe", "proof", "report", "seeds",
-    "strategies", "tune", "versions",
-)  # fmt: skip
-PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -121,6 +116,12 @@ def quickstart(result: dict[str, Any]) -> str:
     """What scripts/quickstart ends with."""
     shown = "\n".join(result["shown"]).strip("\n")
     return f"```text\n{shown}\n```\n\nIt took {result['seconds']:.0f} s.\n" + stand(result)
+
+
+def quickstart_short(result: dict[str, Any]) -> str:
+    """The first tables of what scripts/quickstart ends with."""
+    shown = "\n".join(result["shown"]).strip("\n").partition("\n  Forwards and backwards")[0]
+    return f"```text\n{shown.rstrip()}\n```\n" + stand(result)
 
 
 def strategies(result: dict[str, Any]) -> str:
@@ -266,6 +267,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "overhead_engines": overhead,
     "quickstart": quickstart,
+    "quickstart--short": quickstart_short,
     "report": report,
     "strategies": strategies,
     "tokenise": tokenise,
@@ -292,11 +294,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     stale = []
-    for name in PAGES:
-        page = ROOT / name
+    for page in PAGES:
         filled = fill(page.read_text(encoding="utf-8"))
         if filled != page.read_text(encoding="utf-8"):
-            stale.append(name)
+            stale.append(str(page.relative_to(ROOT)))
             if not arguments.check:
                 page.write_text(filled, encoding="utf-8")
     made, kept = measured_steps.text(), measured_steps.KEPT

@@ -1,4 +1,4 @@
-"""docs/accuracy.md's tables and scatter plots, of what planner_accuracy.py recorded."""
+"""docs/results/accuracy.md's tables and scatter plots, of what planner_accuracy.py recorded."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from typing import Any
 
 from pages import stand, table
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "results"
 FAR = 0.3
 # What the terms show of rows that are missed by more than FAR: a source, and which of its rows.
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#8c8c8c")
@@ -236,7 +236,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def draw(result: dict[str, Any]) -> None:
-    """docs/accuracy-time.svg, docs/accuracy-memory.svg: predicted over measured."""
+    """docs/results/accuracy-time.svg, docs/results/accuracy-memory.svg: predicted over measured."""
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in result["rows"]:
         times[row["source"]].append((row["measured_s"], row["predicted_s"]))

@@ -1,4 +1,4 @@
-"""docs/accuracy.md's tables by kind, of what score_board.py found in all published rows."""
+"""docs/results/accuracy.md's tables by kind, of what score_board.py found in all published rows."""
 
 from collections.abc import Callable
 from typing import Any

@@ -106,19 +106,6 @@ def targets(result: dict[str, Any]) -> str:
     return table(["goal", "of", "reached"], rows) + as_recorded(result)
 
 
-def short(result: dict[str, Any]) -> str:
-    """A line for each heat: what outpace does, and who comes next."""
-    rows = []
-    for heat in sorted(result["heats"].values(), key=heat_title):
-        ratio, best = beside(heat, "tokens_per_s"), best_peer(heat, "tokens_per_s")
-        if ratio is not None and best is not None:
-            own = ran(heat)[OURS]["tokens_per_s"]
-            rows.append([heat_title(heat), f"{own:,.0f}", f"{best[1]:,.0f}, {best[0]}",
-                         f"{ratio:.2f} ×{mark(ratio >= FASTER)}", heat["date"][:10]])  # fmt: skip
-    head = ["", "outpace, tokens/s", "the fastest other", f"goal {FASTER} ×", "recorded"]
-    return table(head, rows) + as_recorded(result)
-
-
 def as_recorded(result: dict[str, Any]) -> str:
     """By which command, whatever options each heat was recorded with; of the last of them."""
     last = max(result["heats"].values(), key=lambda heat: heat["date"])
@@ -236,10 +223,8 @@ def _cost(name: str, value: float) -> str:
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lasting": lasting,
     "peers-bf16": peers,
-    "peers-bf16--short": short,
     "peers-bf16--targets": targets,
     "peers-fp32": peers,
-    "peers-fp32--short": short,
     "peers-fp32--targets": targets,
     "scaling": scaling,
 }

@@ -1,4 +1,4 @@
-"""docs/seeds.md's tables: what a document says, what the planner predicts, what was measured.
+"""Tables of docs/results/seeds.md: what a document says, what was predicted and measured.
 
 Each is of results/seeds_NAME.json, which benchmarks/seeds records.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from pages import stand, table
 
-PICTURE = Path(__file__).parent.parent / "docs" / "seeds-loss.svg"
+PICTURE = Path(__file__).parent.parent / "docs" / "results" / "seeds-loss.svg"
 _COLORS = {"ddp fp32": "#4c72b0", "ring fp32": "#dd8452", "ddp bf16": "#55a868",
            "ring bf16": "#c44e52"}  # fmt: skip
 _LAST = 10  # steps that a curve's end is the mean of
@@ -307,7 +307,7 @@ def tiles(result: dict[str, Any]) -> str:
 
 
 def draw_curves(result: dict[str, Any]) -> None:
-    """docs/seeds-loss.svg: losses by step, a field for each batch; the same bytes each time."""
+    """Draw docs/results/seeds-loss.svg: losses by step, by batch; the same bytes each time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -21,7 +21,7 @@ from alternating import alternating
 from forward_backward import Moved
 from torch import nn
 
-PICTURE = Path(__file__).parent.parent / "docs" / "spacing.svg"
+PICTURE = Path(__file__).parent.parent / "docs" / "results" / "spacing.svg"
 DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,

@@ -2,7 +2,8 @@
 
     python benchmarks/memory_shown.py
 
-The README's example, and the 70 billion parameters on 256 GPUs that have to be answered in 30 s.
+The example of docs/guides/memory.md, and the 70 billion parameters on 256 GPUs that have to be
+answered in 30 s.
 """
 
 import argparse

@@ -9,7 +9,8 @@
 Every row of data/published*.csv is predicted from the catalog alone (`published.py` says how a row
 becomes a question). Beside each error stands that of one constant, fitted to the same rows. Targets
 are of data/published.csv; all rows by kind go to results/planner_kinds.json (`score_board.py`). It
-writes outpace/catalog/residuals.json and docs/accuracy-*.svg; figures.py fills docs/accuracy.md.
+writes outpace/catalog/residuals.json and docs/results/accuracy-*.svg; figures.py fills
+docs/results/accuracy.md.
 """
 
 import argparse

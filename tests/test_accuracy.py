@@ -295,7 +295,7 @@ def test_a_constant_is_fitted_as_well_as_can_be(accuracy):
 
 
 def test_the_table_is_linear_in_micro_batches(accuracy, table):
-    """docs/accuracy.md says of vtrain-single that it is put together from pieces."""
+    """docs/results/accuracy.md says of vtrain-single that it is put together from pieces."""
     own = [row for row in table if row.source == "vtrain-single"]
     found = accuracy.published_pieces.linear(own)
     assert found["checked"] == 79

@@ -30,6 +30,6 @@ def test_a_strategys_utilisation_is_of_each_device_or_core(monkeypatch):
 
 
 def test_every_strategy_has_a_paragraph():
-    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "concepts" / "strategies.md").read_text(encoding="utf-8")
     for strategy in get_args(Strategy):
         assert f"\n### {strategy}\nFor: " in page, strategy

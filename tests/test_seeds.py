@@ -16,7 +16,7 @@ from outpace.planner.pipeline.simulator import idle_share_formula
 
 ROOT = Path(__file__).parent.parent
 SEEDS = ROOT / "benchmarks" / "seeds"
-PAGE = (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "seeds.md").read_text(encoding="utf-8")
 PROGRAMS = sorted(path.stem for path in SEEDS.glob("s[0-9][0-9]_*.py"))
 # What stands under a recorded figure.
 STAND = {

@@ -5,7 +5,7 @@
 
 Each curve is a run of `outpace train` on two processes: a small GPT-2 on the bytes of Python's own
 source. Times are of steps of all four ways in turn, in one job for each batch. The picture is
-docs/seeds-loss.svg.
+docs/results/seeds-loss.svg.
 """
 
 import ast

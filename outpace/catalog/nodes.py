@@ -140,7 +140,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
             found = _accelerators(f"{count}x{form}" if count else form, board, int(count or 1))
             assumed = (
                 f"{name} is taken to be {board.name}, the one on boards; others have names of "
-                "their own (docs/network.md)."
+                "their own (docs/reference/catalog.md)."
             )
             return found.model_copy(update={"assumed": assumed})
     plain = [_slug(known) for known in accelerators]
@@ -149,7 +149,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     meant = f" Did you mean {' or '.join(alike)}?" if alike else nearest(wanted, known)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
-        f"It has {nearest_of(wanted, known)}; docs/network.md has all."
+        f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md has all."
     )
 
 

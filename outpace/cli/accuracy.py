@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 _ABOUT = "Published steps that are nearest to a plan, measured and predicted."
 _EPILOG = (
     "plan.json is what outpace plan --out or outpace tune wrote; with --model and --machine the "
-    "model's size and the chip count, too. How far predictions are off by kind: docs/accuracy.md."
+    "model's size and the chip count, too. How far predictions are off by kind: "
+    "docs/results/accuracy.md."
 )
 _MOST_CASES = 50
 

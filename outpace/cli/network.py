@@ -16,7 +16,7 @@ _EPILOG = (
     "Without --plan the strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and "
     "TP × PP × DP. "
     "Computation is estimated from what outpace probe measured (--probe), or with a share of the "
-    "catalog's peak. How it is derived: docs/network.md."
+    "catalog's peak. How it is derived: docs/concepts/network.md."
 )
 _MOST_NODES = 100_000  # no machine has more, and each number of ranks is looked into
 

@@ -24,7 +24,8 @@ _ABOUT = "The fastest ways to train a model on given machines: which fit, why, a
 _EPILOG = (
     "Every layout is considered: data, sharded, tensor, context, expert and pipeline parallel, "
     "micro-batches, recomputation, offloading. --machine is a name of the catalog, one accelerator "
-    "or machine.json of outpace probe. Derivations: docs/planner.md; how far off: docs/accuracy.md."
+    "or machine.json of outpace probe. Derivations: docs/concepts/planner.md; how far off: "
+    "docs/results/accuracy.md."
 )
 _MOST_NODES = 100_000
 _MOST_PLANS = 50

@@ -258,7 +258,8 @@ def _parser() -> Parser:
         action=JoinedList,
         default="fp64",
         metavar="A,B",
-        help="of fp64, fp32, bf16, bf16-master, or all (default: fp64); tolerances: docs/proof.md",
+        help="of fp64, fp32, bf16, bf16-master, or all (default: fp64); tolerances: "
+        "docs/concepts/parity.md",
     )
     add(
         "--levers",

@@ -1,4 +1,7 @@
-"""Tolerances of a plan's numbers against a single process's, by precision. See docs/proof.md."""
+"""Tolerances of a plan's numbers against a single process's, by precision.
+
+docs/concepts/parity.md has the reasons.
+"""
 
 import math
 from dataclasses import dataclass

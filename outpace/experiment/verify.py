@@ -156,7 +156,7 @@ def verify(
             raise BadInputError(
                 f"optimizer {plan.optimizer} rounds what it keeps or computes, and no two plans "
                 f"round alike. Verify the plan with optimizer {' or '.join(EXACT)}; how far it "
-                "trains from AdamW is in docs/optimizers.md."
+                "trains from AdamW is in docs/concepts/optimizers.md."
             )
     expected = {}
     verdicts = []

@@ -2,9 +2,9 @@
 
 torch's fused kernel for CPUs multiplies tiles of 16 bits that are too small for the processor's
 units: of a step in bf16 it takes several times what the same products take as batched ones
-(docs/log.md). Here they are batched, block by block, so that all scores are never there together
-and a causal block does not look at keys after it. Like the fused kernels, the backward computes the
-scores again rather than keep them (Dao et al., arXiv 2205.14135, algorithm 4).
+(docs/development/log.md). Here they are batched, block by block, so that all scores are never there
+together and a causal block does not look at keys after it. Like the fused kernels, the backward
+computes the scores again rather than keep them (Dao et al., arXiv 2205.14135, algorithm 4).
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key,
 C head width, R rows of a block.

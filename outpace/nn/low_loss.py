@@ -2,8 +2,8 @@
 
 torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long where the
 processor has units for bf16; with whole logits autograd makes them again in fp32, and a gradient of
-each (docs/log.md). Here the products are of 16 bits, as autocast has them, and softmax is in fp32
-for some rows at a time, whose gradient then takes their logits' place.
+each (docs/development/log.md). Here the products are of 16 bits, as autocast has them, and softmax
+is in fp32 for some rows at a time, whose gradient then takes their logits' place.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 """

@@ -1,7 +1,8 @@
 """Comparison of two computations of a user's module: tolerances, and what shows a difference.
 
 Used by the look before the first step (first_batch.py), by a pipeline's look at its first
-micro-batch (own_look.py) and by `outpace.verify`. docs/proof.md has the tolerances' reasons.
+micro-batch (own_look.py) and by `outpace.verify`. docs/concepts/parity.md has the tolerances'
+reasons.
 """
 
 import math

@@ -5,7 +5,7 @@ threads that take the time of those that compute. Here each rank reads its piece
 buffers where they lie (process_vm_readv) and adds it to its own, and then reads the pieces that
 others have summed. That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3)
 without the ring, since all are equally near: 25 MiB between two ranks in 3.6 ms, where gloo takes
-22 to 37 (docs/log.md). ZeRO-3 has the two halves alone (`parallel.shards`).
+22 to 37 (docs/development/log.md). ZeRO-3 has the two halves alone (`parallel.shards`).
 
 Linux on x86-64 only: what a rank wrote must be seen by another in the order in which it was
 written. Where the system does not let ranks read each other, gloo does it.

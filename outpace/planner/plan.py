@@ -143,7 +143,9 @@ def _unsure(planned: Sequence[Planned]) -> list[str]:
     if any(one.plan.precision == "fp8" for one in planned):
         told.append("fp8: what finding its scales takes is not counted; MFU is of fp8's own peak.")
     if any(one.plan.compile for one in planned):
-        told.append("compile: its gain is counted in bytes and launches (docs/planner.md).")
+        told.append(
+            "compile: its gain is counted in bytes and launches (docs/concepts/planner.md)."
+        )
     return told
 
 

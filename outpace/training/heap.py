@@ -23,8 +23,8 @@ def keep_freed(environment: Mapping[str, str]) -> bool:
     """Let glibc keep what was given back to it; say whether it does.
 
     By itself it returns large blocks to the system at once, and each step pays for the same pages
-    again: a tenth to a sixth of its time (docs/log.md). Who sets glibc up by `environment` is not
-    overruled.
+    again: a tenth to a sixth of its time (docs/development/log.md). Who sets glibc up by
+    `environment` is not overruled.
     """
     own = [name for name in environment if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     library = c_library()
@@ -38,9 +38,9 @@ class PagePrefaulter:
     """Touches `nbytes` of the heap in a thread, for whoever allocates them later.
 
     The first touch of a page is what memory costs: on a virtual machine whose host takes free
-    memory back 0.2 to 1.4 s for each GB (docs/log.md), which an idle core can pay while modules
-    are loaded. As much again behind it gets huge pages, too, where the system has them, and is
-    not touched. Nothing happens where `keep_freed` does not hold, or there is no such memory.
+    memory back 0.2 to 1.4 s for each GB (docs/development/log.md), which an idle core can pay while
+    modules are loaded. As much again behind it gets huge pages, too, where the system has them, and
+    is not touched. Nothing happens where `keep_freed` does not hold, or there is no such memory.
 
     What is touched is held until it is handed over: what is free may be given back (`malloc_trim`).
     """

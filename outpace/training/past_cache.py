@@ -1,7 +1,7 @@
 """Files that are written and read past the system's cache, where a file system can (O_DIRECT).
 
 What passes through the cache takes memory of its own size, page by page, from whatever computes
-beside it, and a virtual machine may be slow to give it (docs/log.md).
+beside it, and a virtual machine may be slow to give it (docs/development/log.md).
 """
 
 import errno

@@ -9,7 +9,7 @@ from outpace.records.plan import Plan
 
 # Features of CPUs that multiply faster in bf16 than in fp32, each with the maker of whom that is
 # true. With avx512_bf16 bf16 takes 0.2 of fp32's time on AMD's, 1.3 to 1.7 times as long on an
-# Intel Xeon without AMX (docs/log.md).
+# Intel Xeon without AMX (docs/development/log.md).
 _FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
 
 

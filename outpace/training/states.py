@@ -67,9 +67,9 @@ class Lent(AsyncStager):
     """A state that is saved from where it lies until it changes, and from a copy after that.
 
     A copy of all takes as much memory as the state again, which a virtual machine may be slow to
-    give (docs/log.md); a step's forward and backward, which change nothing, are long enough to
-    write most of it. Each tensor is copied by itself when its turn comes, so that who changes the
-    state waits for memory alone, never for a disk. Only of plain tensors on a CPU.
+    give (docs/development/log.md); a step's forward and backward, which change nothing, are long
+    enough to write most of it. Each tensor is copied by itself when its turn comes, so that who
+    changes the state waits for memory alone, never for a disk. Only of plain tensors on a CPU.
     """
 
     _synchronize_after_execute = False  # who changes the state calls `give_back` first

@@ -241,9 +241,10 @@ def test_what_was_measured_as_fastest_is_the_precision(capsys, tmp_path, measure
 def test_names_of_the_catalog_are_the_nearest_and_a_count(capsys):
     assert main(["network", "--model=gpt2", "--machine=dgx-h1000"]) == 2
     message = capsys.readouterr().err
-    assert "Did you mean 'dgx-h100'" in message and "more; docs/network.md" in message
+    assert "Did you mean 'dgx-h100'" in message and "more; docs/reference/catalog.md" in message
     assert len(message) < 400
-    page = (Path(__file__).parents[2] / "docs" / "network.md").read_text(encoding="utf-8")
+    file = Path(__file__).parents[2] / "docs" / "reference" / "catalog.md"
+    page = file.read_text(encoding="utf-8")
     names = [name.casefold().replace(" ", "-") for name in (*NODES, *ACCELERATORS, *LINKS)]
     assert [name for name in names if f"`{name}`" not in page] == []
 

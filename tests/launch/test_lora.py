@@ -117,7 +117,7 @@ def test_other_weights_under_the_same_name_are_noticed(start, tmp_path):
 
 @pytest.mark.slow
 def test_beside_weights_in_4_bits_training_ends_near_where_it_does_beside_whole_ones(start):
-    """docs/lora.md states the difference; the same data, adapters and steps."""
+    """docs/guides/lora.md states the difference; the same data, adapters and steps."""
     base, before = start("longer", model="outpace-tiny", steps=200, lr=1e-2, global_batch=16)
     values = {"model": str(base), "steps": 100, "global_batch": 16, "lora_rank": 8, "lr": 1e-2}
     _, whole = start("slow-fp32", **values)

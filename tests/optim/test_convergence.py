@@ -8,7 +8,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 40
-# In nats, of a held-out loss that has fallen by 0.7. docs/optimizers.md has the figures of
+# In nats, of a held-out loss that has fallen by 0.7. docs/concepts/optimizers.md has the figures of
 # longer runs.
 NEAR = {
     "adamw-bf16": 0.005, "adamw-8bit": 0.005, "adamw-4bit": 0.1, "bf16": 0.005,

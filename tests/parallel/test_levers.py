@@ -14,7 +14,7 @@ from outpace.records.pipelines import SCHEDULES, refusal
 from outpace.records.plan import GATHERS, Strategy
 
 LEVERS = Path(__file__).with_name("levers.py")
-DOCS = Path(__file__).parents[2] / "docs" / "compile.md"
+DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "compile.md"
 SPLIT = {name for name, schedule in SCHEDULES.items() if schedule.splits_backward}
 ONE_BACKWARD = ("checkpointing selective", "checkpointing full", "checkpointing some",
                 "recomputed dropout", "loss chunked", "compile")  # fmt: skip

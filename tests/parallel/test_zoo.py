@@ -1,8 +1,8 @@
 """Modules that nobody of the project wrote, under every strategy: as recorded, and never wrong.
 
-benchmarks/zoo.py records; docs/proof.md has the table. Each cell is equal to one process, or
-refused with the recorded sentence, or trains otherwise where one process cuts the batch alike, or
-by state that is in no buffer, of which the look before the first step tells.
+benchmarks/zoo.py records; docs/concepts/parity.md has the table. Each cell is equal to one process,
+or refused with the recorded sentence, or trains otherwise where one process cuts the batch alike,
+or by state that is in no buffer, of which the look before the first step tells.
 """
 
 import importlib.util

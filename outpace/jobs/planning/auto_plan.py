@@ -199,7 +199,8 @@ def _pick(
         assert failed is not None
         raise failed
     if any(job.cluster.calibrated for _, job in answers):
-        # Rates that steps have not put right are too high: they would win (docs/log.md).
+        # Rates that steps have not put right are too high: they would win
+        # (docs/development/log.md).
         answers = [(answer, job) for answer, job in answers if job.cluster.calibrated]
     answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
     for answer, job in answers:

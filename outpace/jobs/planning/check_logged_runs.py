@@ -13,8 +13,8 @@ from outpace.records.plan import Plan
 from outpace.records.training_log import LoggedRun, ObservedRun
 from outpace.records.units import show_bytes, show_seconds
 
-# The prediction of memory has an error, too (docs/accuracy.md): a run that is predicted to need
-# somewhat more than the device has may have run.
+# The prediction of memory has an error, too (docs/results/accuracy.md): a run that is predicted to
+# need somewhat more than the device has may have run.
 _MEMORY_ERROR = 1.2
 # A batch that a log tells as a rate, or in three digits, is not exact.
 _BATCH_ERROR = 0.05

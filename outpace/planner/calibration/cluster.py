@@ -571,7 +571,7 @@ def _cpu(
     found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
     # What exchanges does the same cores do that compute.
     sharers = max(1.0, ranks / machine.host_cores)
-    # Its attention in 16 bits is no faster than in fp32 (docs/log.md).
+    # Its attention in 16 bits is no faster than in fp32 (docs/development/log.md).
     rate = found.rate("fp32")
     return replace(
         found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S, piecewise=True,

@@ -1,8 +1,8 @@
 """The memory of a plan's fullest rank, in closed form and for many plans at once.
 
 Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, for what states take; Korthikanti et al., arXiv
-2205.05198, §4, for activations. Every term is derived in docs/memory_formula.md from what the
-model's operators save and what the strategies' buffers hold. Nothing is fitted.
+2205.05198, §4, for activations. Every term is derived in docs/concepts/memory-model.md from what
+the model's operators save and what the strategies' buffers hold. Nothing is fitted.
 """
 
 from collections.abc import Iterator
@@ -145,9 +145,9 @@ def reserved_bytes(
 ) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
 
-    All three are bounds by stated rules (docs/memory_formula.md), as nothing was measured: what is
-    left of partly used segments, kernels and context, and a ring's buffers for each group of ranks.
-    On a CPU it is `peak_bytes`.
+    All three are bounds by stated rules (docs/concepts/memory-model.md), as nothing was measured:
+    what is left of partly used segments, kernels and context, and a ring's buffers for each group
+    of ranks. On a CPU it is `peak_bytes`.
     """
     peak = peak_bytes(
         outline, seq_len, columns, device, fused_attention=fused_attention, habits=habits

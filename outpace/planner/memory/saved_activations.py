@@ -1,6 +1,6 @@
 """Bytes that one layer's forward pass leaves for its backward pass, and sizes of its weights.
 
-The terms are derived in docs/memory_formula.md: what autograd saves of each operator in
+The terms are derived in docs/concepts/memory-model.md: what autograd saves of each operator in
 `nn.block`, no more and no less. Legend: T tokens of a micro-batch on a rank, R of them in the
 residual stream (a share under sequence parallelism), D hidden width, Q and K widths of queries and
 of keys or values on a rank, F inner width of the MLP on a rank.

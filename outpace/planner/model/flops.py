@@ -1,4 +1,4 @@
-"""FLOPs of a transformer by formula. The derivation is in docs/flops.md.
+"""FLOPs of a transformer by formula. The derivation is in docs/concepts/flops.md.
 
 Counted are the matrix products and attention, 2·m·n·k for an (m, k) by (k, n) product; norms,
 activations, softmax and the optimizer are left out, as in all published figures of MFU.

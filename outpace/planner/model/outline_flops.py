@@ -1,4 +1,4 @@
-"""FLOPs of an outline's forward: its matrix products and attention, as in docs/flops.md."""
+"""FLOPs of an outline's forward: its matrix products and attention (docs/concepts/flops.md)."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Bandwidth that a plan needs: its communication against what it can hide that behind.
 
-The derivation, with its sources, is in docs/network.md.
+The derivation, with its sources, is in docs/concepts/network.md.
 """
 
 import math

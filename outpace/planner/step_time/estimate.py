@@ -1,7 +1,8 @@
 """Step times of many plans, and where the time goes: closed forms, all plans at once.
 
 A step is the pipeline's passes (compute and what it waits for, the bubble), the reduction of
-gradients as far as no backward hides it, and the optimizer. docs/planner.md derives each term.
+gradients as far as no backward hides it, and the optimizer. docs/concepts/planner.md derives each
+term.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -109,8 +109,8 @@ class Effort:
     """Time to measure for: the whole budget, unless rounds have `most_samples` of each case.
 
     On shared machines speed changes from one tenth of a second to the next: many short samples say
-    more than few long ones (docs/log.md). Where time is short there are fewer rounds, spread over
-    as many turns. `wakes`: before each sample half of one is not timed.
+    more than few long ones (docs/development/log.md). Where time is short there are fewer rounds,
+    spread over as many turns. `wakes`: before each sample half of one is not timed.
     """
 
     budget_s: float

@@ -116,7 +116,7 @@ def _interval_note(answer: Plans) -> str:
         f"Estimated in {answer.took_s:.1f} s from "
         f"{_RATES[answer.source]}: the true time lies "
         f"between {first.low_s / first.step_time_s:.2f} and {first.high_s / first.step_time_s:.2f} "
-        f"of the estimate with {first.level * 100:.0f} % (docs/accuracy.md). "
+        f"of the estimate with {first.level * 100:.0f} % (docs/results/accuracy.md). "
         "outpace plan --explain N walks through one; outpace estimate --depth trace checks its "
         "memory."
     )
@@ -215,7 +215,7 @@ def _offloading(one: Estimate) -> list[str]:
     return lines
 
 
-# Of a rank's step; docs/planner.md says how each is reckoned.
+# Of a rank's step; docs/concepts/planner.md says how each is reckoned.
 _OFFLOADED = {
     "weights": "offloading copies {size} of weights, for each micro-batch's forward and backward",
     "activations": "offloading copies {size} of activations, there in the forward and back in the "

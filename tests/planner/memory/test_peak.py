@@ -231,8 +231,8 @@ def test_kinds_are_parts_of_the_peak(device):
 @pytest.mark.parametrize(
     ("values", "passes", "host", "disk"),
     [
-        # By the shard's fp32 weights p, as docs/offload.md's table has it, activations a and the
-        # largest weight's gradient g.
+        # By the shard's fp32 weights p, as docs/guides/offload.md's table has it, activations a and
+        # the largest weight's gradient g.
         ({"offload_parameters": "cpu"}, 1, lambda p, a, g: 4 * p, 0),
         ({"offload_parameters": "cpu", "strategy": "zero3", "dp_shard": 4}, 1,
          lambda p, a, g: p, 0),
