@@ -37,7 +37,7 @@ def batches(job) -> Iterator[dict]:
     """The same samples in the same order as outpace's, all chosen before the first step."""
     import numpy as np
 
-    data, plan, whole = job.materials.train_data, job.plan, job.settings.global_batch
+    data, plan, whole = job.inputs.train_data, job.plan, job.settings.global_batch
     share = whole // plan.readers
     keys = data.locate(job.settings.seed, np.arange(job.total_steps * whole))
     for begin in range(plan.data_rank(job.ranks.rank) * share, len(keys), whole):
@@ -50,7 +50,7 @@ def _objective(job):
     from outpace.nn.transformer import Transformer
 
     dtype = {"fp32": None, "bf16": torch.bfloat16}[job.plan.precision]
-    return LanguageModelObjective(Transformer(job.materials.spec, job.settings.seed), "auto", dtype)
+    return LanguageModelObjective(Transformer(job.inputs.spec, job.settings.seed), "auto", dtype)
 
 
 def _whole(job) -> tuple[nn.Module, Step]:
@@ -87,7 +87,7 @@ def _pipeline(job) -> tuple[nn.Module, Step]:
     from outpace.nn.parts import Part, take_part
     from outpace.planner.pipeline.stages import layers_per_stage
 
-    plan, spec, seq_len = job.plan, job.materials.spec, job.materials.seq_len
+    plan, spec, seq_len = job.plan, job.inputs.spec, job.inputs.seq_len
     rank, last = job.ranks.rank, plan.pp - 1
     counts = layers_per_stage(spec, plan.pp)
     blocks = range(sum(counts[:rank]), sum(counts[: rank + 1]))

@@ -32,7 +32,7 @@ from recording import RESULTS, save
 
 import outpace
 from outpace.experiment.module_verify import CUT, plan_for_module, verify_custom
-from outpace.interop.own import OwnModel
+from outpace.interop.custom_model import CustomModel
 from outpace.launch.forked_job import ForkedRank, run_forked
 from outpace.parallel.comparison import SINGLE
 from outpace.probing.hardware.versions import commit
@@ -84,7 +84,7 @@ def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
 
     try:
         certificate = verify_custom(
-            OwnModel(module, loss), batch, plans=plans, time_limit_s=LIMIT_S
+            CustomModel(module, loss), batch, plans=plans, time_limit_s=LIMIT_S
         )
     except BadInputError as error:
         if "draws random numbers" in str(error):

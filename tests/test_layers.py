@@ -22,7 +22,7 @@ def imported_by(program: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_rooms_import_only_from_rooms_above_them() -> None:
+def test_packages_import_only_from_packages_below_them() -> None:
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run(
         [lint, "--no-cache"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import xxhash
 
 from outpace.cli.main import main
-from outpace.interop.own import write_own
+from outpace.interop.custom_model import write_custom_model
 from outpace.records.base import temporary_name
 from outpace.records.errors import BadInputError
 from outpace.training.checkpoint import (
@@ -242,7 +242,7 @@ def test_code_that_a_run_names_is_not_run_unless_it_is_named(
     document["settings"]["model"] = evil
     (run / "run.json").write_text(json.dumps(document))
     shutil.rmtree(run / "model")
-    write_own(run / "model", torch.nn.Linear(4, 3), evil)
+    write_custom_model(run / "model", torch.nn.Linear(4, 3), evil)
     for arguments in (
         ["train", "--resume", "--out", run, "--steps=4"], ["eval", "--run", run],
         ["generate", "x", "--run", run],

@@ -178,7 +178,7 @@ def _write_batches(settings: dict[str, Any], case: Case, folder: Path, steps: in
     given = {**settings, "steps": steps, "out": str(folder / "none")}
     asked = TrainSettings.parse(given, "benchmark")
     with prepared(asked, ranks=Ranks(), origins={}, command=[], foresee=False) as ready:
-        data = ready.job.materials.train_data
+        data = ready.job.inputs.train_data
         keys = data.locate(SEED, np.arange(steps * case.batch))
         batch = data.__getitems__(keys)
     (folder / "batches").mkdir()

@@ -26,7 +26,7 @@ from outpace.cli.experiments import (
 from outpace.cli.main import TerminatedError
 from outpace.cli.output import output_place
 from outpace.cli.parser import Parser, duration_type, number_type
-from outpace.interop.own_file import require_named
+from outpace.interop.user_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, harmless

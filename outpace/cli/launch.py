@@ -143,7 +143,7 @@ def _submit(path: Path) -> str:
 
 
 def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
-    from outpace.interop.emit.texts import as_yaml
+    from outpace.interop.export.texts import as_yaml
 
     if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
         raise BadInputError(

@@ -14,7 +14,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.optimizers import Precision
 
 if TYPE_CHECKING:
-    from outpace.interop.emit import Emitted
+    from outpace.interop.export import ExportedPlan
     from outpace.jobs.planning.request import PlanQuestion
     from outpace.planner.problem import Job
     from outpace.records.estimate import Plans
@@ -230,13 +230,13 @@ def _export(
     written = picked.emitted
     if arguments.out is not None:
         write_output(arguments.out, written.text)
-        written = written.at(arguments.out)
+        written = written.with_path(arguments.out)
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.unsaid),
                     "plan": picked.number, "title": picked.planned.title,
                     "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
-                    "why": picked.why, "lost": list(written.lost),
+                    "why": picked.why, "lost": list(written.differences),
                     "warning": picked.warning}  # fmt: skip
         print(json.dumps(document, indent=2), flush=True)
         return 0
@@ -244,7 +244,7 @@ def _export(
         print(written.text.rstrip())
         sys.stdout.flush()
     # Formats with comments have said it themselves, in the text above; a warning has what is lost.
-    told = written.unsaid if written.commented else written.lost
+    told = written.unsaid if written.commented else written.differences
     notes = [one for one in written.unsaid if one not in told]
     warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
     estimate = [] if picked.estimate is None else [figures(picked.estimate)]
@@ -253,7 +253,7 @@ def _export(
     return 0
 
 
-def _format_start(out: Path | None, written: "Emitted") -> str:
+def _format_start(out: Path | None, written: "ExportedPlan") -> str:
     """Describe where the configuration is, and the command that starts training with it."""
     if out is not None:
         return f"Written: {out}. Start it: {written.command}"

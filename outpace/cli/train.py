@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
-from outpace.interop.own_file import require_named
+from outpace.interop.user_file import require_named
 from outpace.jobs.train.prefault import touching
 from outpace.launch.fork import can_fork, name_rank
 from outpace.launch.launcher_env import ranks_from

@@ -112,24 +112,24 @@ def _verify_module(
             "does. Leave --precision and --device out."
         )
     from outpace.experiment.module_verify import verify_custom
+    from outpace.interop.custom_model import build_custom_model
     from outpace.interop.models import open_model
-    from outpace.interop.own import build_own
-    from outpace.interop.own_file import require_named
+    from outpace.interop.user_file import require_named
     from outpace.jobs.inputs.custom_batches import trial_batches
 
     if arguments.model is None:
         require_named(reference, arguments.run / "run.json")
     opened = open_model(reference)
     assert opened.build is not None
-    own = build_own(opened.build)
+    custom = build_custom_model(opened.build)
     plans = _module_plans(arguments, asked, proved)
     given = [plan for plan in plans or () if isinstance(plan, Plan)]
     nproc = arguments.nproc if proved is None else proved.plan.world_size
     nproc = max((plan.world_size for plan in given), default=nproc)
     per_pass = math.lcm(*(plan.data_parallel * plan.samples_per_pass for plan in given))
     certificate = verify_custom(
-        own,
-        trial_batches(own, nproc, per_pass),
+        custom,
+        trial_batches(custom, nproc, per_pass),
         plans=plans,
         nproc=nproc,
         time_limit_s=arguments.time_limit,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from outpace.interop.own import OwnModel, OwnObjective
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.mixed import make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.spread import is_spread, whole
@@ -67,13 +67,13 @@ class ModuleTrial:
     `double`: whether to compute in float64. `spoil` plants a fault in a layout, to see it caught.
     """
 
-    custom: OwnModel
+    custom: CustomModel
     batches: Sequence[Any]
     samples: int
     double: bool = True
     spoil: Spoil = lambda layout: None
 
-    def begin(self) -> OwnObjective:
+    def begin(self) -> CustomObjective:
         """The module with its loss, in the dtype of the trial; once in a process.
 
         In the modes of its parts: training, too, takes a module as it is given.
@@ -81,7 +81,7 @@ class ModuleTrial:
         if self.double:
             torch.set_default_dtype(torch.float64)  # of what the forward makes by itself
             to_float64(self.custom.module)
-        return OwnObjective(self.custom)
+        return CustomObjective(self.custom)
 
     def batch(self, step: int) -> Any:
         """The global batch of a step, counted from 1."""
@@ -164,7 +164,7 @@ def reference(
     return course
 
 
-def _pass_in_shares(objective: OwnObjective, batch: Any, shares: int, pieces: int) -> Tensor:
+def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
     """Forward and backward of sums; returns the sum of losses and the number of targets."""
     first, *others = cut(batch, shares) if shares > 1 else [batch]
     totals = torch.zeros(2, dtype=torch.float64)
@@ -173,7 +173,7 @@ def _pass_in_shares(objective: OwnObjective, batch: Any, shares: int, pieces: in
     return totals + _pass(objective, first, pieces)
 
 
-def _pass(objective: OwnObjective, share: Any, pieces: int) -> Tensor:
+def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
     totals = torch.zeros(2, dtype=torch.float64)
     for piece in cut(share, pieces) if pieces > 1 else [share]:
         loss_sum, count = objective(piece)
@@ -182,7 +182,7 @@ def _pass(objective: OwnObjective, share: Any, pieces: int) -> Tensor:
     return totals
 
 
-def _pass_aside(objective: OwnObjective, share: Any, pieces: int) -> Tensor:
+def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
     """Run `_pass`, after which there is more in gradients, and nothing else has changed.
 
     Buffers, counters, and parameters that the forward moves are each rank's own.

@@ -33,7 +33,7 @@ from outpace.experiment.module_parity import (
     parameter_dtypes,
     reference,
 )
-from outpace.interop.own import OwnModel, build_own
+from outpace.interop.custom_model import CustomModel, build_custom_model
 from outpace.launch.forked_job import ForkedRank, RankEnd, run_forked
 from outpace.parallel import why_not
 from outpace.parallel.batches import explain_lengths, samples_in
@@ -96,16 +96,16 @@ def verify(
     buffers after three steps of SGD with momentum, also after a resume: in float64 where the
     module computes in it. Raises BadInputError; what differs is in the certificate.
     """
-    own = build_own(
-        lambda: OwnModel(
+    custom = build_custom_model(
+        lambda: CustomModel(
             module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm
         )
     )
-    return verify_custom(own, batch, plans=plans, nproc=nproc, time_limit_s=time_limit_s)
+    return verify_custom(custom, batch, plans=plans, nproc=nproc, time_limit_s=time_limit_s)
 
 
 def verify_custom(
-    custom: OwnModel,
+    custom: CustomModel,
     batch: Batches,
     *,
     plans: Sequence[Plan | str] | str | None = None,
@@ -114,7 +114,7 @@ def verify_custom(
     name: str | None = None,
     spoil: Spoil = lambda layout: None,
 ) -> Certificate:
-    """Do as `verify` for what `build_own` returns. `spoil` plants a fault, to see it caught."""
+    """Verify what `build_custom_model` returns, as `verify` does. `spoil` plants a fault."""
     _check(custom.module)
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
@@ -172,7 +172,7 @@ def _on_cpu(batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _host_copy(custom: OwnModel) -> OwnModel:
+def _host_copy(custom: CustomModel) -> CustomModel:
     """Return the model on the CPU; itself if it is there already, as forks copy it anyway."""
     if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
         return custom

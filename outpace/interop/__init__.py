@@ -1,1 +1,1 @@
-"""Other people's formats: Hugging Face directories, a person's own model."""
+"""Formats of other projects: Hugging Face directories, custom models, plans for other trainers."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from outpace.interop.config import CONFIG_FILE, read_config
 from outpace.interop.config_out import hf_config
 from outpace.interop.folder import whole_folder
-from outpace.interop.names import Naming, naming
+from outpace.interop.names import Naming, tensor_naming
 from outpace.interop.weights import read_tensors, stored_names
 from outpace.interop.write import special_ids, write_config, write_weights
 from outpace.nn.classifier import Classifier, initial_value
@@ -59,7 +59,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
 
 def require_layer(directory: Path) -> None:
     """Refuse a classifier whose files lack its layer over classes. Raises BadInputError."""
-    used = _naming(str(read_config(directory).get("model_type")))
+    used = _classifier_naming(str(read_config(directory).get("model_type")))
     layer = f"{used.modules['classifier']}.weight"
     if not any(name.endswith(layer) for name in stored_names(directory)):
         raise BadInputError(
@@ -77,7 +77,7 @@ def read_classifier(
     A pooler is taken where there is one. The layer over classes too, if the directory holds a
     classifier of the same labels. Raises BadInputError as `read_weights` does.
     """
-    used = _naming(str(read_config(directory).get("model_type")))
+    used = _classifier_naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):
         model = Classifier(Transformer(spec), len(labels))
     own = {_flat(name): name for name in model.state_dict()}
@@ -100,7 +100,7 @@ def write_classifier(
     tokenizer_save: Callable[[Path], None],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """As `write_model`, for `AutoModelForSequenceClassification.from_pretrained`."""
+    """Write a classifier that `AutoModelForSequenceClassification.from_pretrained` reads."""
 
     def change(config: Any) -> None:
         config.architectures = [ARCHITECTURES[config.model_type]]
@@ -113,7 +113,7 @@ def write_classifier(
         tokenizer_save(folder)
         config = write_config(folder, model.spec, special_ids(folder), dtype, change)
         assert config is not None  # require_exportable
-        write_weights(folder, flat, _naming(config.model_type), dtype)
+        write_weights(folder, flat, _classifier_naming(config.model_type), dtype)
 
 
 def _flat(name: str) -> str:
@@ -132,9 +132,9 @@ def require_exportable(spec: ModelSpec) -> None:
         ) from None
 
 
-def _naming(model_type: str) -> Naming:
-    """A family's names in files of its classifiers; weights of other heads are passed over."""
-    used = naming(model_type)
+def _classifier_naming(model_type: str) -> Naming:
+    """Return a family's names in files of its classifiers; weights of other heads are ignored."""
+    used = tensor_naming(model_type)
     assert used is not None  # require_exportable
     encoder = bool(used.head_bias)
     layer = "classifier" if encoder else "score"

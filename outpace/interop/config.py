@@ -11,7 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from outpace.interop.config_check import ReadValues, left_out, reading_notes, require_consistent
+from outpace.interop.config_check import (
+    ReadValues,
+    format_missing_dimensions,
+    reading_notes,
+    require_consistent,
+)
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
 from outpace.records.errors import BadInputError, shorten
@@ -56,7 +61,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def other_form(directory: Path) -> str:
-    """What a directory without a config.json holds instead, for an error; often ''."""
+    """Say, for an error, what a directory without a config.json holds instead; often ''."""
     if (directory / "params.json").is_file():
         return (
             ". Its params.json is the model in the form of its makers (Meta's or Mistral's own). "
@@ -96,7 +101,7 @@ def spec_from_hf(directory: Path) -> ModelSpec:
 
 
 def read_spec_with_notes(directory: Path) -> ConfigReading:
-    """As `spec_from_hf`, with notes on defaults taken and keys passed over."""
+    """Read a spec as `spec_from_hf` does, with notes on defaults taken and keys ignored."""
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
     model_type = values.get("model_type")
@@ -115,7 +120,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
     try:
         spec = spec_from_config(config, where)
     except DimensionsError as error:
-        raise BadInputError(f"{error}{left_out(values)}") from None
+        raise BadInputError(f"{error}{format_missing_dimensions(values)}") from None
     return ConfigReading(spec=spec, notes=reading_notes(values, config, where))
 
 
@@ -129,10 +134,10 @@ def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
     )
 
 
-def remembered_config(directory: Path, cache_dir: Path | None) -> ConfigReading:
-    """As `read_spec_with_notes`, by what is kept in `cache_dir` of an equal config.json.
+def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
+    """Read a spec with notes, from `cache_dir` where an equal config.json was read before.
 
-    transformers takes half a second to load, and says the same each time.
+    transformers takes half a second to load, and the result is the same each time.
     """
     if cache_dir is None:
         return read_spec_with_notes(directory)
@@ -140,7 +145,7 @@ def remembered_config(directory: Path, cache_dir: Path | None) -> ConfigReading:
     try:
         config = (directory / CONFIG_FILE).read_bytes()
         place = str(directory).encode(errors="surrogateescape")  # which the notes name
-        for part in (config, place, version("transformers").encode(), *_own_sources()):
+        for part in (config, place, version("transformers").encode(), *_source_files()):
             digest.update(part + b"\0")
     except (OSError, PackageNotFoundError):
         return read_spec_with_notes(directory)  # which says what is wrong
@@ -152,8 +157,8 @@ def remembered_config(directory: Path, cache_dir: Path | None) -> ConfigReading:
     return reading
 
 
-def _own_sources() -> Iterator[bytes]:
-    """What reads a config and what is made of it: where they change, nothing is remembered."""
+def _source_files() -> Iterator[bytes]:
+    """Yield the modules that read a config: a change in one of them invalidates the cache."""
     for name in (__name__, ModelSpec.__module__, ReadValues.__module__):
         yield Path(str(sys.modules[name].__file__)).read_bytes()
 
@@ -179,7 +184,7 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
     except Exception as error:
         said = shorten(" ".join(str(error).split()), 1000)
         raise BadInputError(
-            f"{where} is not understood by transformers: {said}{left_out(values)}"
+            f"{where} is not understood by transformers: {said}{format_missing_dimensions(values)}"
         ) from None
 
 
@@ -307,7 +312,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Which of Llama's and Qwen 3's products have biases; Mistral's and Qwen 2's are fixed."""
+    """Return which of Llama's and Qwen 3's projections have biases; others' are fixed."""
     if config.model_type not in ("llama", "qwen3"):
         return {}
     attention = config.attention_bias

@@ -170,7 +170,7 @@ def _classes_of(model_type: str) -> set[str]:
 
 
 def _stem(config_class: str) -> str:
-    """What the names of an architecture's classes begin with, in small letters."""
+    """Return the prefix of the names of an architecture's classes, in lower case."""
     return config_class.removesuffix("Config").removesuffix("Text").lower()
 
 
@@ -183,8 +183,8 @@ def _check_dimensions(values: Mapping[str, Any], where: str) -> None:
             )
 
 
-def left_out(values: Mapping[str, Any]) -> str:
-    """Dimensions that a config.json does not give, with what transformers takes, for an error."""
+def format_missing_dimensions(values: Mapping[str, Any]) -> str:
+    """List, for an error, the dimensions that a config.json omits, with transformers' defaults."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[str(values["model_type"])]
@@ -312,23 +312,22 @@ def _changes(key: str, values: Mapping[str, Any]) -> bool:
 def reading_notes(
     values: Mapping[str, Any], read: ReadValues, where: str, *, planned: bool = False
 ) -> tuple[str, ...]:
-    """What you should know of how a config.json was understood.
+    """Return notes on how a config.json was understood.
 
-    Dimensions that it leaves out and transformers has defaults for, of those that were `read`; keys
-    that the model_type does not have; GPT-2's and BERT's several dropouts. `planned`: also what a
-    plan leaves out.
+    They name dimensions that were `read` and are transformers' defaults, keys that the model_type
+    does not have, and GPT-2's and BERT's several dropouts; if `planned`, also what a plan ignores.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
     for part, _, place in _parts(values, where):
         seen = inner if place != where and inner is not None else read
         notes += _defaults(part, seen, place) if inner is None or place != where else []
-        notes += _passed_over(part, seen, place, every=not planned)
+        notes += _ignored_keys(part, seen, place, every=not planned)
     notes += _dropouts(read.config, where)
     if not planned:
-        notes += _own_code(values, where)
+        notes += _custom_code_notes(values, where)
     else:
-        notes += _left_out(values, where)
+        notes += _plan_limits(values, where)
     return tuple(notes)
 
 
@@ -356,10 +355,10 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
     ]
 
 
-def _passed_over(
+def _ignored_keys(
     values: Mapping[str, Any], read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """Keys that the class does not have: `every` one, or those that might change the layers."""
+    """List keys that the class does not have: `every` one, or those that may change the layers."""
     names = [
         name
         for name in _unknown_keys(values, type(read.config))
@@ -404,8 +403,8 @@ def _dropouts(config: Any, where: str) -> list[str]:
     ]
 
 
-def _own_code(values: Mapping[str, Any], where: str) -> list[str]:
-    """That a folder's own classes are not run."""
+def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
+    """Say that code in the model's folder is not run."""
     named = values.get("auto_map")
     classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
         named, dict
@@ -418,8 +417,8 @@ def _own_code(values: Mapping[str, Any], where: str) -> list[str]:
     ]
 
 
-def _left_out(values: Mapping[str, Any], where: str) -> list[str]:
-    """What the folder has and a plan does not."""
+def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
+    """Say what the folder has and a plan does not consider."""
     notes = []
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict):

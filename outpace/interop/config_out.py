@@ -105,7 +105,7 @@ def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _meaning(spec: ModelSpec) -> dict[str, Any]:
-    """What a spec says, however it says it."""
+    """Return a spec's values in one form, so that equal models compare equal."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

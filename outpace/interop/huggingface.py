@@ -1,4 +1,4 @@
-"""Hugging Face model directories, in and out: the doors of this room."""
+"""Read and write Hugging Face model directories."""
 
 from outpace.interop.config import spec_from_config, spec_from_hf
 from outpace.interop.config_out import hf_config

@@ -1,4 +1,4 @@
-"""What `--model` may name, opened."""
+"""Models that `--model` may name, opened."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from outpace.interop.config import (
     CONFIG_FILE,
     FAMILIES,
     other_form,
+    read_cached_spec,
     read_spec_with_notes,
-    remembered_config,
 )
+from outpace.interop.custom_model import CUSTOM_MODEL_FILE, read_custom_model
 from outpace.interop.origin import TOKENIZER_FILES
-from outpace.interop.own import OWN_FILE, read_own
-from outpace.interop.own_file import load_function
 from outpace.interop.peft import ADAPTER_CONFIG, adapter_notes, base_of
+from outpace.interop.user_file import load_function
 from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
@@ -29,7 +29,7 @@ _RUN_FILE = "run.json"
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that was named. `spec` is None and `build` given for a person's own.
+    """A model that was named. A custom model has a `build` and no `spec`.
 
     `weights`, `tokenizer` and `adapter`: the directories that hold them, None where there are none.
     An adapter belongs to the `weights`. `folder` is the Hugging Face directory that the spec was
@@ -48,16 +48,16 @@ class OpenedModel:
 
 
 def names_code(reference: str) -> bool:
-    """Whether it names a function of the user's own: "file.py:function"."""
+    """Whether it names a function of the user: "file.py:function"."""
     return reference.rpartition(":")[0].endswith(".py")
 
 
 def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
-    """Find the model that `reference` names; in `cache_dir` what was read of it is remembered.
+    """Find the model that `reference` names; `cache_dir` keeps what was read of it.
 
     A preset's name comes first ("./gpt2" is the directory); then a Hugging Face directory, the
     directory of a finished run, a spec file (.toml, .json), or "file.py:function"; a preset's name
-    in capitals. Only "file.py:function" runs a person's code. Raises BadInputError.
+    in capitals. Only "file.py:function" runs the user's code. Raises BadInputError.
     """
     if reference in PRESETS:
         return _open_preset(reference)
@@ -88,7 +88,7 @@ def _open_preset(name: str) -> OpenedModel:
 
 
 def _place(reference: str) -> Path:
-    """Where a reference leads, if it is a path. Raises BadInputError for what can be none."""
+    """Return the path that a reference may be. Raises BadInputError for one that cannot exist."""
     try:
         path = Path(reference).expanduser()
         path.exists()
@@ -99,8 +99,8 @@ def _place(reference: str) -> Path:
 
 
 def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
-    if (path / OWN_FILE).is_file():
-        return OpenedModel("own", None, None, None, read_own(path), path.name)
+    if (path / CUSTOM_MODEL_FILE).is_file():
+        return OpenedModel("own", None, None, None, read_custom_model(path), path.name)
     if (path / ADAPTER_CONFIG).is_file():
         if has_weights(path):
             raise BadInputError(
@@ -116,7 +116,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
         )
     require_small_files(path)
     weights = path if has_weights(path) else None
-    read = remembered_config(path, cache_dir)
+    read = read_cached_spec(path, cache_dir)
     return OpenedModel(
         "huggingface", read.spec, weights, _tokenizer(path), None, path.name, folder=path,
         notes=read.notes,
@@ -126,8 +126,10 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
 def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
     """A run's exported model, to start from."""
     model = path / "model"
-    if (model / OWN_FILE).is_file():
-        return OpenedModel("run", None, model, _tokenizer(model), read_own(model), path.name)
+    if (model / CUSTOM_MODEL_FILE).is_file():
+        return OpenedModel(
+            "run", None, model, _tokenizer(model), read_custom_model(model), path.name
+        )
     if (model / ADAPTER_CONFIG).is_file():
         return _open_adapter("run", model, path.name)
     if not (model / CONFIG_FILE).is_file() or not has_weights(model):
@@ -139,7 +141,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
             + _newest_step(path)
         )
     require_small_files(model)
-    read = remembered_config(model, cache_dir)
+    read = read_cached_spec(model, cache_dir)
     return OpenedModel(
         "run", read.spec, model, _tokenizer(model), None, path.name, folder=model, notes=read.notes
     )

@@ -1,4 +1,4 @@
-"""What our tensors are called in Hugging Face files, by family.
+"""Names of our tensors in Hugging Face files, by family.
 
 Tables map a module of ours to one of theirs; `*` stands for the layer's number.
 """
@@ -124,8 +124,8 @@ _NAMINGS: Mapping[str, Naming] = MappingProxyType(
 )
 
 
-def naming(model_type: str) -> Naming | None:
-    """The names of a family's files; None for outpace's own form, which has our names."""
+def tensor_naming(model_type: str) -> Naming | None:
+    """Return the names in a family's files; None for outpace's format, which has our names."""
     return None if model_type == OWN_TYPE else _NAMINGS.get(model_type, _LLAMA_NAMING)
 
 

@@ -1,7 +1,7 @@
-"""What a written model keeps of the Hugging Face folder that it came from.
+"""Files and settings that a written model keeps from its Hugging Face folder.
 
-Its tokenizer's files, the ids that begin, end and pad a text, and its settings for generation: a
-training changes the weights alone.
+They are the tokenizer's files, the ids that begin, end and pad a text, and the settings for
+generation: training changes the weights alone.
 """
 
 import json
@@ -28,9 +28,9 @@ TokenIds = int | list[int] | None
 
 
 def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
-    """A function that copies a tokenizer's files as they are into a folder.
+    """Return a function that copies a tokenizer's files into a folder.
 
-    Older forms, that other programs read by the model's type only, are written anew.
+    Older formats, which other programs read by the model's type only, are converted.
     `chat_template` is one that the folder has none of and training has rendered with. Raises
     BadInputError.
     """
@@ -72,7 +72,7 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
 def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
     """The ids at which transformers ends what a model writes, by a folder and its config.json."""
     found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
-    return {one for ids in found if _is_ids(ids) for one in _listed(ids)}
+    return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
 
 
 def _is_ids(value: Any) -> bool:
@@ -101,7 +101,7 @@ def write_generation_config(folder: Path, config: Any, source: Path | None) -> N
         GenerationConfig.from_model_config(config).save_pretrained(str(folder))
         return
     earlier, now = kept.get("eos_token_id"), config.eos_token_id
-    ends = [*_listed(earlier), *(one for one in _listed(now) if one not in _listed(earlier))]
+    ends = [*_as_list(earlier), *(one for one in _as_list(now) if one not in _as_list(earlier))]
     if ends:
         kept["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     for key in ("bos_token_id", "pad_token_id"):
@@ -110,7 +110,7 @@ def write_generation_config(folder: Path, config: Any, source: Path | None) -> N
     _write(folder / GENERATION_FILE, kept)
 
 
-def _listed(ids: Any) -> list[int]:
+def _as_list(ids: Any) -> list[int]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 

@@ -23,7 +23,7 @@ from outpace.interop.config import (
     spec_from_config,
     spec_from_hf,
 )
-from outpace.interop.config_check import ReadValues, left_out, reading_notes
+from outpace.interop.config_check import ReadValues, format_missing_dimensions, reading_notes
 from outpace.interop.transformers_build import can_build, transformers_version
 from outpace.planner.model.outline import outline
 from outpace.records.base import explain
@@ -66,7 +66,7 @@ class _Values:
         raise BadInputError(f"{said}; {allowed}")
 
     def head_dim(self, hidden: int, heads: int) -> int:
-        """As given, or what is left of the hidden width for a head."""
+        """Return the width of a head: as given, or the hidden width over the number of heads."""
         given = self.get("head_dim")
         if given is not None:
             return self.whole("head_dim")
@@ -86,7 +86,7 @@ Reader = Callable[[_Values], dict[str, Any]]
 
 def outline_from_hf(directory: Path) -> Outline:
     """The outline of a Hugging Face model directory. Raises BadInputError."""
-    return described(directory)[0]
+    return read_outline_and_spec(directory)[0]
 
 
 def needs_trace(directory: Path) -> bool:
@@ -95,7 +95,7 @@ def needs_trace(directory: Path) -> bool:
     return can_build(model_type) and model_type not in READERS
 
 
-def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
+def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
     """The outline of a Hugging Face model directory, and the spec if outpace can build the model.
 
     Raises BadInputError for an architecture that is not known and for dimensions that cannot be.
@@ -115,9 +115,9 @@ def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
     config = ReadValues(load_config(directory, values, strict=family in FAMILIES))
     _restore_tied(config, values, where)
     try:
-        found, spec = _outlined(config, where)
+        found, spec = _outline_from_config(config, where)
     except DimensionsError as error:
-        raise BadInputError(f"{error}{left_out(values)}") from None
+        raise BadInputError(f"{error}{format_missing_dimensions(values)}") from None
     notes = reading_notes(values, config, where, planned=True)
     if family != model_type:
         notes = (f"{where}: {model_type} is read as {family}, whose layers it has.", *notes)
@@ -128,7 +128,7 @@ def outline_from_config(config: Any, where: str) -> Outline:
     """The outline of a `transformers` config. Raises BadInputError."""
     if config.model_type not in READERS:
         raise _unknown(config.model_type, where)
-    return _outlined(config, where)[0]
+    return _outline_from_config(config, where)[0]
 
 
 def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
@@ -164,7 +164,7 @@ def _unknown(model_type: str, where: str) -> BadInputError:
     )
 
 
-def _outlined(config: Any, where: str) -> tuple[Outline, ModelSpec | None]:
+def _outline_from_config(config: Any, where: str) -> tuple[Outline, ModelSpec | None]:
     family, why = config.model_type, None
     if family in FAMILIES:
         try:
@@ -184,7 +184,7 @@ def _outlined(config: Any, where: str) -> tuple[Outline, ModelSpec | None]:
     return found, None
 
 
-def _stacked(layers: Iterable[Stack]) -> tuple[Stack, ...]:
+def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
     """Layers one by one, the equal ones counted; in the order in which kinds come first."""
     counts: dict[Stack, int] = {}
     for layer in layers:
@@ -193,7 +193,7 @@ def _stacked(layers: Iterable[Stack]) -> tuple[Stack, ...]:
 
 
 def _windows(values: _Values, layers: int) -> list[int | None]:
-    """How far back each layer's attention reaches."""
+    """Return the attention window of each layer, None if it reaches everything."""
     window = values.get("sliding_window") or None
     kinds: Sequence[str] | None = values.get("layer_types")
     if kinds is None:
@@ -219,7 +219,7 @@ def _attention(values: _Values, hidden: int, **more: Any) -> AttentionShape:
 
 
 def _rows(values: _Values, positions: int | None = None) -> dict[str, Any]:
-    """What lies outside of the layers: embedding, and a head over the vocabulary."""
+    """Return the sizes outside of the layers: embedding, and a head over the vocabulary."""
     vocab = values.whole("vocab_size")
     return {
         "vocab": vocab,
@@ -256,7 +256,7 @@ def _llama_like(
     )
     return {
         "hidden": hidden,
-        "stacks": _stacked(stacks),
+        "stacks": _count_equal_layers(stacks),
         "outside_parameters": hidden,
         **_rows(values),
     }
@@ -300,7 +300,7 @@ def _experts(values: _Values, number: str, width: str, **more: Any) -> Mlp:
 
 
 def _sparse(values: _Values, experts: Mlp) -> Callable[[int], Mlp]:
-    """Which layers of a Qwen have experts."""
+    """Return a function that gives each layer of a Qwen its MLP, dense or of experts."""
     only, step = values.get("mlp_only_layers", []), values.whole("decoder_sparse_step", 1)
     dense = _dense(values)
     return lambda layer: dense if layer in only or (layer + 1) % step else experts
@@ -322,7 +322,7 @@ def _qwen3_moe(values: _Values) -> dict[str, Any]:
 
 
 def _deepseek(values: _Values) -> dict[str, Any]:
-    """Of the model itself: the layers for predicting further tokens are not among them."""
+    """Read a DeepSeek model, without its layers for predicting further tokens."""
     hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
     heads, bias = values.whole("num_attention_heads"), bool(values.get("attention_bias", False))
     rope = values.whole("qk_rope_head_dim")
@@ -358,7 +358,7 @@ def _deepseek(values: _Values) -> dict[str, Any]:
     )
     return {
         "hidden": hidden,
-        "stacks": _stacked(stacks),
+        "stacks": _count_equal_layers(stacks),
         "outside_parameters": hidden,
         **_rows(values),
     }
@@ -572,7 +572,7 @@ def _t5(values: _Values) -> dict[str, Any]:
     }
 
 
-# By model_type: what a person calls it, and what reads it.
+# By model_type: its name in messages, and what reads it.
 READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
     {
         "gpt2": ("GPT-2", _gpt2),
@@ -593,7 +593,7 @@ READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
         "gemma": ("Gemma", _gemma),
         "gemma2": ("Gemma 2", _gemma2),
         "gemma3_text": ("Gemma 3", _gemma3),
-        "gemma3": ("Gemma 3, and its tower of vision is not reckoned with", _gemma3_text),
+        "gemma3": ("Gemma 3, whose vision tower is not included", _gemma3_text),
         "phi": ("Phi", _phi),
         "phi3": ("Phi-3", _phi3),
         "vit": ("ViT", _vit),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outpace.interop.config import read_config
 from outpace.interop.folder import whole_folder
-from outpace.interop.names import Naming, group, naming
+from outpace.interop.names import Naming, group, tensor_naming
 from outpace.interop.weights import expected_shapes, fingerprint, require_numbers
 from outpace.nn.lora import PLACES, adapters
 from outpace.nn.nf4 import dequantize, quantize
@@ -59,7 +59,7 @@ _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterNote(Record):
-    """What the weights were that an adapter was trained beside."""
+    """The weights that an adapter was trained beside."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -87,7 +87,7 @@ def write_adapter(
 
     Raises BadInputError when the directory cannot be written.
     """
-    used = naming(str(read_config(base).get("model_type")))
+    used = tensor_naming(str(read_config(base).get("model_type")))
     pairs = _their_pairs(model, used)
     rank = plan.lora_rank
     assert rank is not None
@@ -284,7 +284,7 @@ def merge(
         )
     if (form or (note.base if note else "fp32")) == "nf4":
         _round(weights)
-    used = naming(str(read_config(base).get("model_type")))
+    used = tensor_naming(str(read_config(base).get("model_type")))
     groups = group(weights, used)
     pairs = dict(_read_pairs(folder))
     _require_targets(folder, pairs, [name.removesuffix(".weight") for name in groups])
@@ -392,7 +392,7 @@ def _note(folder: Path) -> AdapterNote | None:
 
 
 def _round(weights: dict[str, Tensor]) -> None:
-    """What the blocks' matrices are in 4 bits, in place."""
+    """Round the blocks' matrices to 4 bits, in place."""
     ends = tuple(f".{place}.weight" for place in PLACES.values())
     for name, weight in weights.items():
         if name.startswith("blocks.") and name.endswith(ends):

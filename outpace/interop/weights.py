@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outpace.interop.config import CONFIG_FILE, read_config
-from outpace.interop.names import Naming, group, naming
+from outpace.interop.names import Naming, group, tensor_naming
 from outpace.nn.transformer import Transformer
 from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError, excerpt, first_names, shorten
@@ -82,13 +82,13 @@ def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
     the result no more than one stored tensor is in memory. Raises BadInputError for files that
     are missing or corrupt and for tensors that are missing, unexpected or of another shape.
     """
-    used = naming(str(read_config(directory).get("model_type")))
+    used = tensor_naming(str(read_config(directory).get("model_type")))
     shapes = expected_shapes(spec)
     groups = group(shapes, used)
-    with _stored(directory) as tensors:
+    with _open_tensors(directory) as tensors:
         found = _by_canonical_name(tensors, used)
         _check_tied(found, spec, used, directory)
-        weights = _taken(found, groups, shapes, used, directory)
+        weights = _convert_all(found, groups, shapes, used, directory)
     return {name: weights[name] for name in shapes}
 
 
@@ -99,12 +99,12 @@ def read_tensors(
     optional: Collection[str],
     passed_over: str,
 ) -> dict[str, Tensor]:
-    """As `read_weights`, of tensors of these shapes, of which the `optional` may be missing.
+    """Read tensors of these shapes as `read_weights` does; the `optional` ones may be missing.
 
-    What else the files hold must match the pattern `passed_over`.
+    All else that the files hold must match the pattern `passed_over`.
     """
     groups = group(shapes, used)
-    with _stored(directory) as tensors:
+    with _open_tensors(directory) as tensors:
         found = _by_canonical_name(tensors, used)
         found = {n: t for n, t in found.items() if n in groups or not re.search(passed_over, n)}
         groups = {
@@ -112,17 +112,17 @@ def read_tensors(
             for stored, names in groups.items()
             if stored in found or not all(name in optional for name in names)
         }
-        return _taken(found, groups, shapes, used, directory)
+        return _convert_all(found, groups, shapes, used, directory)
 
 
-def _taken(
+def _convert_all(
     found: dict[str, Stored],
     groups: dict[str, list[str]],
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Our tensors of what was found, once it is known to be all."""
+    """Check that the files hold all tensors, and convert each to ours."""
     _check(found, groups, shapes, used, directory)
     weights: dict[str, Tensor] = {}
     for stored, names in groups.items():
@@ -233,7 +233,7 @@ def _convert(
     stored: str,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Our tensors from a stored one: turned, split, fp32, in memory of their own."""
+    """Convert a stored tensor to ours: transposed, split, in fp32, in memory of their own."""
     whole = tensor.read()
     require_numbers(whole, f"{directory}: {tensor.name}")
     if used is not None and used.is_transposed(stored):
@@ -260,8 +260,8 @@ def require_numbers(tensor: Tensor, name: str) -> None:
 
 
 @contextmanager
-def _stored(directory: Path) -> Iterator[list[Stored]]:
-    """Every tensor of the directory's weight files, which stay open until the end."""
+def _open_tensors(directory: Path) -> Iterator[list[Stored]]:
+    """Open the directory's weight files and yield all their tensors."""
     paths = weight_files(directory)
     with ExitStack() as stack:
         tensors = []
@@ -271,7 +271,7 @@ def _stored(directory: Path) -> Iterator[list[Stored]]:
             else:
                 tensors += _open_bin(path)
         if len(paths) > 1:
-            tensors = _as_indexed(directory, tensors)
+            tensors = _filter_by_index(directory, tensors)
         yield _without_wrappers(tensors)
 
 
@@ -287,10 +287,10 @@ def _without_wrappers(tensors: Sequence[Stored]) -> list[Stored]:
     return [replace(one, name=name) for one, name in zip(tensors, names, strict=True)]
 
 
-def _as_indexed(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:
-    """The tensors without those that the index says to take from another file.
+def _filter_by_index(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:
+    """Drop tensors that the index takes from another file.
 
-    Files that were used before, for a model in another form, may hold more than it names.
+    Files that were written before, for a model in another format, may hold more than it names.
     """
     index = directory / (INDEX if tensors[0].file.suffix == ".safetensors" else BIN_INDEX)
     files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -299,7 +299,7 @@ def _as_indexed(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:
 
 def stored_names(directory: Path) -> frozenset[str]:
     """The names of the tensors in a directory, as they are there. Raises BadInputError."""
-    with _stored(directory) as tensors:
+    with _open_tensors(directory) as tensors:
         return frozenset(tensor.name for tensor in tensors)
 
 
@@ -439,7 +439,7 @@ def _open_bin(path: Path) -> list[Stored]:
 
 
 def _unsafe(path: Path, said: str) -> str:
-    """Why a pickle is not read. torch's own words advise to run it."""
+    """Say why a pickle is not read. torch's own message advises to run it."""
     code = re.search(r"GLOBAL ([\w.]+)", said)
     if code is None:
         return f"{path} cannot be read: it holds no weights that torch knows. Fetch it again."

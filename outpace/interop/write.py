@@ -13,7 +13,7 @@ from torch import Tensor
 from outpace.interop.config import CONFIG_FILE, OWN_TYPE, quiet_transformers, read_config
 from outpace.interop.config_out import add_old_rotary_keys, hf_config
 from outpace.interop.folder import whole_folder
-from outpace.interop.names import Naming, group, naming
+from outpace.interop.names import Naming, group, tensor_naming
 from outpace.interop.origin import TokenIds, kept_ids, with_stops, write_generation_config
 from outpace.interop.weights import INDEX
 from outpace.records.errors import BadInputError
@@ -56,7 +56,7 @@ def write_model(
         if config is not None and spec.causal:
             write_generation_config(folder, config, origin)
         model_type = OWN_TYPE if config is None else config.model_type
-        write_weights(folder, state_dict, naming(model_type), dtype, max_shard_bytes)
+        write_weights(folder, state_dict, tensor_naming(model_type), dtype, max_shard_bytes)
 
 
 def special_ids(folder: Path) -> dict[str, int | None]:
@@ -104,7 +104,7 @@ def write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """The tensors, by the names that a family `used`, in files of at most so many bytes."""
+    """Write tensors by the names that a family `used`, in files of at most `max_shard_bytes`."""
     groups = group(state_dict, used)
     if used is not None and used.head_bias and used.tied_head in groups:
         # An untied BERT computes with a bias of the decoder's own.

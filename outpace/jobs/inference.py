@@ -22,9 +22,9 @@ from outpace.data.sources import form_of
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import known_labels, require_layer
 from outpace.interop.config import read_config
+from outpace.interop.custom_model import CustomObjective, build_custom_model
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.origin import ending_ids
-from outpace.interop.own import OwnObjective, build_own
 from outpace.interop.tokenizer_class import source_difference
 from outpace.jobs.defaults import resolve_device
 from outpace.jobs.inputs.inputs import (
@@ -182,17 +182,17 @@ def evaluate(
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     precision = record.plan.precision if record else "fp32"
     mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
-    objective: LanguageModelObjective | OwnObjective | ClassificationObjective
+    objective: LanguageModelObjective | CustomObjective | ClassificationObjective
     dataset: Any
     seq_len, left_over_tokens = None, 0
     if settings.task != "pretrain":
         objective, dataset, seq_len = _task(run, opened, settings, data, batch_size, mixed, on_hint)
         data = None
     elif opened.build is not None:
-        own = build_own(opened.build)
-        objective = OwnObjective(own)
-        dataset = own.dataset if own.eval_dataset is None else own.eval_dataset
-        if own.eval_dataset is None and own.dataset is not None and data is None:
+        custom = build_custom_model(opened.build)
+        objective = CustomObjective(custom)
+        dataset = custom.dataset if custom.eval_dataset is None else custom.eval_dataset
+        if custom.eval_dataset is None and custom.dataset is not None and data is None:
             on_hint("there is no eval_dataset: this is the loss on the data set to train on")
     else:
         assert opened.spec is not None and opened.weights is not None
@@ -245,7 +245,7 @@ def _task(
     mixed: Mixed,
     on_hint: Callable[[str], None],
 ) -> tuple[
-    LanguageModelObjective | OwnObjective | ClassificationObjective, PaddedDataset, int | None
+    LanguageModelObjective | CustomObjective | ClassificationObjective, PaddedDataset, int | None
 ]:
     """The model of a run that was trained for a task, and all samples of the data, each once.
 
@@ -263,15 +263,15 @@ def _task(
         update["global_batch"] = batch_size
     settings = settings.model_copy(update=update)
     cache_dir = cache_folder(settings.cache_dir, os.environ)
-    materials = gather(settings, None, cache_dir, usable_cores(), ())
-    if materials.labels is not None:
-        _require_classifier(opened, materials.labels)
-    for hint in materials.hints:
+    inputs = gather(settings, None, cache_dir, usable_cores(), ())
+    if inputs.labels is not None:
+        _require_classifier(opened, inputs.labels)
+    for hint in inputs.hints:
         on_hint(hint)
     cpu = torch.device("cpu")
-    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
-    assert isinstance(materials.eval_data, PaddedDataset)
-    return objective, materials.eval_data, materials.seq_len
+    objective = build_objective(inputs, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
+    assert isinstance(inputs.eval_data, PaddedDataset)
+    return objective, inputs.eval_data, inputs.seq_len
 
 
 def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.interop.own import OwnObjective
+from outpace.interop.custom_model import CustomObjective
 from outpace.records.errors import first_names
 
 
 def ranks_may_differ(objective: nn.Module) -> bool:
     """Whether ranks may use different parameters: a user's module can, outpace's own do not."""
-    return isinstance(objective, OwnObjective)
+    return isinstance(objective, CustomObjective)
 
 
 class GradientUse:

@@ -1,6 +1,6 @@
 """Strategies by which a user's module cannot be cut, told without laying it out."""
 
-from outpace.interop.own import OwnModel
+from outpace.interop.custom_model import CustomModel
 from outpace.parallel.own import refused_strategy
 from outpace.parallel.own_pipeline import stages_of
 from outpace.parallel.own_tensor import layouts_of
@@ -9,7 +9,7 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
 
 
-def find_refused_strategies(model: OwnModel, ranks: int) -> dict[Strategy, str]:
+def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
     """Strategies that a module's parts do not allow on `ranks` ranks, each with the reason."""
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's own models
     found = {name: str(refused_strategy(name)) for name in others}

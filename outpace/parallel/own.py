@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from outpace.interop.own import OwnModel, OwnObjective, build_own
+from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
@@ -210,8 +210,8 @@ def parallelize(
         raise BadInputError(f"check is {check!r}; use on or off")
     device = next(module.parameters()).device
     ranks = _ranks(plan, mesh, device)
-    own = OwnModel(module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm)
-    objective = OwnObjective(build_own(lambda: own))
+    own = CustomModel(module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm)
+    objective = CustomObjective(build_custom_model(lambda: own))
     scratch = Scratch()
     with refusing_together(ranks.world_size):
         synchronise_statistics(own, plan)
@@ -229,8 +229,8 @@ def _warn(sentence: str) -> None:
 
 
 def lay_out(
-    objective: OwnObjective,
-    own: OwnModel,
+    objective: CustomObjective,
+    own: CustomModel,
     plan: Plan,
     ranks: Ranks,
     device: torch.device,
@@ -247,7 +247,7 @@ def lay_out(
 
 
 def apply_own_levers(
-    own: OwnModel,
+    own: CustomModel,
     plan: Plan,
     scratch: Scratch,
     on_failure: Callable[[str], None] | None = None,
@@ -257,7 +257,7 @@ def apply_own_levers(
     apply_options(own.module, plan, named, scratch, on_failure)
 
 
-def synchronise_statistics(own: OwnModel, plan: Plan) -> None:
+def synchronise_statistics(own: CustomModel, plan: Plan) -> None:
     """Let replicas normalise by all samples' statistics, where the user asks for it. Collective."""
     if own.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()

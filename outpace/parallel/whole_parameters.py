@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.interop.own import OwnObjective
+from outpace.interop.custom_model import CustomObjective
 from outpace.nn.spread import is_spread
 from outpace.records.errors import BadInputError
 
@@ -29,7 +29,7 @@ class WholeParameters:
     def __init__(
         self, objective: nn.Module, averages: int, used: set[Any], wait: Callable[[], None]
     ) -> None:
-        assert isinstance(objective, OwnObjective)
+        assert isinstance(objective, CustomObjective)
         self._module = objective.model
         self._averages, self._used, self._wait = averages, used, wait
         self._asks_whole = False

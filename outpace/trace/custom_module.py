@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from outpace.interop.own import OwnModel, OwnObjective
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.parallel import Layout, Request
@@ -50,7 +50,7 @@ class ModuleWorkload:
     `build` makes the module with its loss; `samples` gives a batch of a number of samples.
     """
 
-    build: Callable[[], OwnModel]
+    build: Callable[[], CustomModel]
     samples: Callable[[int], Any]
     plan: Plan
     accumulation: int
@@ -77,7 +77,7 @@ class ModuleWorkload:
     ) -> Layout:  # fmt: skip
         """The module on this rank."""
         own, plan = self.build(), self.plan
-        objective = (_ValueFree if self.value_free else OwnObjective)(own)
+        objective = (_ValueFree if self.value_free else CustomObjective)(own)
         lower_weights(objective, mixed)
         watch.keep(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
@@ -87,7 +87,7 @@ class ModuleWorkload:
 
 
 def account_of_module(
-    model: OwnModel,
+    model: CustomModel,
     samples: Callable[[int], Any],
     plan: Plan,
     *,
@@ -110,7 +110,7 @@ def account_of_module(
     kept = {id(b): b.detach().clone() for b in small}
     structure = hollow(model.module, kept)
     work = ModuleWorkload(
-        build=lambda: OwnModel(
+        build=lambda: CustomModel(
             _on_no_memory(structure),
             model.loss,
             blocks=model.blocks,
@@ -133,7 +133,7 @@ def account_of_module(
     return summarise_strips(strips, plan, rank, rules, accumulation / passes)
 
 
-class _ValueFree(OwnObjective):
+class _ValueFree(CustomObjective):
     """An objective whose forward may not ask for values, for there are none."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:

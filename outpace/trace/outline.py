@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.interop.own import own_positions
+from outpace.interop.custom_model import read_positions
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
@@ -332,7 +332,7 @@ class ModuleTracing:
             name=name, hidden=hidden, stacks=tuple(stacks), vocab=vocab, outputs=outputs, tied=tied,
             embedding_width=None if table_width == hidden else table_width,
             embed_products=tuple(first), head_products=tuple(last), predicted=predicted,
-            max_positions=own_positions(self.module) or self.seq_len or length,
+            max_positions=read_positions(self.module) or self.seq_len or length,
             source="traced",
         )  # fmt: skip
         return found.model_copy(update={"outside_parameters": self._count_outside(found)})

@@ -109,8 +109,11 @@ FAULTS = [
 
 def faults_for(strategy: str) -> list:
     # fully_shard refuses tied weights that are apart; a server that sees no forward gathers none.
-    left_out = {"zero3": [untied_embedding], "ps": [untied_embedding, stale_all_gather]}
-    return [fault for fault in FAULTS if fault not in left_out.get(strategy, [])]
+    format_missing_dimensions = {
+        "zero3": [untied_embedding],
+        "ps": [untied_embedding, stale_all_gather],
+    }
+    return [fault for fault in FAULTS if fault not in format_missing_dimensions.get(strategy, [])]
 
 
 def main() -> None:

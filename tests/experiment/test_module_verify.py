@@ -12,7 +12,7 @@ from torch import nn
 import outpace
 from outpace.cli.main import main
 from outpace.experiment.module_verify import CUT, STRATEGIES, verify_custom
-from outpace.interop.own import OwnModel
+from outpace.interop.custom_model import CustomModel
 from outpace.parallel.own import refused_strategy
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
@@ -131,7 +131,7 @@ def with_term(module, batch):
     ],
 )
 def test_planted_faults_are_caught_and_named(fault, loss, kinds, words):
-    own = OwnModel(Stack(), loss)
+    own = CustomModel(Stack(), loss)
     [verdict] = verify_custom(own, batch, plans=["ddp"], spoil=fault).verdicts
     assert not verdict.passed and not verdict.refused
     assert verdict.differences[0].kind in kinds
@@ -151,7 +151,7 @@ def numbered(step):
 
 
 def test_what_fails_on_ranks_alone_is_no_refusal_though_tensors_are_not_cut_alike():
-    own = OwnModel(Stack(), lambda module, given: squares(module, given[:2]))
+    own = CustomModel(Stack(), lambda module, given: squares(module, given[:2]))
     certificate = verify_custom(own, numbered, plans=["ddp"], spoil=fail_on_ranks)
     [verdict] = certificate.verdicts
     assert not certificate.passed and not verdict.refused
@@ -159,7 +159,7 @@ def test_what_fails_on_ranks_alone_is_no_refusal_though_tensors_are_not_cut_alik
 
 
 def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
-    own = OwnModel(Stack(), lambda module, given: module(given[0][given[2]]).square().mean())
+    own = CustomModel(Stack(), lambda module, given: module(given[0][given[2]]).square().mean())
     [verdict] = verify_custom(own, numbered, plans=["ddp"]).verdicts
     assert verdict.refused and "those of 16 are whole in each part" in verdict.reason
 
@@ -168,7 +168,9 @@ def test_a_buffer_that_nothing_reads_is_compared_too():
     def move(layout):
         layout.model.blocks[2].unused.add_(1)
 
-    [verdict] = verify_custom(OwnModel(Stack(), squares), batch, plans=["ddp"], spoil=move).verdicts
+    [verdict] = verify_custom(
+        CustomModel(Stack(), squares), batch, plans=["ddp"], spoil=move
+    ).verdicts
     assert [d.name for d in verdict.differences if d.kind == "buffer"] == ["blocks.2.unused"]
     assert "buffers are not" in verdict.cause
 
@@ -352,7 +354,7 @@ class Spare(Stack):
 )
 def test_a_gradient_that_only_one_of_the_two_has_is_said_to_be_where(fault, words):
     [verdict] = verify_custom(
-        OwnModel(Spare(), squares), batch, plans=["ddp"], spoil=fault
+        CustomModel(Spare(), squares), batch, plans=["ddp"], spoil=fault
     ).verdicts
     assert words in verdict.reason
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.catalog.models import PRESETS
-from outpace.interop.config import CONFIG_FILE, ConfigReading, remembered_config
+from outpace.interop.config import CONFIG_FILE, ConfigReading, read_cached_spec
 from outpace.interop.huggingface import hf_config, spec_from_config, spec_from_hf
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -178,20 +178,20 @@ def test_what_was_read_is_remembered_until_the_config_is_another(tmp_path: Path)
     model.mkdir()
     config = {"model_type": "gpt2", "n_layer": 3}
     (model / CONFIG_FILE).write_text(json.dumps(config))
-    read = remembered_config(model, cache)
+    read = read_cached_spec(model, cache)
     assert read.spec == spec_from_hf(model) and "n_embd 768" in read.notes[0]
     (kept,) = (cache / "specs").iterdir()
     other = read.spec.model_copy(update={"layers": 5})
     ConfigReading(spec=other, notes=("kept",)).save(kept)  # to see that it is this
-    assert remembered_config(model, cache) == ConfigReading(spec=other, notes=("kept",))
-    assert remembered_config(model, None).spec.layers == 3
+    assert read_cached_spec(model, cache) == ConfigReading(spec=other, notes=("kept",))
+    assert read_cached_spec(model, None).spec.layers == 3
     kept.write_text("{")
-    assert remembered_config(model, cache).spec.layers == 3
+    assert read_cached_spec(model, cache).spec.layers == 3
     (model / CONFIG_FILE).write_text(json.dumps({**config, "n_layer": 4}))
-    assert remembered_config(model, cache).spec.layers == 4
+    assert read_cached_spec(model, cache).spec.layers == 4
     (model / CONFIG_FILE).write_text(json.dumps({"model_type": "gpt3"}))
     with pytest.raises(BadInputError, match=r"architecture 'gpt3', only .*outpace plan and"):
-        remembered_config(model, cache)
+        read_cached_spec(model, cache)
     (tmp_path / "file").touch()  # a cache that cannot be written
     (model / CONFIG_FILE).write_text(json.dumps(config))
-    assert remembered_config(model, tmp_path / "file").spec.layers == 3
+    assert read_cached_spec(model, tmp_path / "file").spec.layers == 3

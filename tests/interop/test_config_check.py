@@ -10,7 +10,7 @@ import transformers
 
 from outpace.interop.config import read_spec_with_notes
 from outpace.interop.models import open_model
-from outpace.interop.outline import READERS, described
+from outpace.interop.outline import READERS, read_outline_and_spec
 from outpace.planner.model.outline import parameters
 from outpace.records.errors import BadInputError
 
@@ -33,7 +33,7 @@ def write(directory: Path, values: dict[str, Any]) -> Path:
 def refusals(directory: Path) -> list[str]:
     """What both ways into outpace say: training and planning."""
     found = []
-    for read in (read_spec_with_notes, described):
+    for read in (read_spec_with_notes, read_outline_and_spec):
         with pytest.raises(BadInputError) as caught:
             read(directory)
         found.append(str(caught.value))
@@ -80,7 +80,9 @@ def test_architectures_that_contradict(model_type: str, architecture: str, tmp_p
     ],
 )
 def test_architectures_that_agree(model_type: str, architecture: str, tmp_path: Path) -> None:
-    described(write(tmp_path, {"model_type": model_type, "architectures": [architecture]}))
+    read_outline_and_spec(
+        write(tmp_path, {"model_type": model_type, "architectures": [architecture]})
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,9 @@ def test_keys_that_say_what_is_so_anyway(tmp_path: Path) -> None:
 def test_nothing_is_said_of_what_transformers_writes(model_type: str, tmp_path: Path) -> None:
     """DeepSeek-V2's own default lacks the experts of a token."""
     transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    notes = [note for note in described(tmp_path)[0].notes if "num_nextn_predict" not in note]
+    notes = [
+        note for note in read_outline_and_spec(tmp_path)[0].notes if "num_nextn_predict" not in note
+    ]
     assert notes == []
 
 
@@ -150,7 +154,7 @@ def test_keys_that_are_passed_over_are_named(tmp_path: Path) -> None:
 
 def test_a_text_config_silences_nothing(tmp_path: Path) -> None:
     written = write(tmp_path, {"model_type": "mistral", "hidden_size": 5120})
-    (note,) = described(written)[0].notes
+    (note,) = read_outline_and_spec(written)[0].notes
     assert "leaves out dimensions, for which transformers' defaults are taken" in note
     assert "num_key_value_heads 8" in note and "vocab_size 32000" in note
     for said in refusals(write(tmp_path, {"model_type": "mistral", "text_config": {"a": 1}})):
@@ -161,18 +165,20 @@ def test_every_dimension_that_is_left_out_is_named(tmp_path: Path) -> None:
     """Of those that the layers have, not of others; not what follows from what is given."""
     qwen = {**_SIZE, "model_type": "qwen3", "num_attention_heads": 32, "head_dim": 8}
     del qwen["num_key_value_heads"]
-    note = described(write(tmp_path, qwen))[0].notes[0]
+    note = read_outline_and_spec(write(tmp_path, qwen))[0].notes[0]
     assert note.count(" 32") == 1 and "num_key_value_heads 32" in note
     gemma = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 2}
-    note = described(write(tmp_path, gemma))[0].notes[0]
+    note = read_outline_and_spec(write(tmp_path, gemma))[0].notes[0]
     assert "num_key_value_heads 4" in note and "head_dim 256" in note
     assert "sliding_window 4096" in note
     text = {"hidden_size": 64, "num_hidden_layers": 2}
-    note = described(write(tmp_path, {"model_type": "gemma3", "text_config": text}))[0].notes[0]
+    note = read_outline_and_spec(write(tmp_path, {"model_type": "gemma3", "text_config": text}))[
+        0
+    ].notes[0]
     assert "config.json: text_config leaves out" in note and "head_dim 256" in note
     whole = {**LLAMA}
     del whole["num_key_value_heads"]  # as many as heads: Llama's default is no number
-    assert described(write(tmp_path, whole))[0].notes == ()
+    assert read_outline_and_spec(write(tmp_path, whole))[0].notes == ()
     (note,) = read_spec_with_notes(write(tmp_path, {"model_type": "gpt2", "n_layer": 3})).notes
     assert "n_embd 768" in note and "n_head 12" in note and "n_layer" not in note
 
@@ -254,7 +260,7 @@ def test_code_of_the_folders_own_is_not_run(tmp_path: Path) -> None:
 def test_what_a_plan_leaves_out(tmp_path: Path) -> None:
     values = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1,
               "quantization_config": {"quant_method": "fp8"}}  # fmt: skip
-    notes = " ".join(described(write(tmp_path, values))[0].notes)
+    notes = " ".join(read_outline_and_spec(write(tmp_path, values))[0].notes)
     assert "stored in fp8 (quantization_config)" in notes
     assert "num_nextn_predict_layers 1) are not planned for" in notes
 
@@ -262,14 +268,18 @@ def test_what_a_plan_leaves_out(tmp_path: Path) -> None:
 def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
     """transformers 5 ties T5's whatever the file says: Flan-T5's is not tied."""
     values = {"model_type": "t5", "vocab_size": 61, "d_model": 32, "num_layers": 1, "d_ff": 8}
-    tied = parameters(described(write(tmp_path, {**values, "tie_word_embeddings": True}))[0])
-    free = parameters(described(write(tmp_path, {**values, "tie_word_embeddings": False}))[0])
+    tied = parameters(
+        read_outline_and_spec(write(tmp_path, {**values, "tie_word_embeddings": True}))[0]
+    )
+    free = parameters(
+        read_outline_and_spec(write(tmp_path, {**values, "tie_word_embeddings": False}))[0]
+    )
     assert free - tied == 61 * 32
-    assert parameters(described(write(tmp_path, values))[0]) == tied
+    assert parameters(read_outline_and_spec(write(tmp_path, values))[0]) == tied
     inner = {**_SIZE, "head_dim": 8, "tie_word_embeddings": True}
     both = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": inner}
     with pytest.raises(BadInputError, match="tie_word_embeddings is false, and in text_config tr"):
-        described(write(tmp_path, both))
+        read_outline_and_spec(write(tmp_path, both))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +350,7 @@ def test_transformers_remarks_stay_out(tmp_path: Path) -> None:
         transformers.AutoConfig.from_pretrained(other)
         assert any("bos_token_id" in remark for remark in remarks)  # it does have something to say
         remarks.clear()
-        described(write(tmp_path, {**values, "vocab_size": 61}))
+        read_outline_and_spec(write(tmp_path, {**values, "vocab_size": 61}))
     finally:
         logger.removeHandler(handler)
     assert remarks == []

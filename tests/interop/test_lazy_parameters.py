@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from outpace.interop.own import build_own
+from outpace.interop.custom_model import build_custom_model
 from outpace.records.errors import BadInputError
 
 
@@ -26,7 +26,7 @@ def squares(module, batch):
 
 
 def test_a_batch_of_the_data_gives_shapes_and_leaves_the_mode():
-    own = build_own(lambda: (lazy(), squares, Pairs()))
+    own = build_custom_model(lambda: (lazy(), squares, Pairs()))
     tensors = [*own.module.parameters(), *own.module.buffers()]
     assert not any(is_lazy(tensor) for tensor in tensors)
     assert own.module[0].weight.shape == (8, 6) and own.module.training
@@ -45,4 +45,4 @@ def test_a_batch_of_the_data_gives_shapes_and_leaves_the_mode():
 )
 def test_what_stays_lazy_is_refused_with_what_to_do(returned, why):
     with pytest.raises(BadInputError, match=rf"lazy parameters.*{why}.*Run a batch through"):
-        build_own(returned)
+        build_custom_model(returned)

@@ -10,9 +10,9 @@ import torch
 
 from outpace.catalog.models import preset
 from outpace.data.tokenizer import train_tokenizer
+from outpace.interop.custom_model import build_custom_model, write_custom_model
 from outpace.interop.huggingface import write_model
 from outpace.interop.models import open_model, read_spec
-from outpace.interop.own import build_own, write_own
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -125,7 +125,7 @@ def test_a_persons_function(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(OWN.format(seed=1, width=3))
     opened = open_model(f"{tmp_path}/my_model.py:build")
     assert opened.kind == "own" and opened.spec is None and opened.build is not None
-    assert build_own(opened.build).module.out_features == 3
+    assert build_custom_model(opened.build).module.out_features == 3
 
 
 def test_a_run_of_a_persons_model_is_a_warm_start(
@@ -137,17 +137,17 @@ def test_a_run_of_a_persons_model_is_a_warm_start(
     run.mkdir()
     (run / "run.json").write_text("{}")
     trained = torch.nn.Linear(4, 3)
-    write_own(run / "model", trained, "my_model.py:build")
+    write_custom_model(run / "model", trained, "my_model.py:build")
     open_model("my_model.py:build")  # as whoever trained it has
     monkeypatch.chdir("/")
     opened = open_model(str(run))
     assert opened.kind == "run" and opened.build is not None
-    assert torch.equal(build_own(opened.build).module.weight, trained.weight)
+    assert torch.equal(build_custom_model(opened.build).module.weight, trained.weight)
     (tmp_path / "my_model.py").write_text(OWN.format(seed=1, width=5))
     again = open_model(str(run))
     assert again.build is not None
     with pytest.raises(BadInputError, match=r"do not fit what .*my_model.py:build builds"):
-        build_own(again.build)
+        build_custom_model(again.build)
 
 
 def test_unknown_names(tmp_path: Path) -> None:

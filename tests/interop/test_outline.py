@@ -10,7 +10,12 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.catalog.outlines import OUTLINES
-from outpace.interop.outline import READERS, described, outline_from_config, outline_from_hf
+from outpace.interop.outline import (
+    READERS,
+    outline_from_config,
+    outline_from_hf,
+    read_outline_and_spec,
+)
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.records.errors import BadInputError
@@ -207,7 +212,7 @@ def test_published_sizes(name: str, tmp_path: Path) -> None:
     """In full size: transformers' count, the paper's, and what the catalog says of the model."""
     (tmp_path / name).mkdir()
     directory = write(tmp_path / name, **PUBLISHED[name]["config"])
-    read, spec = described(directory)
+    read, spec = read_outline_and_spec(directory)
     assert spec is None and read.name == name
     config = transformers.AutoConfig.from_pretrained(directory)
     if hasattr(config, "quantization_config"):
@@ -228,7 +233,7 @@ def test_every_outline_of_the_catalog_is_published() -> None:
 
 def test_what_outpace_builds_comes_with_its_spec(tmp_path: Path) -> None:
     values = {key: value for key, value in _GROUPED.items() if value is not None}
-    read, spec = described(write(tmp_path, model_type="llama", **values))
+    read, spec = read_outline_and_spec(write(tmp_path, model_type="llama", **values))
     assert spec is not None and spec.layers == 3
     assert read.untrained is None and read.name == tmp_path.name
 
@@ -257,7 +262,7 @@ def test_the_text_of_a_model_that_also_sees(tmp_path: Path) -> None:
     directory = write(tmp_path, model_type="gemma3", text_config={**text, "head_dim": 12})
     read = outline_from_hf(directory)
     assert parameters(read) == on_meta(small("gemma3_text"))
-    assert "its tower of vision is not reckoned with" in str(read.untrained)
+    assert "whose vision tower is not included" in str(read.untrained)
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def run(settings):
 def losses_of_windows(home, settings):
     """The mean over all held-out targets, by transformers."""
     with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
-        data = ready.job.materials.eval_data
+        data = ready.job.inputs.eval_data
         windows = [data[n] for n in range(len(data))]
     model = transformers.AutoModelForCausalLM.from_pretrained(settings.out.parent / "4" / "model")
     total, count = 0.0, 0
@@ -101,7 +101,7 @@ def test_every_masked_sample_has_a_target(home):
     (home / "bert.json").write_text(json.dumps({**SPEC, "family": "bert"}))
     settings = asked(home, "masked", model=str(home / "bert.json"), seq_len=4, global_batch=1)
     with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
-        data = ready.job.materials.train_data
+        data = ready.job.inputs.train_data
         batch = data.__getitems__([(0, n, n) for n in range(min(60, len(data)))])
         found = (batch["targets"] != IGNORED).sum(1)
     assert found.min() == 1 and found.max() > 1

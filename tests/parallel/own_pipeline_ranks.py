@@ -19,7 +19,7 @@ from torch import nn
 from zoo import data_parallel, pipelines
 
 import outpace
-from outpace.interop.own import OwnModel, OwnObjective
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.parallel.batches import cut
 from outpace.parallel.tensors import whole
 from outpace.records.errors import BadInputError
@@ -49,7 +49,7 @@ class Alone:
 
     def __init__(self, module, loss, parts):
         self.module, self.parts = module, parts
-        self.objective = OwnObjective(OwnModel(module, loss))
+        self.objective = CustomObjective(CustomModel(module, loss))
         self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
     def backward(self, batch):

@@ -15,7 +15,7 @@ from torch import nn
 
 import outpace
 from outpace.cli.main import main
-from outpace.interop.own import OwnModel, OwnObjective, build_own
+from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.parallel import module_state
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.kept_state import explain_kept_state, find_kept_state
@@ -339,7 +339,7 @@ def global_batch(samples=8):
 
 
 def objective_of(make, loss=squares):
-    return OwnObjective(build_own(lambda: OwnModel(make(), loss)))
+    return CustomObjective(build_custom_model(lambda: CustomModel(make(), loss)))
 
 
 KEPT = {

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from outpace.interop.own import OwnModel
+from outpace.interop.custom_model import CustomModel
 from outpace.jobs.planning import auto_plan
 from outpace.parallel.module_shape import find_refused_strategies
 from outpace.probing.hardware.machine import identify
@@ -18,12 +18,12 @@ class Net(nn.Module):
 
 
 def test_a_module_without_layouts_or_blocks_enough_says_what_it_lacks():
-    refused = find_refused_strategies(OwnModel(Net()), 2)
+    refused = find_refused_strategies(CustomModel(Net()), 2)
     assert "it has no tp_plan" in refused["tp"] and "has 4 stages" in refused["zbv"]
     assert "Use gpipe or 1f1b, which have one stage on each rank" in refused["zbv"]
     assert "gpipe" not in refused and "zero3" not in refused
     layouts = {"first": "colwise", "second": "rowwise"}
-    whole = find_refused_strategies(OwnModel(Net(), layouts=layouts, blocks=["first"]), 2)
+    whole = find_refused_strategies(CustomModel(Net(), layouts=layouts, blocks=["first"]), 2)
     assert "tp" not in whole and "has 2 stages" in whole["gpipe"]
     assert "Use zero3, or fewer ranks" in whole["gpipe"]
 

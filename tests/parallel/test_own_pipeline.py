@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.interop.own import OwnModel, OwnObjective
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.parallel.own_stage import OwnStage
 from outpace.records.errors import BadInputError
 
@@ -45,7 +45,7 @@ def loss(module, batch):
 def through(kind, ends):
     """The loss of stages that end before each of `ends`, and of one process."""
     torch.manual_seed(0)
-    objective = OwnObjective(OwnModel(Chain(kind), loss))
+    objective = CustomObjective(CustomModel(Chain(kind), loss))
     names = ["layers.0", "layers.1", "layers.2"]
     batch, hidden = torch.randn(5, 3), None
     for begin, end in zip([0, *ends], [*ends, 3], strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli import main as command
-from outpace.interop.own_file import load_function, require_named
+from outpace.interop.user_file import load_function, require_named
 from outpace.records.errors import BadInputError
 from outpace.records.places import cache_folder, user_cache
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.interop.own import OwnModel
+from outpace.interop.custom_model import CustomModel
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -57,7 +57,7 @@ def plan_of(strategy, world, **changes):
 
 
 def traced(plan, make=Net, loss=entropy):
-    own = OwnModel(make(), loss)
+    own = CustomModel(make(), loss)
     before = {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
     account = account_of_module(
         own, samples, plan, accumulation=2, rank=0, settings=SETTINGS, accelerator=None,
@@ -70,7 +70,7 @@ def traced(plan, make=Net, loss=entropy):
 
 def test_one_process_is_traced_as_it_is_measured():
     plan = plan_of("single", 1)
-    work = ModuleWorkload(lambda: OwnModel(Net(), entropy), samples, plan, 2, SETTINGS)
+    work = ModuleWorkload(lambda: CustomModel(Net(), entropy), samples, plan, 2, SETTINGS)
     found, seen = traced(plan), measure(work, Ranks())
     for kind in ("weights", "optimizer state", "gradients", "activations"):
         assert found.peak.by_kind[kind] == pytest.approx(seen.peak.by_kind[kind], abs=64)

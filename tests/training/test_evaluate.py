@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from outpace.interop.own import OwnModel, OwnObjective
+from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.mixed import make_mixed
 from outpace.parallel import Layout
 from outpace.training.evaluate import evaluate
@@ -21,8 +21,8 @@ class Watched(Layout):
 def test_parts_that_a_user_put_in_evaluation_mode_stay_in_it():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     module.train()[1].eval()  # a frozen BatchNorm
-    own = OwnModel(module, lambda module, batch: module(batch).square().mean())
-    layout = Watched(OwnObjective(own))
+    own = CustomModel(module, lambda module, batch: module(batch).square().mean())
+    layout = Watched(CustomObjective(own))
     mixed = make_mixed("fp32", CPU, True, True, False)
     batches = [[torch.randn(4, 3)], [torch.randn(4, 3)]]
     evaluate(layout, batches, step=1, mixed=mixed, device=CPU, group=None)

@@ -35,9 +35,9 @@ def _samples_of(dataset: Any, first: int, count: int) -> Any:
 
 def _require_tokens(module: Any) -> int:
     """The vocabulary of a module that reads tokens."""
-    from outpace.interop.own import own_vocab
+    from outpace.interop.custom_model import read_vocab
 
-    vocab = own_vocab(module)
+    vocab = read_vocab(module)
     if vocab is None:
         raise BadInputError(
             f"a {type(module).__name__} has no embedding of tokens, and its function returned no "
@@ -55,7 +55,7 @@ def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], 
     """
     import torch
 
-    from outpace.interop.own import own_positions
+    from outpace.interop.custom_model import read_positions
     from outpace.nn.loss import IGNORED
 
     samples = max(_TRIAL_SAMPLES, 4 * ranks)
@@ -63,7 +63,7 @@ def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], 
     if model.dataset is not None:
         return lambda step: _samples_of(model.dataset, (step - 1) * samples, samples)
     vocab = _require_tokens(model.module)
-    length = min(_TRIAL_TOKENS, own_positions(model.module) or _TRIAL_TOKENS)
+    length = min(_TRIAL_TOKENS, read_positions(model.module) or _TRIAL_TOKENS)
 
     def tokens(step: int) -> Any:
         drawn = torch.Generator().manual_seed(step)

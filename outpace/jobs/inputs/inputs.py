@@ -18,14 +18,20 @@ from outpace.data.sources import files_in_both, open_source
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import read_classifier
 from outpace.interop.config_out import exported_type
+from outpace.interop.custom_model import (
+    CustomModel,
+    CustomObjective,
+    build_custom_model,
+    read_positions,
+    read_vocab,
+)
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel, open_model
-from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
 from outpace.interop.peft import merge
 from outpace.interop.tokenizer_class import export_difference, source_difference
 from outpace.interop.weights import unread_weights
 from outpace.jobs.defaults import resolve_seq_len
-from outpace.jobs.inputs.tasks import gather_task, held_out_part
+from outpace.jobs.inputs.tasks import held_out_part, load_task_inputs
 from outpace.jobs.inputs.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt, first_value
@@ -48,12 +54,12 @@ Split = Literal["train", "validation", "all"]
 
 
 @dataclass(frozen=True)
-class Materials:
+class TrainingInputs:
     """Inputs of a run. `spec` is None for a custom model; `seq_len` for a user's data set."""
 
     name: str
     opened: OpenedModel | None
-    own: OwnModel | None
+    custom_model: CustomModel | None
     spec: ModelSpec | None
     tokenizer: Tokenizer | None
     train_data: Any
@@ -69,14 +75,14 @@ class Materials:
         """Whether training begins with weights that were trained before."""
         return self.opened is not None and (
             _starts_pretrained(self.opened, settings)
-            if self.own is None
+            if self.custom_model is None
             else self.opened.kind == "run"
         )
 
     @property
     def is_transformer(self) -> bool:
         """Whether it is a transformer with its vocabulary, not a classifier or a custom model."""
-        return self.own is None and self.labels is None
+        return self.custom_model is None and self.labels is None
 
     @property
     def targets_per_sample(self) -> int | None:
@@ -104,37 +110,47 @@ def gather(
     callbacks: Sequence[Callback],
     plan: Plan | None = None,
     device_type: str = "cpu",
-) -> Materials:
+) -> TrainingInputs:
     """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
     opened = None if live is not None else open_model(settings.model, cache_dir)
-    own = _own_model(opened, live, settings.seed)
+    custom_model = _custom_model(opened, live, settings.seed)
     _require_read_weights(opened, settings)
     if settings.lora_rank is not None:
-        _require_base(settings, opened, own)
+        _require_base(settings, opened, custom_model)
     spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
     name = opened.name if opened is not None else "own"
-    if own is not None and settings.init is not None:
+    if custom_model is not None and settings.init is not None:
         raise BadInputError(
             f"--init {settings.init}: the weights of a person's own model come from its own "
             "function. Leave --init out; to start from stored weights, name a run's directory."
         )
-    if own is not None and own.dataset is not None:
+    if custom_model is not None and custom_model.dataset is not None:
         if settings.data != ("stdlib",) or settings.task != "pretrain":
             raise BadInputError(
                 f"{name} brings its own data set, so --data and --task cannot be given too."
             )
-        return Materials(
-            name, opened, own, None, None, own.dataset, own.eval_dataset, "own", None, None, None
+        return TrainingInputs(
+            name,
+            opened,
+            custom_model,
+            None,
+            None,
+            custom_model.dataset,
+            custom_model.eval_dataset,
+            "own",
+            None,
+            None,
+            None,
         )
-    assert spec is not None or own is not None
-    positions = spec.max_positions if spec is not None else own_positions(_module(own))
-    vocab = spec.vocab if spec is not None else own_vocab(_module(own))
+    assert spec is not None or custom_model is not None
+    positions = spec.max_positions if spec is not None else read_positions(_module(custom_model))
+    vocab = spec.vocab if spec is not None else read_vocab(_module(custom_model))
     if settings.task != "pretrain":
-        found = gather_task(
+        found = load_task_inputs(
             settings, opened, spec, positions, vocab, plan, cache_dir, callbacks, device_type
         )
-        return Materials(
-            name, opened, own, spec, found.tokenizer, found.train, found.held_out,
+        return TrainingInputs(
+            name, opened, custom_model, spec, found.tokenizer, found.train, found.held_out,
             found.train_fingerprint, found.eval_fingerprint, None, found.seq_len, found.labels,
             (
                 *_reading_notes(opened, settings),
@@ -170,8 +186,8 @@ def gather(
         )
         for corpus, part in zip(corpora, ("", f" {held_out_part(settings)}"), strict=True)
     )
-    return Materials(
-        name, opened, own, spec, tokenizer, train, held_out,
+    return TrainingInputs(
+        name, opened, custom_model, spec, tokenizer, train, held_out,
         corpora[0].fingerprint, corpora[1].fingerprint, corpora[1], seq_len,
         hints=(
             *_reading_notes(opened, settings),
@@ -218,10 +234,10 @@ def _other_tokenizer_hints(
         return []
     if opened.weights is None or settings.init == "random":
         return []
-    if (own := _model_tokenizer(opened)) is None:
+    if (stored := _model_tokenizer(opened)) is None:
         return []
     names = {number: name for name, number in tokenizer.inner.get_vocab().items()}
-    known = own.inner.get_vocab()
+    known = stored.inner.get_vocab()
     others = sum(names.get(number) != name for name, number in known.items())
     if not others:
         return []
@@ -283,11 +299,11 @@ def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -
 
 
 def _require_base(
-    settings: TrainSettings, opened: OpenedModel | None, own: OwnModel | None
+    settings: TrainSettings, opened: OpenedModel | None, custom_model: CustomModel | None
 ) -> None:
     """Refuse what adapters cannot be trained beside."""
     asked = f"--lora-rank {settings.lora_rank}"
-    if own is not None or opened is None:
+    if custom_model is not None or opened is None:
         raise BadInputError(
             f"{asked} is for outpace's and Hugging Face models. In a model of your own, freeze "
             "what is not to be trained (requires_grad)."
@@ -313,23 +329,23 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
     return [(settings.data, "train"), (settings.data, "validation")]
 
 
-def _own_model(
+def _custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
-) -> OwnModel | None:
+) -> CustomModel | None:
     """Return the user's model, whose function draws the same weights from a seed on every rank."""
     if isinstance(live, nn.Module):
-        return build_own(lambda: live)
+        return build_custom_model(lambda: live)
     seed_generators(seed)
     if live is not None:
-        return build_own(live)
+        return build_custom_model(live)
     if opened is not None and opened.build is not None:
-        return build_own(opened.build)
+        return build_custom_model(opened.build)
     return None
 
 
-def _module(own: OwnModel | None) -> nn.Module:
-    assert own is not None
-    return own.module
+def _module(custom_model: CustomModel | None) -> nn.Module:
+    assert custom_model is not None
+    return custom_model.module
 
 
 def _with_dropout(spec: ModelSpec, settings: TrainSettings) -> ModelSpec:
@@ -410,31 +426,29 @@ def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def build_objective(
-    materials: Materials,
+    inputs: TrainingInputs,
     settings: TrainSettings,
     plan: Plan,
     compute_dtype: torch.dtype | None,
     device: torch.device,
-) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
+) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
     """The model with its loss, on the device, with the weights to start from, in fp32.
 
     `compute_dtype` is that of a language model's products (see `LanguageModelObjective`). Where no
     rank has the whole model it has no memory: lay it out, and `fill` it then.
     """
-    if materials.own is not None:
-        return OwnObjective(materials.own).to(device)
-    assert materials.spec is not None and materials.opened is not None
+    if inputs.custom_model is not None:
+        return CustomObjective(inputs.custom_model).to(device)
+    assert inputs.spec is not None and inputs.opened is not None
     place = _drawing_place(plan, device)
-    if materials.labels is not None:
-        classifier = _initial_classifier(
-            materials.opened, materials.spec, materials.labels, settings, place
-        )
+    if inputs.labels is not None:
+        classifier = _initial_classifier(inputs.opened, inputs.spec, inputs.labels, settings, place)
         return ClassificationObjective(classifier).to(device)
-    if materials.is_transformer and fills_later(plan):
+    if inputs.is_transformer and fills_later(plan):
         with torch.device("meta"):
-            hollow = adapt(Transformer(materials.spec), plan, settings.seed)
+            hollow = adapt(Transformer(inputs.spec), plan, settings.seed)
         return LanguageModelObjective(hollow, plan.loss, compute_dtype, plan.compile)
-    model = initial_model(materials.opened, materials.spec, settings, place)
+    model = initial_model(inputs.opened, inputs.spec, settings, place)
     adapt(model, plan, settings.seed, device)
     return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)
 
@@ -451,10 +465,10 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 
 
 def weights_of(
-    materials: Materials, settings: TrainSettings, plan: Plan, device: torch.device
+    inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
     """The weights to start from, whole, by their names: stored ones, or drawn on `device`."""
-    spec, opened = materials.spec, materials.opened
+    spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed
     stored = stored_weights(opened, spec) if _starts_pretrained(opened, settings) else None

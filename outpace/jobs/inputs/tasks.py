@@ -101,7 +101,7 @@ class TaskRows:
     parts: int = 2  # 1 where both are the same rows
 
 
-def gather_task(
+def load_task_inputs(
     settings: TrainSettings,
     opened: OpenedModel | None,
     spec: ModelSpec | None,

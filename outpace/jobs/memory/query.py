@@ -9,8 +9,8 @@ import torch
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.models import without_weights
 from outpace.data.seeding import seed_generators
+from outpace.interop.custom_model import CustomModel, build_custom_model, read_positions
 from outpace.interop.models import open_model
-from outpace.interop.own import OwnModel, build_own, own_positions
 from outpace.jobs.defaults import keeps_masters, resolve_plan, resolve_seq_len
 from outpace.jobs.inputs.custom_batches import batch_of
 from outpace.jobs.memory.trace_worker import Ask, account_of
@@ -69,20 +69,20 @@ class MemoryQuery(Record):
 class ModuleQuestion:
     """`MemoryQuery` of a custom model, which is built once."""
 
-    model: OwnModel
+    model: CustomModel
     plan: Plan
     settings: TrainSettings
     global_batch: int
     accelerator: Accelerator | None
     ranks_per_host: int
-    build: Callable[[], OwnModel]
+    build: Callable[[], CustomModel]
 
     @property
     def seq_len(self) -> int | None:
         """Tokens of a sample; None of a data set of the user's own."""
         if self.model.dataset is not None:
             return None
-        return resolve_seq_len(self.settings, own_positions(self.model.module))
+        return resolve_seq_len(self.settings, read_positions(self.model.module))
 
     @property
     def accumulation(self) -> int:
@@ -127,9 +127,9 @@ def ask_of_module(
 ) -> ModuleQuestion:
     """Build a custom model, and ask for its memory."""
 
-    def build_module() -> OwnModel:
+    def build_module() -> CustomModel:
         seed_generators(settings.seed)
-        return build_own(build)
+        return build_custom_model(build)
 
     return ModuleQuestion(
         build_module(), plan, settings, global_batch, accelerator, per_host, build_module

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.custom_model import build_custom_model
 from outpace.interop.models import names_code, open_model
-from outpace.interop.own import build_own
 from outpace.jobs.defaults import (
     resolve_device,
     resolve_offload,
@@ -333,7 +333,7 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
 
     build = open_model(settings.model).build
     assert build is not None
-    return find_refused_strategies(build_own(build), world).keys()
+    return find_refused_strategies(build_custom_model(build), world).keys()
 
 
 def _cluster(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from outpace.catalog.stacks import STACKS
-from outpace.interop.emit import Emitted, emit
+from outpace.interop.export import ExportedPlan, export_plan
 from outpace.planner.memory.framework_traits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
 from outpace.planner.plan import estimate_plan, fastest_plan
 from outpace.planner.problem import Job
@@ -46,7 +46,7 @@ class Picked:
 
     planned: Planned
     number: int | None
-    emitted: Emitted
+    emitted: ExportedPlan
     estimate: Estimate | None
     why: str
     warning: str | None
@@ -65,11 +65,11 @@ def pick(name: str, job: Job, answer: Plans, model: Named, chosen: int | None) -
         return _pick(name, there, planned, model, chosen, f"Plan {chosen}: {planned.title}.")
     first = answer.plans[0]
     # What the format lacks of the model itself, whatever the plan.
-    of_model = set(_write(name, there, Plan(micro_batch=1), model, 1).lost)
+    of_model = set(_write(name, there, Plan(micro_batch=1), model, 1).differences)
 
     def expresses(plan: Plan) -> bool:
         try:
-            return set(_write(name, there, plan, model).lost) <= of_model
+            return set(_write(name, there, plan, model).differences) <= of_model
         except BadInputError:
             return False
 
@@ -109,9 +109,9 @@ def _framework_traits(name: str, job: Job) -> Habits:
 
 def _write(
     name: str, job: Job, plan: Plan, model: Named, global_batch: int | None = None
-) -> Emitted:
+) -> ExportedPlan:
     wanted = job.wanted
-    return emit(
+    return export_plan(
         name, plan, model.model, global_batch=global_batch or wanted.global_batch,
         seq_len=wanted.seq_len, reference=model.reference,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _write(
 def _describe_loss(name: str, job: Job, plan: Plan, model: Named) -> str:
     """Say what the format lacks of a plan, or why it cannot be written."""
     try:
-        return " ".join(_write(name, job, plan, model).lost)
+        return " ".join(_write(name, job, plan, model).differences)
     except BadInputError as error:
         return str(error)
 
@@ -174,9 +174,9 @@ def _slower_than_fastest(found: Planned, answer: Plans) -> str:
     return f"{show_share(slower)} slower than plan {number}, the {join_roles(fastest.roles)}"
 
 
-def _estimate_written(job: Job, plan: Plan, written: Emitted) -> tuple[Estimate | None, bool]:
+def _estimate_written(job: Job, plan: Plan, written: ExportedPlan) -> tuple[Estimate | None, bool]:
     """The estimate of what the configuration describes, and whether that is all known."""
-    described, known = written.written(plan)
+    described, known = written.written_plan(plan)
     if described is None:
         return None, False
     try:
@@ -186,12 +186,12 @@ def _estimate_written(job: Job, plan: Plan, written: Emitted) -> tuple[Estimate 
 
 
 def _warning(
-    name: str, planned: Planned, written: Emitted, estimate: Estimate | None, known: bool
+    name: str, planned: Planned, written: ExportedPlan, estimate: Estimate | None, known: bool
 ) -> str | None:
     """Say what is lost, and whether what is written instead fits."""
-    if not written.lost:
+    if not written.differences:
         return None
-    rests = f"the plan rests on what {name} cannot express. {' '.join(written.lost)}"
+    rests = f"the plan rests on what {name} cannot express. {' '.join(written.differences)}"
     more = "" if known else " What is written in another way may change time and memory too."
     if estimate is None:
         return f"{rests}{more}"

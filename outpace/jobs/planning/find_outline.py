@@ -41,7 +41,7 @@ def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
 
 def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
     from outpace.interop.models import open_model
-    from outpace.interop.outline import described, needs_trace
+    from outpace.interop.outline import needs_trace, read_outline_and_spec
 
     config = _config_of(path)
     if config is not None:
@@ -50,7 +50,7 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
 
             traced = outline_from_folder(config)
             return path.name, traced.model_copy(update={"name": path.name}), None
-        found, spec = described(config)
+        found, spec = read_outline_and_spec(config)
         return path.name, found.model_copy(update={"name": path.name}), spec
     opened = open_model(reference)
     if opened.spec is not None:
@@ -63,10 +63,10 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
 def _config_of(path: Path) -> Path | None:
     """The directory whose config.json tells of a model: outpace need not be able to build it."""
     from outpace.interop.config import CONFIG_FILE
-    from outpace.interop.own import OWN_FILE
+    from outpace.interop.custom_model import CUSTOM_MODEL_FILE
     from outpace.interop.peft import ADAPTER_CONFIG, base_of
 
-    if not path.is_dir() or (path / OWN_FILE).is_file() or (path / "run.json").is_file():
+    if not path.is_dir() or (path / CUSTOM_MODEL_FILE).is_file() or (path / "run.json").is_file():
         return None
     if (path / CONFIG_FILE).is_file():
         return path
@@ -75,16 +75,16 @@ def _config_of(path: Path) -> Path | None:
 
 def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
     """Trace a custom model, with its loss on two samples of its data, or on tokens."""
-    from outpace.interop.own import OwnObjective, build_own
+    from outpace.interop.custom_model import CustomObjective, build_custom_model
     from outpace.nn.transformer import Transformer
     from outpace.trace.outline import outline_from_module
 
-    own = build_own(build)
+    own = build_custom_model(build)
     if isinstance(own.module, Transformer):
         return outline(own.module.spec, name), own.module.spec
     found = _by_config(own.module)
     if found is None:
-        found = outline_from_module(OwnObjective(own), (_batch(own),), name)
+        found = outline_from_module(CustomObjective(own), (_custom_batch(own),), name)
     return found.model_copy(update={"name": name, "source": name, "untrained": None}), None
 
 
@@ -103,8 +103,8 @@ def _by_config(module: Any) -> Outline | None:
     return found if parameters(found) == own else None
 
 
-def _batch(own: Any) -> Any:
-    from outpace.interop.own import own_positions
+def _custom_batch(custom: Any) -> Any:
+    from outpace.interop.custom_model import read_positions
 
-    length = min(_TRACED_TOKENS, own_positions(own.module) or _TRACED_TOKENS)
-    return batch_of(own, _TRACED_SAMPLES, length)
+    length = min(_TRACED_TOKENS, read_positions(custom.module) or _TRACED_TOKENS)
+    return batch_of(custom, _TRACED_SAMPLES, length)

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from outpace.data.tokenizer import load_tokenizer
+from outpace.interop.custom_model import build_custom_model
 from outpace.interop.models import OpenedModel, open_model
-from outpace.interop.own import build_own
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.probing.loader.dataset import LoaderData
 from outpace.records.errors import BadInputError
@@ -122,7 +122,7 @@ def _custom_dataset(opened: OpenedModel, settings: TrainSettings) -> Any | None:
     """Return the data set that a custom model brings, if it does. Raises BadInputError."""
     if opened.build is None:
         return None
-    dataset = build_own(opened.build).dataset
+    dataset = build_custom_model(opened.build).dataset
     if dataset is not None and settings.data != LoaderData.sources:
         raise BadInputError(
             f"{opened.name} brings its own data set, so --data cannot be given too."

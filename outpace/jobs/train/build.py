@@ -162,7 +162,7 @@ def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
     """Where masks may not be given to compiled kernels, or not to torch's choice of a kernel."""
     if job.settings.compile is False:
         hold_masks(objective)
-    if job.materials.own is not None and job.device.type == "cuda":
+    if job.inputs.custom_model is not None and job.device.type == "cuda":
         stack.enter_context(without_faulty_kernels(torch.backends.cudnn.version()))
 
 
@@ -186,11 +186,11 @@ def assemble(
     settings, plan, device = job.settings, job.plan, job.device
     compiled_s = compile_time_s()
     tell(job.callbacks, "on_stage", "building the model")
-    own = job.materials.own is not None
+    own = job.inputs.custom_model is not None
     mixed = make_mixed(
         plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
     )
-    objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
+    objective = build_objective(job.inputs, settings, plan, mixed.dtype, device)
     _choose_kernels(job, objective, stack)
     if own and mixed.keeps_masters and plan.world_size > 1:
         make_equal(objective)  # or the masters would be each rank's own
@@ -210,11 +210,11 @@ def assemble(
     layout, first = _lay_out(job, objective, scratch, say)
     wide_values = parts_of(layout, whole_values)
     del whole_values
-    if job.materials.is_transformer and fills_later(plan):
+    if job.inputs.is_transformer and fills_later(plan):
         wide_values = fill(
             layout,
             lies_on(plan, device),
-            weights_of(job.materials, settings, plan, device),
+            weights_of(job.inputs, settings, plan, device),
             keeps_wide=mixed.keeps_masters,
         )
     optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
@@ -231,7 +231,7 @@ def assemble(
         _open_logs(job, record, start_step)
     stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
     stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
-    loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
+    loader = _loader(job, job.inputs.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
 
     def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
@@ -286,7 +286,7 @@ def _lay_out(
     job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
 ) -> tuple[Layout, FirstBatch | StateCheck | None]:
     """The objective with the plan's levers, on its ranks; of a user's model a look. Collective."""
-    own, plan = job.materials.own, job.plan
+    own, plan = job.inputs.custom_model, job.plan
     first: FirstBatch | StateCheck | None = None
     if own is not None:
         refuse_sparse_gradients(own.module)
@@ -355,7 +355,7 @@ def _look(
 
 def _dropout(job: Job) -> float:
     """Of the package's own models."""
-    spec = job.materials.spec
+    spec = job.inputs.spec
     return 0.0 if spec is None else spec.dropout
 
 
@@ -428,7 +428,7 @@ def _stepper(
     mixed: Mixed,
     on_gradients: Callable[[], None],
 ) -> Stepper:
-    targets = job.materials.targets_per_sample
+    targets = job.inputs.targets_per_sample
     return Stepper(
         layout=layout,
         optimizer=optimizer,
@@ -437,7 +437,7 @@ def _stepper(
         clip=job.settings.clip,
         device=job.device,
         control=job.groups.control,
-        expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
+        expected_targets=job.settings.global_batch * (targets or job.inputs.likely_targets),
         targets_known=targets is not None,
         on_gradients=on_gradients,
     )
@@ -445,7 +445,7 @@ def _stepper(
 
 def _require_known_targets(job: Job) -> None:
     """The gradients' scale has to be right before the first parameter is stepped."""
-    if job.materials.targets_per_sample is None:
+    if job.inputs.targets_per_sample is None:
         raise BadInputError(
             "--optimizer-in-backward: how many targets a batch has, by which gradients are "
             "divided, is known after its backward only with masked tokens and with losses of one's "
@@ -454,7 +454,7 @@ def _require_known_targets(job: Job) -> None:
 
 
 def _checkpointer(job: Job, mixed: Mixed) -> Checkpointer:
-    own = job.materials.own is not None  # whose forward may change what it likes
+    own = job.inputs.custom_model is not None  # whose forward may change what it likes
     return Checkpointer(
         job.run_dir.checkpoints,
         job.settings.keep,
@@ -470,7 +470,7 @@ def _checkpointer(job: Job, mixed: Mixed) -> Checkpointer:
 
 
 def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
-    spec, seq_len = job.materials.spec, job.materials.seq_len
+    spec, seq_len = job.inputs.spec, job.inputs.seq_len
     samples = job.settings.global_batch
     model_flops = hardware_flops = None
     adapters = None if job.plan.lora_rank is None else trained
@@ -485,9 +485,9 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
         hardware_flops=hardware_flops,
         peak_flops_per_s=peak_flops_per_s(job.plan, job.machine, job.device),
     )
-    data, costs_of = job.materials.train_data, None
+    data, costs_of = job.inputs.train_data, None
     if isinstance(data, PaddedDataset):
-        labels, peak = job.materials.labels, costs.peak_flops_per_s
+        labels, peak = job.inputs.labels, costs.peak_flops_per_s
         costs_of = step_costs(data, job.settings, job.plan, spec, labels, peak, adapters)
     if progress is None:
         return Ledger(costs, None if seq_len is None else 0, 0, costs_of=costs_of)
@@ -532,10 +532,10 @@ def _evaluate(
     Of outpace's own data each sample is used once, whatever the global batch and the ranks are; of
     a user's data set what does not fill a batch of all ranks is left out.
     """
-    data = job.materials.eval_data
+    data = job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
         return None
-    most = len(data) if job.materials.labels is not None else DEFAULT_EVAL_SAMPLES
+    most = len(data) if job.inputs.labels is not None else DEFAULT_EVAL_SAMPLES
     if job.settings.eval_batches is not None:
         most = job.settings.eval_batches * job.settings.global_batch
     batch = job.plan.samples_read * job.plan.readers
@@ -568,7 +568,7 @@ def _initial_evaluation(
     if start_step > 0:
         return job.groups.once(lambda: job.run_dir.evaluation(0))
     tell(job.callbacks, "on_stage", "measuring the initial loss")
-    own = job.materials.own is not None
+    own = job.inputs.custom_model is not None
     with preserved(layout.objective, job.device) if own else nullcontext():
         initial = measure(0)
     if initial is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outpace.jobs.inputs.inputs import Materials
+from outpace.jobs.inputs.inputs import TrainingInputs
 from outpace.jobs.ranks.hang_watchdog import Doing
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.machine import Machine
@@ -25,7 +25,7 @@ class Job:
     device: torch.device
     machine: Machine
     plan: Plan
-    materials: Materials
+    inputs: TrainingInputs
     total_steps: int
     run_dir: RunDir
     callbacks: list[Callback]

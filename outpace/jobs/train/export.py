@@ -12,9 +12,9 @@ from outpace.data.corpus import unigram_entropy
 from outpace.data.padded import PaddedDataset
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import write_classifier
+from outpace.interop.custom_model import write_custom_model
 from outpace.interop.huggingface import write_model
 from outpace.interop.origin import tokenizer_writer
-from outpace.interop.own import write_own
 from outpace.interop.peft import write_adapter
 from outpace.jobs.inputs.inputs import DrawingPlace, initial_model
 from outpace.jobs.train.context import Job
@@ -89,10 +89,10 @@ def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
 
 
 def _export(job: Job, model: nn.Module) -> None:
-    tokenizer, directory = job.materials.tokenizer, job.run_dir.model
+    tokenizer, directory = job.inputs.tokenizer, job.run_dir.model
     if isinstance(model, Classifier):
-        assert tokenizer is not None and job.materials.labels is not None
-        write_classifier(directory, model, model.state_dict(), job.materials.labels, tokenizer.save)
+        assert tokenizer is not None and job.inputs.labels is not None
+        write_classifier(directory, model, model.state_dict(), job.inputs.labels, tokenizer.save)
         return
     if isinstance(model, Transformer):
         save, origin = _kept(job)
@@ -105,7 +105,7 @@ def _export(job: Job, model: nn.Module) -> None:
             stop_ids=_stop_ids(job),
         )  # fmt: skip
         return
-    write_own(directory, model, job.settings.model)
+    write_custom_model(directory, model, job.settings.model)
     if tokenizer is not None:
         tokenizer.save(directory)
 
@@ -116,7 +116,7 @@ def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
     A tokenizer that came from a folder is copied as it is, a model's own also where the data are
     tokens already; of another tokenizer nothing of the model's folder is kept.
     """
-    tokenizer, opened = job.materials.tokenizer, job.materials.opened
+    tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
     folder = None if opened is None else opened.folder
     own = None if opened is None else opened.tokenizer
     if tokenizer is None:
@@ -133,27 +133,27 @@ def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
 
 def _stop_ids(job: Job) -> tuple[int, ...]:
     """What ends an answer, where the model has learnt to answer."""
-    tokenizer = job.materials.tokenizer
-    if tokenizer is None or not isinstance(job.materials.train_data, PaddedDataset):
+    tokenizer = job.inputs.tokenizer
+    if tokenizer is None or not isinstance(job.inputs.train_data, PaddedDataset):
         return ()
     return (ChatFormat(tokenizer).stop_id,)
 
 
 def _base_weights(job: Job) -> Path:
     """The directory of what adapters were trained beside; random weights are written to the run."""
-    opened, settings = job.materials.opened, job.settings
-    assert opened is not None and job.materials.spec is not None
-    if job.materials.starts_from_stored(settings):
+    opened, settings = job.inputs.opened, job.settings
+    assert opened is not None and job.inputs.spec is not None
+    if job.inputs.starts_from_stored(settings):
         assert opened.weights is not None
         return opened.weights
-    drawn = initial_model(opened, job.materials.spec, settings, DrawingPlace())
+    drawn = initial_model(opened, job.inputs.spec, settings, DrawingPlace())
     write_model(job.run_dir.base, drawn.spec, drawn.state_dict(), None)
     return job.run_dir.base
 
 
 def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
     """The first words that were held out; of Python's own source the beginning of a function."""
-    corpus = job.materials.eval_corpus
+    corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
     ids = corpus.streams[0].read(0, min(PROMPT_TOKENS, len(corpus.streams[0]))).tolist()
@@ -166,13 +166,13 @@ def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
 
 def _sample(job: Job, model: nn.Module) -> str | None:
     """Text that the model writes, where it is a causal one with a tokenizer."""
-    tokenizer, count = job.materials.tokenizer, job.settings.sample_tokens
+    tokenizer, count = job.inputs.tokenizer, job.settings.sample_tokens
     if tokenizer is None or count == 0 or not isinstance(model, Transformer):
         return None
     if not model.spec.causal:
         return None
     prompt, stop_ids = _prompt(job, tokenizer), {tokenizer.eos_id}
-    held_out = job.materials.eval_data
+    held_out = job.inputs.eval_data
     if isinstance(held_out, PaddedDataset):
         prompt = held_out.first_prompt()
         stop_ids.add(ChatFormat(tokenizer).stop_id)
@@ -200,7 +200,7 @@ def _measurement(
     ledger = loop.ledger
     costs, step_time_s = ledger.costs, ledger.median_step_time_s()
     steps = job.total_steps - loop.start_step
-    corpus = job.materials.eval_corpus
+    corpus = job.inputs.eval_corpus
     last = ledger.steady[-1] if ledger.steady else None
 
     def share(name: str) -> float | None:

@@ -23,7 +23,7 @@ from outpace.jobs.defaults import (
     with_axes_that_fit,
     with_powersgd_start,
 )
-from outpace.jobs.inputs.inputs import Materials, gather
+from outpace.jobs.inputs.inputs import TrainingInputs, gather
 from outpace.jobs.inputs.tasks import check_task
 from outpace.jobs.memory.fit import Fitting, limit_device
 from outpace.jobs.memory.trace_worker import Tracer
@@ -158,16 +158,16 @@ def prepared(
                 "file, or use gloo or nccl."
             )
         stack.enter_context(fp32_products(plan.precision, device))
-        own_model = model is not None or names_code(settings.model)
-        _require_possible(settings, plan, ranks, device, own_model)
+        is_custom = model is not None or names_code(settings.model)
+        _require_possible(settings, plan, ranks, device, is_custom)
         tell(heard, "on_stage", "preparing data")
         cache_dir = cache_folder(settings.cache_dir, os.environ)
-        materials = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
-        foresee = foresee and materials.is_transformer  # a trace's head is over the vocabulary
+        inputs = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
+        foresee = foresee and inputs.is_transformer  # a trace's head is over the vocabulary
         settings = settings.model_copy(
-            update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
+            update={"lr": resolve_lr(settings, inputs.starts_from_stored(settings))}
         )
-        total_steps = resolve_steps(settings, len(materials.train_data), materials.seq_len)
+        total_steps = resolve_steps(settings, len(inputs.train_data), inputs.seq_len)
         plan = with_powersgd_start(plan, settings, total_steps)
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, backend)
@@ -176,7 +176,7 @@ def prepared(
         with watched(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
-            spec, seq_len = materials.spec, materials.seq_len
+            spec, seq_len = inputs.spec, inputs.seq_len
             tracer = Tracer()
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
@@ -191,7 +191,7 @@ def prepared(
             plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
             stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             if settings.micro_batch == "auto":
-                if can_try(plan, settings, device, materials.is_transformer):
+                if can_try(plan, settings, device, inputs.is_transformer):
                     assert spec is not None and seq_len is not None
                     take = device_steps(
                         spec, seq_len, device, groups.control, fitting.limit.bytes,
@@ -201,14 +201,14 @@ def prepared(
                 else:
                     plan = auto_micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
-            _require_same(groups, settings, device, plan, total_steps, materials)
+            _require_same(groups, settings, device, plan, total_steps, inputs)
             doing.at("comparing samples of the ranks' data sets")
-            check_samples(groups, settings, materials.own, heard)
+            check_samples(groups, settings, inputs.custom_model, heard)
             doing.at("the preparation")
-            run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
+            run_dir = RunDir(groups.once(lambda: resolve_out(settings, inputs.name)))
             doing.kept = partial(_keep, run_dir, explain)
             job = Job(
-                settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir,
+                settings, ranks, groups, device, machine, plan, inputs, total_steps, run_dir,
                 heard, doing,
             )  # fmt: skip
             answer = Answer(job, fitting, origins, command)
@@ -282,11 +282,11 @@ def _keep(run_dir: RunDir, explain: Explain | None, found: HangReport) -> None:
 
 
 def _require_possible(
-    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, own_model: bool
+    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, is_custom: bool
 ) -> None:
     """Refuse what cannot be before the data is prepared, which may take long."""
     check_task(settings, plan)
-    takes_cuda_graphs(settings, plan, device, own_model)
+    takes_cuda_graphs(settings, plan, device, is_custom)
     require(plan, device)
     if plan.precision == "fp8":
         require_fp8(device)
@@ -300,7 +300,7 @@ def _require_possible(
 
 def _require_same(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
-    materials: Materials,
+    inputs: TrainingInputs,
 ) -> None:  # fmt: skip
     """Refuse ranks that would not train the same."""
     groups.require_same(
@@ -309,15 +309,15 @@ def _require_same(
             "device": device.type,
             "plan": plan.model_dump_json(),
             "number of steps": total_steps,
-            "model": None if materials.spec is None else materials.spec.model_dump_json(),
-            "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
-            "training data": materials.train_fingerprint,
-            "validation data": materials.eval_fingerprint,
+            "model": None if inputs.spec is None else inputs.spec.model_dump_json(),
+            "tokenizer": inputs.tokenizer.fingerprint if inputs.tokenizer else None,
+            "training data": inputs.train_fingerprint,
+            "validation data": inputs.eval_fingerprint,
             # A user's own data sets have no fingerprint, and the order of samples is over all of
             # them; `check_samples` compares some of their contents.
-            "number of training samples": len(materials.train_data),
+            "number of training samples": len(inputs.train_data),
             "number of validation samples": None
-            if materials.eval_data is None
-            else len(materials.eval_data),
+            if inputs.eval_data is None
+            else len(inputs.eval_data),
         }
     )

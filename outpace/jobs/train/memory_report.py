@@ -109,7 +109,7 @@ class Looker:
 
 def _trace(job: Job, fitting: Fitting, tracer: Tracer) -> MemoryAccount | None:
     """The fullest rank's account; None where there is none."""
-    if job.materials.own is not None:
+    if job.inputs.custom_model is not None:
         tell(
             job.callbacks, "on_hint",
             "--memory: a module of your own is measured, not predicted, in a run. To predict its "

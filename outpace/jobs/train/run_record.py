@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from outpace.data.samples import TokenDataset
-from outpace.interop.own_file import code_fingerprint
+from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
 from outpace.jobs.train.context import Job
 from outpace.probing.hardware.versions import changes, commit, variables, versions
@@ -63,7 +63,7 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
         )
     )  # fmt: skip
     earlier = job.run_dir.require_run()
-    _require_same_materials(earlier, record, job.run_dir)
+    _require_same_inputs(earlier, record, job.run_dir)
     _require_same_weights(earlier.plan, record.plan, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
     kept = {name: earlier.origins.get(name, where) if where == RUN_FILE else where
@@ -76,8 +76,8 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     )  # fmt: skip
 
 
-def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
-    """Refuse to go on with another model, other samples, or ids that mean something else."""
+def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
+    """Refuse to resume with another model, other samples, or ids of another tokenizer."""
     code = (earlier.model_code, now.model_code)
     changed = [
         what
@@ -93,8 +93,8 @@ def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir)
     ]
     if changed:
         raise BadInputError(
-            f"the run in {run_dir.path} cannot go on as it began: since then {changed[0]} has "
-            "changed. Bring it back as it was, or start another run from its weights with "
+            f"the run in {run_dir.path} cannot be resumed: {changed[0]} has changed "
+            "since it began. Bring it back as it was, or start another run from its weights with "
             f"--model {run_dir.path}."
         )
 
@@ -154,9 +154,9 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
 
 def _base(job: Job) -> Path | None:
     """The directory of the weights that adapters are trained beside; None of random ones."""
-    opened = job.materials.opened
+    opened = job.inputs.opened
     assert opened is not None
-    return opened.weights if job.materials.starts_from_stored(job.settings) else None
+    return opened.weights if job.inputs.starts_from_stored(job.settings) else None
 
 
 def _base_fingerprint(job: Job) -> str | None:
@@ -168,7 +168,7 @@ def run_record(
     job: Job, origins: dict[str, str], command: list[str], threads: int, parameters: int
 ) -> RunRecord:
     """Everything that determines the run."""
-    materials, (head, dirty) = job.materials, commit()
+    inputs, (head, dirty) = job.inputs, commit()
     return RunRecord(
         outpace=__version__,
         command=tuple(command),
@@ -176,14 +176,14 @@ def run_record(
         origins=origins,
         plan=job.plan,
         identity=job.plan.identity(job.settings.global_batch),
-        model=materials.spec,
-        model_code=None if materials.own is None else code_fingerprint(job.settings.model),
+        model=inputs.spec,
+        model_code=None if inputs.custom_model is None else code_fingerprint(job.settings.model),
         parameters=parameters,
         total_steps=job.total_steps,
-        seq_len=materials.seq_len,
-        tokenizer=materials.tokenizer.fingerprint if materials.tokenizer else None,
-        train_data=materials.train_fingerprint,
-        eval_data=materials.eval_fingerprint,
+        seq_len=inputs.seq_len,
+        tokenizer=inputs.tokenizer.fingerprint if inputs.tokenizer else None,
+        train_data=inputs.train_fingerprint,
+        eval_data=inputs.eval_fingerprint,
         base_weights=_base_fingerprint(job),
         versions=versions(),
         commit=head,
@@ -204,7 +204,7 @@ def _computation(job: Job, parameters: int) -> list[str]:
     """What another size or precision would make faster on this device."""
     hints = []
     if job.device.type != "cpu":  # whose products want no such sizes
-        hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
+        hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
     hints += float8_hints(job.plan)
     slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
@@ -235,7 +235,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     """Say that weights of a run at a high rate hardly move in a few steps at the default one."""
     settings = job.settings
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
-    if start_step or chosen or not job.materials.starts_from_stored(settings):
+    if start_step or chosen or not job.inputs.starts_from_stored(settings):
         return []
     found = _origin_of_weights(job)
     if found is None or job.total_steps > _FEW_STEPS:
@@ -253,7 +253,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
 
 def _origin_of_weights(job: Job) -> tuple[Path, RunRecord] | None:
     """The run whose weights are trained further, where the model is named by its folder."""
-    opened = job.materials.opened
+    opened = job.inputs.opened
     named = (opened.folder if opened is not None else None) or Path(job.settings.model)
     for run in (named, named.parent):
         with suppress(BadInputError):
@@ -264,7 +264,7 @@ def _origin_of_weights(job: Job) -> tuple[Path, RunRecord] | None:
 def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
     """What is about to be trained, with hints on what may be better otherwise."""
     parameters = record.parameters
-    hints = [*job.materials.hints, *_repetitions(job)]
+    hints = [*job.inputs.hints, *_repetitions(job)]
     hints += _computation(job, parameters) + _unlikely(job.settings, job.plan)
     hints += _low_rate(job, record, start_step)
     if job.plan.lora_rank is not None:
@@ -315,7 +315,7 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         run=str(job.run_dir.path),
         plan=job.plan,
         identity=record.identity,
-        model=job.materials.name,
+        model=job.inputs.name,
         parameters=parameters,
         device=name,
         total_steps=job.total_steps,
@@ -327,7 +327,7 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
 
 def _repetitions(job: Job) -> list[str]:
     """What of the data is used more often than its share of a run looks like."""
-    data, batch = job.materials.train_data, job.settings.global_batch
+    data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
     if batch > len(data):
         hints.append(

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 
 from outpace.data.sample_digests import SampleDigests, digest_samples, find_difference
-from outpace.interop.own import OwnModel
+from outpace.interop.custom_model import CustomModel
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
@@ -14,7 +14,7 @@ from outpace.training.callbacks import Callback, tell
 
 
 def check_samples(
-    groups: Groups, settings: TrainSettings, custom: OwnModel | None, heard: Sequence[Callback]
+    groups: Groups, settings: TrainSettings, custom: CustomModel | None, heard: Sequence[Callback]
 ) -> None:
     """Refuse ranks whose own data sets hold different samples; say what cannot be repeated.
 

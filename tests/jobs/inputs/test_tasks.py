@@ -170,9 +170,9 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
         weight = ready.loop.layout.objective.model.classifier.weight
         kept = torch.equal(weight, stored.classifier.weight)
         assert kept == (given != "others")
-        materials = ready.job.materials
-        assert materials.labels == (("aa", "mm", "zz") if given == "others" else names)
-        said = " ".join(materials.hints)
+        inputs = ready.job.inputs
+        assert inputs.labels == (("aa", "mm", "zz") if given == "others" else names)
+        said = " ".join(inputs.hints)
         assert ("a new one is drawn" in said) == (given == "others")
         assert ("1 = neu" in said) == (given == "numbers")
 
@@ -274,7 +274,7 @@ def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
     def said(out, **more):
         settings = asked(home, **asked_for, out=tmp_path / out, **more)
         with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
-            return " ".join(ready.job.materials.hints)
+            return " ".join(ready.job.inputs.hints)
 
     told = said("a")
     assert "labels are read from 'label', not from 'labels'; --label-field names others" in told
@@ -396,7 +396,7 @@ def test_rows_that_are_learnt_and_held_out_are_said(home, tmp_path):
         settings = asked(home, task="chat", data=[data], steps=1, global_batch=2, family="llama",
                          out=tmp_path / f"out{len(list(tmp_path.iterdir()))}", **more)  # fmt: skip
         with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
-            return " ".join(ready.job.materials.hints)
+            return " ".join(ready.job.inputs.hints)
 
     assert "2 of 3 rows held out for validation are among those to train on" in hints(train, held)
     assert "are among those to train on" in hints(alike)

@@ -7,9 +7,9 @@ configuration, and flags change it. Those flags stand at the file's end.
 import math
 from typing import Any
 
-from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Note, Request
-from outpace.interop.emit.texts import Placeholder, as_toml, comments, heading, torchrun
+from outpace.interop.export import unsupported
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
+from outpace.interop.export.texts import Placeholder, as_toml, comments, heading, torchrun
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import OptimizerName
@@ -62,19 +62,19 @@ _TIED_QWEN3 = ("0.6B", "1.7B", "4B")
 _LLAMA31_SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
-_SET_ME = Placeholder(levers.SET_ME)
+_SET_ME = Placeholder(unsupported.SET_ME)
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The TOML; every axis and schedule of a plan can be said."""
     plan = request.plan
-    unsaid = levers.replicas(request, _TOOL)
+    unsaid = unsupported.replicas(request, _TOOL)
     if plan.strategy == "mp":
-        unsaid += levers.one_at_a_time(request, _TOOL, "GPipe with one micro-batch")
+        unsaid += unsupported.one_at_a_time(request, _TOOL, "GPipe with one micro-batch")
     model, missing = _model(request.spec)
-    said = ["compile", "optimizer_in_backward"]
+    expressed = ["compile", "optimizer_in_backward"]
     if plan.offload_parameters == "cpu":
-        said += ["offload_parameters", "offload_optimizer"]
+        expressed += ["offload_parameters", "offload_optimizer"]
     tables: dict[str, dict[str, Any]] = {
         "model": model,
         "training": _training(request, unsaid),
@@ -92,18 +92,18 @@ def write(request: Request) -> Emitted:
     unsaid += missing
     if plan.pp > 1 and model["name"] == "qwen3":
         unsaid.append("pp: torchtitan 0.2 has no pipeline for its Qwen3; 0.3 has.")
-    unsaid += levers.rest(plan, _TOOL, said)
-    unsaid += levers.experts(request)
-    unsaid += levers.not_in_a_plan(
+    unsaid += unsupported.remaining_options(plan, _TOOL, expressed)
+    unsaid += unsupported.experts(request)
+    unsaid += unsupported.not_in_a_plan(
         request,
-        f"Put them in the place of each {levers.SET_ME}, at which torchtitan stops: hf_assets_path "
-        "is the folder of the tokenizer, dataset a name that torchtitan knows (c4), with "
-        "dataset_path for files of yours. What else is not here has torchtitan's default.",
+        f"Put them in place of each {unsupported.SET_ME}, at which torchtitan stops: "
+        "hf_assets_path is the folder of the tokenizer, dataset a name that torchtitan knows (c4), "
+        "with dataset_path for files of yours. What else is not here has torchtitan's default.",
     )
     newer = comments(
         ["torchtitan 0.3 and later read no TOML. There:", _flags(request, tables)], bullet="# "
     )
-    return Emitted(
+    return ExportedPlan(
         text=heading(f"{_TOOL} (0.2)", request.title, unsaid) + as_toml(tables) + "\n" + newer,
         file_name=_FILE,
         command=torchrun(
@@ -114,7 +114,7 @@ def write(request: Request) -> Emitted:
 
 
 def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """Its name and flavor there, what is to be done where it has none, and what differs there."""
+    """Return the model's name and flavor, with sentences on what to do if it has none."""
     size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
     qwen = spec.family == "qwen3"
     name, flavors = ("qwen3", _QWEN3) if qwen else ("llama3", _LLAMA3)
@@ -148,7 +148,7 @@ def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
 
 
 def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
-    """Of its dataclass for a model (torchtitan 0.2.2, models/*/model/args.py)."""
+    """Return arguments of torchtitan's dataclass of a model (0.2.2, models/*/model/args.py)."""
     arguments: dict[str, Any] = {
         "dim": spec.hidden,
         "n_layers": spec.layers,
@@ -188,7 +188,7 @@ def _mlp(spec: ModelSpec) -> tuple[int, float]:
 
 
 def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """What the model has and torchtitan's does not, whatever its arguments."""
+    """Say what the model has and torchtitan's has not, whatever its arguments."""
     found = []
     if spec.tied and not qwen:
         found.append(
@@ -219,14 +219,14 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
     return found
 
 
-def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _training(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {
         "dataset": _SET_ME,
         "local_batch_size": plan.samples_per_pass,
         "global_batch_size": request.global_batch,
         "seq_len": request.seq_len,
-        "max_norm": levers.clip(plan) or float("inf"),
+        "max_norm": unsupported.clip(plan) or float("inf"),
         "steps": _SET_ME,
         "enable_cpu_offload": False,
         "dtype": "float32",
@@ -240,9 +240,9 @@ def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
     if plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
     elif plan.precision in ("tf32", "fp64"):
-        unsaid.append(levers.precision(plan, _TOOL, "float32", "fp32"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
     elif plan.precision.startswith("fp16"):
-        unsaid.append(levers.precision(plan, _TOOL, "bfloat16", "bf16"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
     if plan.offload_parameters == "cpu":
         values["enable_cpu_offload"] = True
         if request.stage == 0:
@@ -250,7 +250,7 @@ def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
-def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _parallelism(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
@@ -277,16 +277,16 @@ def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
-def _reshard(request: Request, unsaid: list[str]) -> str:
+def _reshard(request: ExportRequest, unsaid: list[str]) -> str:
     plan = request.plan
     if request.stage == 1:
-        unsaid.append(levers.sharding(request, _TOOL, "shards without resharding (ZeRO-2)", 2))
+        unsaid.append(unsupported.sharding(request, _TOOL, "shards without resharding (ZeRO-2)", 2))
     if request.stage in (1, 2) or plan.strategy == "cp":
         return "never"
     return "always" if request.stage == 3 else "default"
 
 
-def _pipeline(request: Request) -> dict[str, Any]:
+def _pipeline(request: ExportRequest) -> dict[str, Any]:
     """The schedule, and which layers each stage has, as outpace cuts them."""
     plan, spec = request.plan, request.spec
     values: dict[str, Any] = {
@@ -309,30 +309,34 @@ def _pipeline(request: Request) -> dict[str, Any]:
     return values | {"module_fqns_per_model_part": parts}
 
 
-def _recompute(request: Request, unsaid: list[str]) -> dict[str, Any]:
-    done = request.recomputed
+def _recompute(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+    done = request.recomputed_blocks
     if done.mode == "none":
         return {"mode": "none"}
     if done.mode == "selective":
         if done.count < request.spec.layers or not done.alike:
-            unsaid.append(levers.checkpointing(request, _TOOL, "selective in all", "selective"))
+            unsaid.append(
+                unsupported.checkpointing(request, _TOOL, "selective in all", "selective")
+            )
         return {"mode": "selective", "selective_ac_option": "op"}
     full = done.mode == "full" and done.alike
     if done.count == request.spec.layers:
         if not full:
-            unsaid.append(levers.checkpointing(request, _TOOL, "full in all blocks", "full"))
+            unsaid.append(unsupported.checkpointing(request, _TOOL, "full in all blocks", "full"))
         return {"mode": "full"}
     every = done.every or max(2, round(request.spec.layers / done.count))
     if not full or done.every is None:
         unsaid.append(
-            levers.checkpointing(request, _TOOL, f"full in every {every}th block", "full", every)
+            unsupported.checkpointing(
+                request, _TOOL, f"full in every {every}th block", "full", every
+            )
         )
     return {"mode": "selective", "selective_ac_option": str(every)}
 
 
 def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     if plan.optimizer not in _IMPLEMENTATIONS:
-        unsaid.append(levers.optimizer(plan, _TOOL, "AdamW"))
+        unsaid.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
         "name": "AdamW",
         "lr": _SET_ME,
@@ -341,7 +345,7 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def _flags(request: Request, tables: dict[str, dict[str, Any]]) -> str:
+def _flags(request: ExportRequest, tables: dict[str, dict[str, Any]]) -> str:
     """The command of torchtitan 0.3, with the same numbers."""
     name, flavor = tables["model"]["name"], tables["model"]["flavor"]
     words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]

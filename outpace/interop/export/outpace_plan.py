@@ -3,8 +3,8 @@
 from typing import Any
 
 from outpace.catalog.models import PRESETS
-from outpace.interop.emit.request import HOST, Emitted, Note, Request
-from outpace.interop.emit.texts import quote, torchrun
+from outpace.interop.export.request import HOST, ExportedPlan, ExportRequest, Note
+from outpace.interop.export.texts import quote, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import AXES, SPLITS, Plan, PlanFile
@@ -14,7 +14,7 @@ _FILE = "plan.json"
 _SPEC = "model.json"
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The plan's JSON and its flags of `outpace train`."""
     plan = request.plan
     unsaid: list[str] = []
@@ -37,7 +37,7 @@ def write(request: Request) -> Emitted:
         )
     )
     file = PlanFile.from_plan(plan, request.seq_len, request.global_batch)
-    return Emitted(
+    return ExportedPlan(
         text=file.model_dump_json(indent=2) + "\n",
         file_name=_FILE,
         command=_estimate_command(model) if untrained else _command(request, model),
@@ -46,7 +46,7 @@ def write(request: Request) -> Emitted:
 
 
 def _estimate_command(model: str) -> str:
-    """For a model that outpace plans and does not train: the plan in detail."""
+    """Return the command that shows the plan of a model that outpace does not train."""
     words = ["--model", model, "--machine", "$MACHINE", "--plan", _FILE]
     return " ".join(["outpace", "estimate", *map(quote, words)])
 
@@ -55,7 +55,7 @@ def _preset_of(spec: ModelSpec | Outline) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset.spec == spec), None)
 
 
-def _command(request: Request, model: str) -> str:
+def _command(request: ExportRequest, model: str) -> str:
     plan = request.plan
     words = ["--model", model]
     words += ["--seq-len", str(request.seq_len), "--global-batch", str(request.global_batch)]
@@ -68,7 +68,7 @@ def _command(request: Request, model: str) -> str:
 
 
 def _flags(plan: Plan) -> list[str]:
-    """Of every field that is a setting too: its flag, where its value is not the default."""
+    """Return the flags of all fields that are settings and do not have their default value."""
     words = ["--strategy", plan.strategy, "--micro-batch", str(plan.micro_batch)]
     words += ["--optimizer", plan.optimizer]
     if plan.precision != "fp64":

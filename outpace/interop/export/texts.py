@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from outpace.interop.emit.request import hosts
+from outpace.interop.export.request import hosts
 
 _WIDTH = 98
 
@@ -18,7 +18,7 @@ class Placeholder(str):
     __slots__ = ()
 
 
-# What a person puts in the place of these words before starting several hosts.
+# You put the address in place of this word before starting several hosts.
 HEAD = "$HEAD_NODE"
 
 
@@ -39,7 +39,7 @@ def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
 
 
 def heading(tool: str, title: str, unsaid: Iterable[str]) -> str:
-    """What a file begins with: what it is, and what it does not say."""
+    """Return the comments that a file begins with: what it is, and what it does not say."""
     unsaid = tuple(unsaid)
     said = comments([f"A plan of outpace for {tool}.", title])
     if not unsaid:

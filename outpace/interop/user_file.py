@@ -1,4 +1,4 @@
-"""A person's Python file, run for the function that `file.py:function` names."""
+"""The user's Python file, run for the function that `file.py:function` names."""
 
 import ast
 import hashlib
@@ -18,9 +18,9 @@ from outpace.records.places import user_cache
 
 
 def load_function(reference: str) -> Callable[[], Any]:
-    """The function that 'file.py:function' names. Runs the file. Raises BadInputError.
+    """Run the file that 'file.py:function' names and return the function. Raises BadInputError.
 
-    For a name that a person has given: from now on `require_named` knows the file.
+    Only for a name that the user has given: from now on `require_named` accepts the file.
     """
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
@@ -55,12 +55,12 @@ def code_fingerprint(reference: str) -> str | None:
 
 
 def require_named(reference: str, where: Path) -> None:
-    """Refuse code that a file names, and no person has on this machine. Raises BadInputError.
+    """Refuse code that a file names but no user of this machine has. Raises BadInputError.
 
-    Runs are handed around, and what is in `where` may be anyone's.
+    Runs are shared, and anyone may have written what is in `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
-    if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _named():
+    if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():
         return
     raise BadInputError(
         f"{where} names code to be run, {file.resolve()}, which you have not named on this machine "
@@ -73,7 +73,7 @@ def _list() -> Path:
     return user_cache(os.environ) / "named-code.txt"
 
 
-def _named() -> set[str]:
+def _known_files() -> set[str]:
     try:
         return set(_list().read_text(encoding="utf-8").splitlines())
     except (OSError, BadInputError):  # not there, or no home
@@ -81,7 +81,7 @@ def _named() -> set[str]:
 
 
 def _remember(path: Path) -> None:
-    if str(path) in _named() or not str(path).isprintable():
+    if str(path) in _known_files() or not str(path).isprintable():
         return
     with suppress(OSError, BadInputError):  # no home, or a read-only one: named again then
         _list().parent.mkdir(parents=True, exist_ok=True)
@@ -124,10 +124,10 @@ class _AsWritten(importlib.machinery.SourceFileLoader):
 
 
 def failure(error: BaseException, file: str | None) -> str:
-    """'file.py:12: ValueError: …': the last line of the person's own file, or the last at all."""
+    """Return 'file.py:12: ValueError: …': the last line of the user's file, or the last of all."""
     ours = Path(__file__).parent
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent != ours
+        f for f in traceback.extract_tb(error.__traceback__) if ours not in Path(f.filename).parents
     ]
     own = [frame for frame in frames if frame.filename == file]
     place = f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}: " if frames else ""

@@ -1,30 +1,30 @@
-"""What of a plan another trainer cannot be told, in sentences for a person.
+"""Sentences for the user on what another trainer's configuration cannot express.
 
-A format names the fields of the plan that it has written; each other field that is not left at
-its default becomes a sentence here, so that none is lost silently.
+A format names the fields of the plan that it has written; each other field that is not at its
+default becomes a sentence here, so that none is lost silently.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-from outpace.interop.emit.request import Note, Replaced, Request, hosts
+from outpace.interop.export.request import ExportRequest, Note, Replaced, hosts
 from outpace.records.optimizers import SHARD_DTYPES, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Plan, Strategy
 from outpace.records.settings import TrainSettings
 
 _SETTINGS = TrainSettings.model_fields
-# Of no plan: what stands where you have to choose. No trainer takes it for a number or a data set.
+# Stands where you have to choose a value: no trainer takes it for a number or a data set.
 SET_ME = "SET_ME"
 BETA1: float = _SETTINGS["beta1"].default
 BETA2: float = _SETTINGS["beta2"].default
 EPS = 1e-8
 _CLIP: float = _SETTINGS["clip"].default
 
-# Strategies that are outpace's own way to do what others do with an all-reduce.
+# Strategies by which outpace does what others do with an all-reduce.
 _AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
     {
-        "dp": "one process that owns the parameters and exchanges them with workers",
+        "dp": "one process that owns the parameters and sends them to workers",
         "ps": "parameter servers",
         "ring": "a ring all-reduce of its own",
         "horovod": "Horovod's all-reduce",
@@ -42,8 +42,8 @@ def adamw(optimizer: OptimizerName) -> bool:
     return optimizer.startswith("adamw-f")
 
 
-def replicas(request: Request, tool: str) -> list[str]:
-    """Of strategies that only outpace has: what is written in their place."""
+def replicas(request: ExportRequest, tool: str) -> list[str]:
+    """Say what is written in place of strategies that only outpace has."""
     plan = request.plan
     what = _AS_REPLICAS.get(plan.strategy)
     if what is None:
@@ -62,8 +62,8 @@ def replicas(request: Request, tool: str) -> list[str]:
     ]  # fmt: skip
 
 
-def one_at_a_time(request: Request, tool: str, instead: str) -> list[str]:
-    """Of strategy mp, where a tool's pipelines have several micro-batches under way."""
+def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
+    """Say what is written for strategy mp by a tool whose pipelines overlap micro-batches."""
     if request.plan.strategy != "mp":
         return []
     return [
@@ -72,8 +72,8 @@ def one_at_a_time(request: Request, tool: str, instead: str) -> list[str]:
     ]
 
 
-def all_under_way(request: Request, tool: str) -> list[str]:
-    """Of tools whose pipeline has a step's whole share under way."""
+def all_under_way(request: ExportRequest, tool: str) -> list[str]:
+    """Say that a tool's pipeline takes all micro-batches of a step at once."""
     plan = request.plan
     if plan.pp == 1 or request.accumulation == 1:
         return []
@@ -86,16 +86,16 @@ def all_under_way(request: Request, tool: str) -> list[str]:
     ]
 
 
-def schedule(request: Request, tool: str, written: str) -> str:
-    """That another schedule is written than the plan's."""
+def schedule(request: ExportRequest, tool: str, written: str) -> str:
+    """Say that another schedule is written than the plan's."""
     plan = request.plan
     several = plan.stages_per_rank
     of = f" of {several} stages a rank" if several > 1 else ""
-    return _instead(f"schedule {plan.schedule}{of}", tool, written)
+    return _format_replacement(f"schedule {plan.schedule}{of}", tool, written)
 
 
-def sharding(request: Request, tool: str, written: str, stage: int) -> str:
-    """That something else is sharded than in the plan: what ZeRO's `stage` does."""
+def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str:
+    """Say that something else is sharded than in the plan: what ZeRO's `stage` does."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
@@ -107,28 +107,30 @@ def sharding(request: Request, tool: str, written: str, stage: int) -> str:
 
 
 def checkpointing(
-    request: Request, tool: str, written: str, mode: Checkpointing | None, every: int = 1
+    request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """That other blocks are recomputed, or in another way, than in the plan.
+    """Say that other blocks are recomputed, or in another way, than in the plan.
 
-    Written is `mode` in each `every`-th block; None: what no plan of outpace does.
+    Written is `mode` in each `every`-th block; None: something that no plan of outpace does.
     """
-    done = request.recomputed
+    done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
     blocks = f"{done.count} of {request.layers} blocks"
-    sentence = _instead(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
+    sentence = _format_replacement(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
     if mode is None:
         return sentence
     return Replaced(sentence, checkpointing=mode, checkpoint_every=every, checkpoint_layers=())
 
 
 def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
-    """That another precision is written, which outpace calls `name`."""
-    return Replaced(_instead(f"precision {plan.precision}", tool, written), precision=name)
+    """Say that another precision is written, which outpace calls `name`."""
+    return Replaced(
+        _format_replacement(f"precision {plan.precision}", tool, written), precision=name
+    )
 
 
 def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
-    """That FSDP gathers and reduces in one dtype where only that can be written."""
+    """Say that FSDP gathers and reduces in one dtype, if a tool can express no other way."""
     if plan.precision not in SHARD_DTYPES:
         return []
     dtypes = SHARD_DTYPES[plan.precision]
@@ -144,16 +146,18 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """That another optimizer is written: AdamW, in its fastest form."""
-    return Replaced(_instead(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused")
+    """Say that another optimizer is written: AdamW, in its fastest form."""
+    return Replaced(
+        _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
+    )
 
 
-def _instead(what: str, tool: str, written: str) -> str:
+def _format_replacement(what: str, tool: str, written: str) -> str:
     return f"{what}: {tool} does not have it. Written is {written}, the nearest."
 
 
-def experts(request: Request) -> list[str]:
-    """That a number of experts belongs to expert parallelism."""
+def experts(request: ExportRequest) -> list[str]:
+    """Say that the number of experts belongs to the model, not to expert parallelism."""
     if request.plan.ep == 1:
         return []
     return [
@@ -164,8 +168,8 @@ def experts(request: Request) -> list[str]:
     ]
 
 
-def not_in_a_plan(request: Request, written: str, ranks: int | None = None) -> list[str]:
-    """What no plan says, and where you say it."""
+def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None) -> list[str]:
+    """Say what no plan contains, and where you set it."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
@@ -190,7 +194,9 @@ def _compress(plan: Plan) -> str | None:
     if plan.compress_gradients == "powersgd":
         start = "" if plan.powersgd_start is None else f", from step {plan.powersgd_start}"
         of = f" of rank {plan.powersgd_rank}{start}"
-    return f"compress_gradients {plan.compress_gradients}{of}: gradients are exchanged as they are"
+    return (
+        f"compress_gradients {plan.compress_gradients}{of}: gradients are all-reduced as they are"
+    )
 
 
 def _lora(plan: Plan) -> str | None:
@@ -250,9 +256,9 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = MappingProxyType(
 )
 
 
-def rest(plan: Plan, tool: str, said: Collection[str]) -> list[str]:
-    """A sentence for each lever that is not at its default and that the format has not `said`."""
-    found = {name: say(plan) for name, say in _SENTENCES.items() if name not in said}
+def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list[str]:
+    """Return a sentence for each option that is not at its default and was not `expressed`."""
+    found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
         Replaced(
             f"{sentence}. {tool} has nothing for it.", **{name: Plan.model_fields[name].default}
@@ -263,7 +269,7 @@ def rest(plan: Plan, tool: str, said: Collection[str]) -> list[str]:
 
 
 def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
-    """Of tools whose tensor parallelism leaves sequences whole."""
+    """Say that a tool's tensor parallelism leaves sequences whole."""
     if plan.tp == 1 or not plan.sequence_parallel:
         return []
     return [f"sequence_parallel: in {tool} tp leaves sequences whole between its matrices."]

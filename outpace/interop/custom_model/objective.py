@@ -1,4 +1,4 @@
-"""The loss of a person's own model, in the form that strategies wrap."""
+"""The loss of a custom model, in the form that strategies wrap."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,33 +9,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.interop.own_model import OwnModel, stated_vocab
+from outpace.interop.custom_model.model import CustomModel, stated_vocab
 from outpace.nn.block import to_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
 
-class OwnObjective(nn.Module):
-    """A person's module with its loss: what a strategy wraps. The module is `.model`.
+class CustomObjective(nn.Module):
+    """The user's module (`.model`) with its loss: what a strategy wraps.
 
-    A loss of theirs is called as loss(module, batch) and returns (sum of losses, count), where
-    the count may be a sum of weights, or one scalar: the mean over the micro-batch, weighed by its
-    targets that are not −100 where it has whole numbers of them for each token (`targets`, or
-    `labels`), else by its samples. Without one the module is given the batch's tokens (and
-    whichever other entries of the batch its forward names) and may return
+    The user's loss is called as loss(module, batch). It returns (sum of losses, count), where the
+    count may be a sum of weights; or one scalar, the mean over the micro-batch, which is weighted
+    by the number of targets that are not −100 if the batch has an integer per token (`targets` or
+    `labels`), else by the number of samples. Without a loss, the module is given the batch's tokens
+    (and whichever other entries of the batch its forward names) and may return
     - its own loss: a scalar, something with `.loss`, or a tuple with a scalar, such as
       (logits, loss): the mean over the batch's targets (its samples, where it has none);
     - logits (B, S, V), or something with `.logits`: cross-entropy with the batch's targets, and
       the router's loss that a transformers model returns beside them, by the model's coefficient.
     """
 
-    def __init__(self, own: OwnModel) -> None:
+    def __init__(self, custom: CustomModel) -> None:
         super().__init__()
-        self.model = own.module
-        self.loss = own.loss
-        self._vocab = stated_vocab(own.module)
-        self._signature = inspect.signature(own.module.forward)
+        self.model = custom.module
+        self.loss = custom.loss
+        self._vocab = stated_vocab(custom.module)
+        self._signature = inspect.signature(custom.module.forward)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Sum of the losses (fp32 or fp64, with gradient) and what it is over, both scalars.
@@ -61,14 +61,14 @@ class OwnObjective(nn.Module):
             if isinstance(given, tuple | list) and len(given) == 2:
                 return _pair(_scalar(given[0], "the loss"), given[1])
             mean = _scalar(given, "the loss")
-            return _weighed(mean, _mean_over(batch))
+            return _weight_mean(mean, _mean_over(batch))
         output = self._call(batch)
         targets = batch.get("targets") if isinstance(batch, Mapping) else None
-        logits, loss = _logits(output), _own_loss(output)
+        logits, loss = _logits(output), _module_loss(output)
         if loss is not None:
             if logits is not None and _part(output, "loss") is None:
                 self._require_targets_seen(batch)
-            return _weighed(_scalar(loss, "the module's loss"), self._targets(batch))
+            return _weight_mean(_scalar(loss, "the module's loss"), self._targets(batch))
         if logits is None or targets is None:
             _scalar(output, "the module's output")  # says what it is
         assert logits is not None and targets is not None
@@ -91,7 +91,7 @@ class OwnObjective(nn.Module):
             )
 
     def _router_loss(self, output: Any) -> Tensor | None:
-        """What a transformers mixture of experts adds to its own loss, None where there is none.
+        """Return the auxiliary loss of a transformers mixture of experts, None if there is none.
 
         Raises BadInputError for an auxiliary loss by which nothing says what to multiply.
         """
@@ -110,7 +110,7 @@ class OwnObjective(nn.Module):
         return coefficient * _scalar(extra, "aux_loss")
 
     def _targets(self, batch: Any) -> Tensor | int:
-        """How many targets the module's own mean is over."""
+        """Count the targets that the module's mean is over."""
         if not isinstance(batch, Mapping):
             return _samples(batch)
         counted = batch.get("targets")
@@ -133,15 +133,15 @@ class OwnObjective(nn.Module):
     def _call(self, batch: Any) -> Any:
         """Give the module the batch in the way its forward takes it."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
-            return self._call_with_own(batch)
+            return self._call_with_user_batch(batch)
         accepts = self._signature.parameters
         named = {k: v for k, v in batch.items() if k in accepts and k != "tokens"}
         if "input_ids" in accepts:
             return self.model(input_ids=batch["tokens"], **named)
         return self.model(batch["tokens"], **named)
 
-    def _call_with_own(self, batch: Any) -> Any:
-        """A batch of a person's own data: by its names or its order if forward takes it so."""
+    def _call_with_user_batch(self, batch: Any) -> Any:
+        """Call the module with a batch of the user's data, unpacked if its forward takes it so."""
         if isinstance(batch, Mapping) and self._takes(**batch):
             return self.model(**batch)
         if isinstance(batch, list | tuple) and self._takes(*batch):
@@ -171,9 +171,9 @@ class OwnObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """What a user's mean over a micro-batch is a mean of: its targets, else its samples.
+    """Count what a user's mean over a micro-batch is over: its targets, else its samples.
 
-    torch's own losses leave out −100, so that the mean of a batch with fewer targets is of fewer.
+    torch's losses ignore −100, so that the mean of a batch with fewer targets is over fewer.
     """
     for name in ("targets", "labels"):
         found = batch.get(name) if isinstance(batch, Mapping) else None
@@ -182,8 +182,8 @@ def _mean_over(batch: Any) -> Tensor | int:
     return _samples(batch)
 
 
-def _weighed(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
-    """A mean times what it is over; nothing of nothing, though its mean is NaN."""
+def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return (sum, count) of a mean; the sum is 0 where the count is, though the mean is NaN."""
     if isinstance(count, Tensor):
         return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
     return _pair(mean * count, count)
@@ -194,7 +194,7 @@ def _part(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _own_loss(output: Any) -> Tensor | None:
+def _module_loss(output: Any) -> Tensor | None:
     """The loss in what a module returned: itself, its `.loss`, or the scalar among its first two.
 
     That is the order of transformers' tuples (loss, logits, …) and of nanoGPT's (logits, loss).

@@ -10,16 +10,16 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.interop.own import (
-    OwnModel,
-    OwnObjective,
-    build_own,
-    own_positions,
-    own_vocab,
-    read_own,
-    write_own,
+from outpace.interop.custom_model import (
+    CustomModel,
+    CustomObjective,
+    build_custom_model,
+    read_custom_model,
+    read_positions,
+    read_vocab,
+    write_custom_model,
 )
-from outpace.interop.own_file import load_function
+from outpace.interop.user_file import load_function
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -72,7 +72,7 @@ class WithTargets(Plain):
 @pytest.mark.parametrize("make", [Plain, WithTargets])
 def test_logits_are_scored_over_all_targets(make: type[Plain], batch: dict[str, Tensor]) -> None:
     module = make()
-    loss_sum, count = OwnObjective(OwnModel(module))(batch)
+    loss_sum, count = CustomObjective(CustomModel(module))(batch)
     torch.testing.assert_close(
         loss_sum, expected(Plain.forward(module, batch["tokens"]), batch["targets"])
     )
@@ -108,13 +108,13 @@ def test_the_loss_that_a_module_returns_is_its_loss(
 ) -> None:
     module = make()
     module.smoothing, module.extra = 0.1, 0.5
-    loss_sum, count = OwnObjective(OwnModel(module))(batch)
+    loss_sum, count = CustomObjective(CustomModel(module))(batch)
     logits = Plain.forward(module, batch["tokens"])
     mean = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), label_smoothing=0.1)
     torch.testing.assert_close(loss_sum / count, mean + 0.5)
     assert int(count) == 3 * 8 - 5
     nothing = {**batch, "targets": torch.full_like(batch["targets"], -100)}
-    loss_sum, count = OwnObjective(OwnModel(module))(nothing)  # whose mean is NaN
+    loss_sum, count = CustomObjective(CustomModel(module))(nothing)  # whose mean is NaN
     assert (float(loss_sum.detach()), int(count)) == (0.0, 0)
 
 
@@ -130,7 +130,7 @@ def test_a_term_beside_logits_without_a_loss_is_refused(
 
     said = r"aux_loss without a loss" if named else r"not given the targets.*\(logits, loss\)"
     with pytest.raises(BadInputError, match=said):
-        OwnObjective(OwnModel(WithTerm()))(batch)
+        CustomObjective(CustomModel(WithTerm()))(batch)
 
 
 def test_a_mixture_of_experts_of_transformers_is_scored_with_its_router_loss(
@@ -142,7 +142,7 @@ def test_a_mixture_of_experts_of_transformers_is_scored_with_its_router_loss(
         output_router_logits=True, router_aux_loss_coef=0.3,
     )  # fmt: skip
     module = transformers.MixtralForCausalLM(config)
-    loss_sum, count = OwnObjective(OwnModel(module))(batch)
+    loss_sum, count = CustomObjective(CustomModel(module))(batch)
     output = module(batch["tokens"], labels=batch["targets"], shift_labels=batch["targets"])
     assert output.aux_loss > 0.5
     torch.testing.assert_close(loss_sum / count, output.loss)
@@ -155,10 +155,10 @@ def test_a_sum_of_weights_is_what_a_mean_is_over() -> None:
     def loss(m: nn.Module, batch: Any) -> Any:
         return (m(batch["x"])[:, 0] * batch["weights"]).sum(), batch["weights"].sum()
 
-    _, count = OwnObjective(OwnModel(module, loss))({"x": x, "weights": weights})
+    _, count = CustomObjective(CustomModel(module, loss))({"x": x, "weights": weights})
     assert float(count) == 0.375
     with pytest.raises(BadInputError, match=r"a dict as the count"):
-        OwnObjective(OwnModel(module, lambda m, b: (m(b).sum(), {"accuracy": 1.0})))(x)
+        CustomObjective(CustomModel(module, lambda m, b: (m(b).sum(), {"accuracy": 1.0})))(x)
 
 
 def test_a_transformers_model_is_scored_by_its_logits(batch: dict[str, Tensor]) -> None:
@@ -167,10 +167,10 @@ def test_a_transformers_model_is_scored_by_its_logits(batch: dict[str, Tensor]) 
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     module = transformers.GPT2LMHeadModel(config).eval()
-    loss_sum, _ = OwnObjective(OwnModel(module))(batch)
+    loss_sum, _ = CustomObjective(CustomModel(module))(batch)
     logits = module(input_ids=batch["tokens"]).logits
     torch.testing.assert_close(loss_sum, expected(logits, batch["targets"]))
-    assert (own_vocab(module), own_positions(module)) == (VOCAB, 24)
+    assert (read_vocab(module), read_positions(module)) == (VOCAB, 24)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
@@ -183,28 +183,28 @@ def test_our_transformer_is_scored_by_its_logits_not_its_hidden_states(
          "max_positions": 16}, "test",
     )  # fmt: skip
     module = Transformer(spec, seed=3).eval()
-    loss_sum, count = OwnObjective(build_own(lambda: module))(batch)
+    loss_sum, count = CustomObjective(build_custom_model(lambda: module))(batch)
     known_sum, known_count = LanguageModelObjective(module, "plain")(batch)
     torch.testing.assert_close(loss_sum, known_sum)
     assert torch.equal(count, known_count)
     torch.testing.assert_close(
         loss_sum, expected(module.logits(module(batch["tokens"])), batch["targets"])
     )
-    assert (own_vocab(module), own_positions(module)) == (VOCAB, 16)
+    assert (read_vocab(module), read_positions(module)) == (VOCAB, 16)
 
 
 def test_hidden_states_are_refused_where_the_vocabulary_is_known(batch: dict[str, Tensor]) -> None:
     narrow = {**batch, "targets": batch["targets"].clamp(max=9)}
     module = Plain(width=10, config=SimpleNamespace(vocab_size=VOCAB))
     with pytest.raises(BadInputError, match=r"10 values per token.*vocabulary of 40"):
-        OwnObjective(OwnModel(module))(narrow)
+        CustomObjective(CustomModel(module))(narrow)
 
 
 def test_a_large_table_of_positions_is_not_taken_for_a_stated_vocabulary(
     batch: dict[str, Tensor],
 ) -> None:
-    loss_sum, _ = OwnObjective(OwnModel(Plain()))(batch)
-    assert own_vocab(Plain()) == 512
+    loss_sum, _ = CustomObjective(CustomModel(Plain()))(batch)
+    assert read_vocab(Plain()) == 512
     assert loss_sum.isfinite()
 
 
@@ -215,7 +215,7 @@ def test_transformers_predicts_nothing_for_the_first_label(batch: dict[str, Tens
     )  # fmt: skip
     module = transformers.GPT2LMHeadModel(config).eval()
     own = {"input_ids": batch["tokens"], "labels": batch["tokens"]}
-    loss_sum, count = OwnObjective(OwnModel(module))(own)
+    loss_sum, count = CustomObjective(CustomModel(module))(own)
     assert int(count) == 3 * 7
     torch.testing.assert_close(
         loss_sum, expected(module(batch["tokens"]).logits[:, :-1], batch["tokens"][:, 1:])
@@ -247,7 +247,7 @@ class TakesParts(TakesBatch):
 def test_batches_of_own_data(make: type[nn.Module], kind: Any) -> None:
     x, y = torch.ones(5, 2), torch.zeros(5, 1)
     module = make()
-    loss_sum, count = OwnObjective(OwnModel(module))(
+    loss_sum, count = CustomObjective(CustomModel(module))(
         {"x": x, "y": y} if kind is dict else kind((x, y))
     )
     torch.testing.assert_close(loss_sum, 5 * module.inner(x).square().mean())
@@ -263,7 +263,7 @@ def test_batches_of_own_data(make: type[nn.Module], kind: Any) -> None:
 )
 def test_a_batch_that_forward_cannot_take(batch: Any, said: str) -> None:
     with pytest.raises(BadInputError, match=rf"{said}: .* Return a loss function"):
-        OwnObjective(OwnModel(nn.Linear(2, 3)))(batch)
+        CustomObjective(CustomModel(nn.Linear(2, 3)))(batch)
 
 
 def test_a_mapping_with_logits_is_scored(batch: dict[str, Tensor]) -> None:
@@ -272,13 +272,15 @@ def test_a_mapping_with_logits_is_scored(batch: dict[str, Tensor]) -> None:
             return {"logits": super().forward(tokens)}
 
     module = Mapped()
-    loss_sum, _ = OwnObjective(OwnModel(module))(batch)
+    loss_sum, _ = CustomObjective(CustomModel(module))(batch)
     torch.testing.assert_close(loss_sum, expected(module(batch["tokens"])["logits"],
                                                   batch["targets"]))  # fmt: skip
 
 
 def test_a_loss_without_gradient_is_refused_in_training_only() -> None:
-    objective = OwnObjective(OwnModel(nn.Linear(2, 1), lambda module, x: module(x).mean().detach()))
+    objective = CustomObjective(
+        CustomModel(nn.Linear(2, 1), lambda module, x: module(x).mean().detach())
+    )
     with pytest.raises(BadInputError, match="no gradient"):
         objective(torch.ones(3, 2))
     with torch.no_grad():
@@ -287,28 +289,28 @@ def test_a_loss_without_gradient_is_refused_in_training_only() -> None:
 
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(BadInputError, match="ReLU without a parameter"):
-        build_own(nn.ReLU)
+        build_custom_model(nn.ReLU)
     with pytest.raises(BadInputError, match="nothing to train"):
-        build_own(lambda: nn.Linear(2, 2).requires_grad_(False))
+        build_custom_model(lambda: nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_parameters_of_the_loss_are_trained_only_inside_the_module() -> None:
     module = Plain()
     with pytest.raises(BadInputError, match="put them into the module"):
-        build_own(lambda: (module, nn.Linear(2, 1)))
-    assert build_own(lambda: (module, module.head)).loss is module.head
+        build_custom_model(lambda: (module, nn.Linear(2, 1)))
+    assert build_custom_model(lambda: (module, module.head)).loss is module.head
 
 
 def test_weights_that_overlap_and_other_state_survive(tmp_path: Path) -> None:
     source = tmp_path / "odd.py"
     source.write_text(ODD, encoding="utf-8")
     build = load_function(f"{source}:build")
-    module = build_own(build).module
+    module = build_custom_model(build).module
     with torch.no_grad():
         module.get_parameter("weight").fill_(7.0)
         module.get_buffer("whole").fill_(3.0)
-    write_own(tmp_path / "model", module, f"{source}:build")
-    again = read_own(tmp_path / "model")().module
+    write_custom_model(tmp_path / "model", module, f"{source}:build")
+    again = read_custom_model(tmp_path / "model")().module
     assert (again.get_parameter("weight") == 7.0).all()
     assert (again.get_buffer("late") == 3.0).all()
 
@@ -339,7 +341,7 @@ def build():
 
 def test_a_loss_of_outputs_and_targets_is_refused() -> None:
     with pytest.raises(BadInputError, match=r"CrossEntropyLoss.*loss\(module, batch\)"):
-        build_own(lambda: (Plain(), nn.CrossEntropyLoss()))
+        build_custom_model(lambda: (Plain(), nn.CrossEntropyLoss()))
 
 
 def test_a_build_that_wants_arguments_names_no_line_of_ours() -> None:
@@ -347,7 +349,7 @@ def test_a_build_that_wants_arguments_names_no_line_of_ours() -> None:
         return nn.Linear(size, size)
 
     with pytest.raises(BadInputError) as caught:
-        build_own(build)  # type: ignore[arg-type]
+        build_custom_model(build)  # type: ignore[arg-type]
     assert "build() failed at TypeError" in str(caught.value)
     assert "own.py" not in str(caught.value)
 
@@ -363,7 +365,7 @@ def test_a_mean_over_targets_counts_those_of_each_micro_batch(
         return F.cross_entropy(*flat, ignore_index=-100)
 
     model = Plain()
-    objective = OwnObjective(build_own(lambda: (model, loss)))
+    objective = CustomObjective(build_custom_model(lambda: (model, loss)))
     whole = expected(model(batch["tokens"]), batch["targets"])
     parts = [objective({key: value[n : n + 1] for key, value in given.items()}) for n in range(3)]
     assert [int(count) for _, count in parts] == [3, 8, 8]
@@ -376,6 +378,8 @@ def test_a_mean_over_targets_counts_those_of_each_micro_batch(
 
 
 def test_a_mean_without_targets_for_tokens_is_of_samples(batch: dict[str, Tensor]) -> None:
-    objective = OwnObjective(build_own(lambda: (Plain(), lambda m, b: m(b["tokens"]).mean())))
+    objective = CustomObjective(
+        build_custom_model(lambda: (Plain(), lambda m, b: m(b["tokens"]).mean()))
+    )
     for labels in (torch.tensor([1, 0, -100]), torch.rand(3, 8)):
         assert int(objective({"tokens": batch["tokens"], "labels": labels})[1]) == 3

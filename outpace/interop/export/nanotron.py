@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Note, Request
-from outpace.interop.emit.texts import as_yaml, heading, torchrun
+from outpace.interop.export import unsupported
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
+from outpace.interop.export.texts import as_yaml, heading, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
@@ -15,11 +15,11 @@ _INIT = 0.02
 _CHECKPOINT_STEPS = 1000
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The YAML: data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
     plan = request.plan
-    unsaid = levers.replicas(request, _TOOL)
-    unsaid += levers.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
+    unsaid = unsupported.replicas(request, _TOOL)
+    unsaid += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
     values = {
         "general": {"project": "outpace", "run": f"{request.spec.family}_%date", "seed": _SEED},
         "checkpoints": {
@@ -29,31 +29,31 @@ def write(request: Request) -> Emitted:
         "parallelism": _parallelism(request, unsaid),
         "tokens": {
             "sequence_length": request.seq_len,
-            "train_steps": levers.SET_ME,
+            "train_steps": unsupported.SET_ME,
             "micro_batch_size": plan.micro_batch,
             "batch_accumulation_per_replica": request.passes,
         },
         "model": _model(request, unsaid),
-        "tokenizer": {"tokenizer_name_or_path": levers.SET_ME},
+        "tokenizer": {"tokenizer_name_or_path": unsupported.SET_ME},
         "optimizer": _optimizer(request, unsaid),
         "data_stages": [
             {
                 "name": "training",
                 "start_training_step": 1,
-                "data": {"dataset": levers.SET_ME, "num_loading_workers": 1, "seed": _SEED},
+                "data": {"dataset": unsupported.SET_ME, "num_loading_workers": 1, "seed": _SEED},
             }
         ],
     }
-    unsaid += levers.all_under_way(request, _TOOL)
-    unsaid += levers.rest(plan, _TOOL, _said(plan))
-    unsaid += levers.experts(request)
-    unsaid += levers.not_in_a_plan(
+    unsaid += unsupported.all_under_way(request, _TOOL)
+    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(plan))
+    unsaid += unsupported.experts(request)
+    unsaid += unsupported.not_in_a_plan(
         request,
-        f"Put them in the place of each {levers.SET_ME}, which nanotron takes for no number and no "
-        "data set: dataset is a mapping there (dataset_folder for a Nanoset), or null for made-up "
-        "data.",
+        f"Put them in place of each {unsupported.SET_ME}, which nanotron takes for no number and "
+        "no data set: dataset is a mapping there (dataset_folder for a Nanoset), or null for "
+        "made-up data.",
     )
-    return Emitted(
+    return ExportedPlan(
         text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
         file_name=_FILE,
         command="CUDA_DEVICE_MAX_CONNECTIONS=1 "
@@ -62,11 +62,11 @@ def write(request: Request) -> Emitted:
     )
 
 
-def _said(plan: Plan) -> tuple[str, ...]:
+def _expressed_fields(plan: Plan) -> tuple[str, ...]:
     return ("sequence_parallel", *(["bucket_mib"] if plan.strategy == "ddp" else []))
 
 
-def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _parallelism(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     split = plan.sequence_parallel and plan.tp > 1
     return {
@@ -82,28 +82,28 @@ def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def _engine(request: Request, unsaid: list[str]) -> str:
+def _engine(request: ExportRequest, unsaid: list[str]) -> str:
     plan = request.plan
     all_forward = plan.schedule in ("mp", "gpipe", "loopedbfs")
     engine = "afab" if all_forward else "1f1b"
-    if plan.pp > 1 and (plan.stages_per_rank > 1 or levers.splits_backward(plan)):
-        unsaid.append(levers.schedule(request, _TOOL, f"{engine} with one stage a rank"))
+    if plan.pp > 1 and (plan.stages_per_rank > 1 or unsupported.splits_backward(plan)):
+        unsaid.append(unsupported.schedule(request, _TOOL, f"{engine} with one stage a rank"))
     return engine
 
 
-def _recompute(request: Request, unsaid: list[str]) -> bool:
-    done = request.recomputed
+def _recompute(request: ExportRequest, unsaid: list[str]) -> bool:
+    done = request.recomputed_blocks
     some = done.count < request.spec.layers
     if done.count and (done.mode != "full" or not done.alike or some):
-        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full", "full"))
+        unsaid.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     return done.count > 0
 
 
-def _optimizer(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _optimizer(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     stage = min(request.stage, 1)
     if request.stage > 1:
-        unsaid.append(levers.sharding(request, _TOOL, "zero_stage 1", 1))
+        unsaid.append(unsupported.sharding(request, _TOOL, "zero_stage 1", 1))
     elif stage and plan.dp_replicate > 1:
         unsaid.append(
             f"dp_shard {plan.dp_shard}: nanotron shards over all {plan.data_parallel} "
@@ -111,33 +111,33 @@ def _optimizer(request: Request, unsaid: list[str]) -> dict[str, Any]:
         )
     factory: dict[str, Any] = {
         "name": "adamW",
-        "adam_beta1": levers.BETA1,
-        "adam_beta2": levers.BETA2,
-        "adam_eps": levers.EPS,
+        "adam_beta1": unsupported.BETA1,
+        "adam_beta2": unsupported.BETA2,
+        "adam_eps": unsupported.EPS,
         "torch_adam_is_fused": plan.optimizer == "adamw-fused",
     }
     if plan.optimizer == "sgd":
         factory = {"name": "sgd"}
         unsaid.append("optimizer sgd: nanotron's has no momentum that could be given.")
     elif plan.optimizer != "adamw-fused" and plan.optimizer != "adamw-for-loop":
-        unsaid.append(levers.optimizer(plan, _TOOL, "AdamW"))
+        unsaid.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
         "zero_stage": stage,
-        "weight_decay": levers.SET_ME,
-        "clip_grad": levers.clip(plan) or None,
+        "weight_decay": unsupported.SET_ME,
+        "clip_grad": unsupported.clip(plan) or None,
         "accumulate_grad_in_fp32": plan.precision not in ("bf16-pure", "fp16-pure"),
         "optimizer_factory": factory,
         "learning_rate_scheduler": {
-            "learning_rate": levers.SET_ME,
-            "lr_warmup_steps": levers.SET_ME,
+            "learning_rate": unsupported.SET_ME,
+            "lr_warmup_steps": unsupported.SET_ME,
             "lr_warmup_style": "linear",
             "lr_decay_style": "cosine",
-            "min_decay_lr": levers.SET_ME,
+            "min_decay_lr": unsupported.SET_ME,
         },
     }
 
 
-def _model(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _model(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     return {
         "ddp_bucket_cap_mb": request.plan.bucket_mib,
         "dtype": _dtype(request.plan, unsaid),
@@ -150,7 +150,7 @@ def _model(request: Request, unsaid: list[str]) -> dict[str, Any]:
 def _dtype(plan: Plan, unsaid: list[str]) -> str:
     if plan.precision in ("fp32", "tf32", "fp64"):
         if plan.precision in ("tf32", "fp64"):
-            unsaid.append(levers.precision(plan, _TOOL, "float32", "fp32"))
+            unsaid.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
         return "float32"
     if plan.precision == "bf16":
         unsaid.append(
@@ -162,11 +162,11 @@ def _dtype(plan: Plan, unsaid: list[str]) -> str:
     elif plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
     elif plan.precision != "bf16-master":
-        unsaid.append(levers.precision(plan, _TOOL, "bfloat16", "bf16"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
     return "bfloat16"
 
 
-def _config(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _config(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     spec = request.spec
     rotary = spec.positions == "rotary" and spec.norm == "rmsnorm" and spec.gated
     if not rotary:
@@ -206,7 +206,7 @@ def _config(request: Request, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _other_parts(spec: ModelSpec) -> list[str]:
-    """Of a model with rotary positions: what nanotron's configs have no key for."""
+    """Name parts of a model with rotary positions that nanotron's configs have no key for."""
     found = {
         f"head_dim {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,
         "qk_norm": spec.qk_norm,

@@ -11,7 +11,7 @@ from outpace.nn.transformer import Transformer
 
 
 @dataclass(frozen=True)
-class OwnModel:
+class CustomModel:
     """A user's module and, if they want, its loss and data, and how strategies cut it.
 
     `blocks`, `layouts` and `sync_batchnorm` are as `outpace.parallelize` takes them.
@@ -34,7 +34,7 @@ def stated_vocab(module: nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def own_vocab(module: nn.Module) -> int | None:
+def read_vocab(module: nn.Module) -> int | None:
     """Rows of the token embedding: config.vocab_size, or the largest embedding there is."""
     stated = stated_vocab(module)
     if stated is not None:
@@ -43,7 +43,7 @@ def own_vocab(module: nn.Module) -> int | None:
     return max(rows, default=None)
 
 
-def own_positions(module: nn.Module) -> int | None:
+def read_positions(module: nn.Module) -> int | None:
     """The longest sequence that the module's config allows, None where it says nothing."""
     if isinstance(module, Transformer):
         return module.spec.max_positions

@@ -1,6 +1,6 @@
-"""What a format is asked to write, with the numbers that all of them need, and what it gives back.
+"""The plan that a format is to write, with the numbers that all formats need, and the result.
 
-What another trainer calls ranks, shards and micro-batches is derived here, once.
+Ranks, shards and micro-batches as other trainers count them are derived here, once.
 """
 
 import math
@@ -28,10 +28,10 @@ class Note(str):
 
 
 class Replaced(str):
-    """A sentence on what is written in the place of a part of the plan.
+    """A sentence on what is written in place of a part of the plan.
 
-    `fields` are the fields of the plan that the configuration describes instead; a lever that is
-    left out has its default there.
+    `fields` are the fields of the plan that the configuration describes instead; an option that
+    is left out has its default there.
     """
 
     fields: Mapping[str, Any]
@@ -44,12 +44,12 @@ class Replaced(str):
 
 
 @dataclass(frozen=True)
-class Emitted:
-    """A plan in another trainer's words.
+class ExportedPlan:
+    """A plan as the configuration of another trainer.
 
-    `text` belongs into a file called `file_name`, with which `command` starts the training.
-    `unsaid` are sentences on what could not be said there; formats with comments have them in
-    `text` too. Those that are no Note change the plan: `lost`.
+    `text` belongs in a file called `file_name`, with which `command` starts training. `unsaid` are
+    sentences on what the configuration cannot express; formats with comments have them in `text`
+    too. Those that are not a Note change the plan: `differences`.
     """
 
     text: str
@@ -58,26 +58,26 @@ class Emitted:
     unsaid: tuple[str, ...]
 
     @property
-    def lost(self) -> tuple[str, ...]:
-        """What of the plan itself could not be said: its memory or time would be another's."""
+    def differences(self) -> tuple[str, ...]:
+        """Sentences on parts of the plan that are not expressed: memory or time would differ."""
         return tuple(sentence for sentence in self.unsaid if not isinstance(sentence, Note))
 
-    def written(self, plan: Plan) -> tuple[Plan | None, bool]:
-        """The plan that `text` describes, and whether all that it has instead is known.
+    def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
+        """Return the plan that `text` describes, and whether all that was replaced is known.
 
-        None where what is known of it makes no plan.
+        The plan is None where what is known of it is not a valid plan.
         """
         values = plan.model_dump()
-        for sentence in self.lost:
+        for sentence in self.differences:
             values |= getattr(sentence, "fields", {})
-        known = all(isinstance(sentence, Replaced) for sentence in self.lost)
+        known = all(isinstance(sentence, Replaced) for sentence in self.differences)
         try:
             return Plan.parse(values, "plan"), known
         except BadInputError:
             return None, False
 
-    def at(self, path: Path) -> Self:
-        """The same in a file of another name: text and command name it."""
+    def with_path(self, path: Path) -> Self:
+        """Return the same in a file of another name, in text and command."""
         there = str(path)
         return replace(
             self,
@@ -92,8 +92,8 @@ class Emitted:
 
 
 @dataclass(frozen=True)
-class Recomputed:
-    """Which blocks compute their activations again, as well as one mode can say it.
+class RecomputedBlocks:
+    """The blocks that recompute their activations, as well as one mode can express them.
 
     `mode` is what most of these blocks do, `count` the number of them, `every` K where these are
     each K-th from the first, None where they lie otherwise.
@@ -106,7 +106,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """A plan for a model and a batch, to be written down for another trainer.
 
     `model` is an outline where outpace knows only its dimensions; `reference` is what the user
@@ -152,23 +152,25 @@ class Request:
 
     @property
     def stage(self) -> Stage:
-        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+        """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
         if self.plan.strategy != "3d":
             return TRAITS[self.plan.strategy].zero
         return self.plan.zero if self.plan.dp_shard * self.plan.cp > 1 else 0
 
     @property
-    def recomputed(self) -> Recomputed:
+    def recomputed_blocks(self) -> RecomputedBlocks:
         """The plan's checkpointing. Raises BadInputError where it is of another depth."""
         modes = self.plan.modes(self.layers)
         at = [index for index, mode in enumerate(modes) if mode != "none"]
         if not at:
-            return Recomputed("none", 0, 1, alike=True)
+            return RecomputedBlocks("none", 0, 1, alike=True)
         kinds = [modes[index] for index in at]
         mode = max(dict.fromkeys(kinds), key=kinds.count)
         every = at[1] - at[0] if len(at) > 1 else len(modes)
         regular = at == list(range(0, len(modes), every))
-        return Recomputed(mode, len(at), every if regular else None, alike=len(set(kinds)) == 1)
+        return RecomputedBlocks(
+            mode, len(at), every if regular else None, alike=len(set(kinds)) == 1
+        )
 
     @property
     def title(self) -> str:
@@ -182,16 +184,16 @@ class Request:
 
 
 def hosts(ranks: int) -> tuple[int, int]:
-    """How many hosts, and ranks on each, where hosts have up to HOST devices."""
+    """Return the number of hosts, and of ranks on each, for hosts of up to HOST devices."""
     each = next(size for size in range(min(HOST, ranks), 0, -1) if ranks % size == 0)
     return ranks // each, each
 
 
-def folded(request: Request, over: int) -> tuple[int, int, int]:
-    """Data parallelism in the place of a pipeline over `over` ranks, for the same global batch.
+def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
+    """Replace a pipeline over `over` ranks by data parallelism, for the same global batch.
 
-    Returns the ranks (of these, as many as the batch can be divided over), the micro-batch and
-    the accumulation. Raises BadInputError.
+    Returns the number of ranks (as many of them as the batch can be divided over), the
+    micro-batch and the accumulation. Raises BadInputError.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

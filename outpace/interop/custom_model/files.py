@@ -10,20 +10,20 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from outpace.interop.custom_model_build import build_own
+from outpace.interop.custom_model.build import build_custom_model
+from outpace.interop.custom_model.model import CustomModel
 from outpace.interop.folder import whole_folder
-from outpace.interop.own_file import load_function, require_named
-from outpace.interop.own_model import OwnModel
+from outpace.interop.user_file import load_function, require_named
 from outpace.interop.weights import SINGLE, require_numbers
 from outpace.nn.extra_state import is_extra_state, pack, unpack
 from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError
 
-OWN_FILE = "model.json"
+CUSTOM_MODEL_FILE = "model.json"
 EXTRA_STATE_FILE = "extra_state.pt"  # what parts return from get_extra_state, by name
 
 
-def write_own(directory: Path, module: nn.Module, reference: str) -> None:
+def write_custom_model(directory: Path, module: nn.Module, reference: str) -> None:
     """Write the weights (model.safetensors) and what builds the module (model.json).
 
     What parts of it return from `get_extra_state` lies in extra_state.pt. Shared tensors are
@@ -38,13 +38,13 @@ def write_own(directory: Path, module: nn.Module, reference: str) -> None:
         "class": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
-    with whole_folder(directory, OWN_FILE) as temporary:
+    with whole_folder(directory, CUSTOM_MODEL_FILE) as temporary:
         _save_weights(module, temporary / SINGLE)
         extra = {n: value for n, value in module.state_dict().items() if is_extra_state(n)}
         if extra:
             torch.save(pack(extra), temporary / EXTRA_STATE_FILE)
         text = json.dumps(described, indent=2) + "\n"
-        (temporary / OWN_FILE).write_text(text, encoding="utf-8")
+        (temporary / CUSTOM_MODEL_FILE).write_text(text, encoding="utf-8")
 
 
 def _save_weights(module: nn.Module, path: Path) -> None:
@@ -82,12 +82,12 @@ def _load_weights(module: nn.Module, path: Path) -> None:
         raise RuntimeError(f"missing {lacking}, unexpected {unexpected}")
 
 
-def read_own(directory: Path) -> Callable[[], OwnModel]:
-    """Return a function that builds the module that `write_own` wrote, with its weights.
+def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
+    """Return a function that builds the module that `write_custom_model` wrote, with its weights.
 
     Raises BadInputError, also for code that the user has not named.
     """
-    path = directory / OWN_FILE
+    path = directory / CUSTOM_MODEL_FILE
     try:
         reference = json.loads(path.read_text(encoding="utf-8"))["reference"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -100,14 +100,14 @@ def read_own(directory: Path) -> Callable[[], OwnModel]:
     require_named(reference, path)
     build = load_function(reference)
 
-    def build_restored() -> OwnModel:
-        own = build_own(build)
+    def build_restored() -> CustomModel:
+        custom = build_custom_model(build)
         try:
-            _load_weights(own.module, directory / SINGLE)
+            _load_weights(custom.module, directory / SINGLE)
         except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
             raise BadInputError(
                 f"the weights in {directory} do not fit what {reference} builds: {error}"
             ) from None
-        return own
+        return custom
 
     return build_restored

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Note, Request, hosts
-from outpace.interop.emit.texts import as_json
+from outpace.interop.export import unsupported
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
+from outpace.interop.export.texts import as_json
 from outpace.records.optimizers import SHARD_DTYPES, OptimizerName
 from outpace.records.plan import Plan
 
@@ -19,15 +19,15 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 }
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The JSON; pipelines are a matter of the script there, and a sentence."""
     plan = request.plan
-    unsaid = levers.replicas(request, _TOOL)
+    unsaid = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {
         "train_batch_size": request.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": request.passes,
-        "gradient_clipping": levers.clip(plan),
+        "gradient_clipping": unsupported.clip(plan),
         "zero_optimization": zero_optimization(request, unsaid),
         **_precision(plan, unsaid),
         "optimizer": _optimizer(plan, unsaid),
@@ -41,21 +41,21 @@ def write(request: Request) -> Emitted:
     elif plan.precision in SHARD_DTYPES and request.stage >= 2:
         config["communication_data_type"] = "fp32"
     unsaid += _pipeline(request)
-    unsaid += levers.no_sequence_parallel(plan, _TOOL)
+    unsaid += unsupported.no_sequence_parallel(plan, _TOOL)
     if plan.compile:
         unsaid.append(
             Note(
                 "compile: the JSON has nothing for it. --torch_compile True says it to the Trainer."
             )
         )
-    unsaid += levers.rest(plan, _TOOL, _said(plan))
-    unsaid += levers.experts(request)
-    unsaid += levers.not_in_a_plan(
+    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(plan))
+    unsaid += unsupported.experts(request)
+    unsaid += unsupported.not_in_a_plan(
         request,
         'transformers\' Trainer puts its own arguments in the place of each "auto"; a script that '
         "calls deepspeed.initialize() itself has to. train.py is a script of yours.",
     )
-    return Emitted(
+    return ExportedPlan(
         text=as_json(config),
         file_name=_FILE,
         command=_launch(request),
@@ -63,7 +63,7 @@ def write(request: Request) -> Emitted:
     )
 
 
-def _launch(request: Request) -> str:
+def _launch(request: ExportRequest) -> str:
     """Start a script that reads TrainingArguments, with those that the Trainer compares."""
     nodes, each = hosts(request.workers)
     where = f"--num_gpus {each}"
@@ -74,20 +74,20 @@ def _launch(request: Request) -> str:
         f"--deepspeed {_FILE}",
         f"--per_device_train_batch_size {plan.micro_batch}",
         f"--gradient_accumulation_steps {request.passes}",
-        f"--max_grad_norm {levers.clip(plan):g}",
+        f"--max_grad_norm {unsupported.clip(plan):g}",
     ]
     if plan.precision.startswith(("bf16", "fp8")):
         words.append("--bf16 True")
     elif plan.precision.startswith("fp16"):
         words.append("--fp16 True")
-    if request.recomputed.count:
+    if request.recomputed_blocks.count:
         words.append("--gradient_checkpointing True")
     if plan.compile:
         words.append("--torch_compile True")
     return " ".join([f"deepspeed {where} train.py", *words])
 
 
-def _said(plan: Plan) -> list[str]:
+def _expressed_fields(plan: Plan) -> list[str]:
     said = ["compile", "offload_optimizer", "offload_parameters"]
     if plan.offload_activations == "cpu":
         said.append("offload_activations")
@@ -98,7 +98,7 @@ def _said(plan: Plan) -> list[str]:
     return [*said, *(["sequence_parallel"] if not plan.sequence_parallel else [])]
 
 
-def stage_for(request: Request, unsaid: list[str]) -> int:
+def stage_for(request: ExportRequest, unsaid: list[str]) -> int:
     """The ZeRO stage: the plan's, raised to what offloads, lowered to what pipelines take."""
     plan = request.plan
     stage: int = request.stage
@@ -118,7 +118,7 @@ def stage_for(request: Request, unsaid: list[str]) -> int:
     return max(stage, least)
 
 
-def zero_optimization(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def zero_optimization(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     """ZeRO's stage, what is offloaded, and groups of shards that are replicated."""
     plan = request.plan
     stage = stage_for(request, unsaid)
@@ -151,7 +151,7 @@ def zero_optimization(request: Request, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _usual(stage: int) -> dict[str, bool]:
-    """What goes with a stage: without the second the Trainer saves no model that can be loaded."""
+    """Return a stage's options; without the second the Trainer saves no model that loads."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves
@@ -167,7 +167,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     name = plan.precision
     if name in ("fp32", "tf32", "fp64"):
         if name in ("tf32", "fp64"):
-            unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
+            unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return {}
     if name in ("bf16", "fp16"):
         unsaid.append(
@@ -178,7 +178,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
             )
         )
     if name == "fp8":
-        unsaid.append(levers.precision(plan, _TOOL, "bf16", "bf16"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
     if name == "bf16-pure":
         unsaid.append("precision bf16-pure: DeepSpeed rounds to nearest, outpace stochastically.")
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -195,25 +195,25 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     params: dict[str, Any] = {"lr": _AUTO, "weight_decay": _AUTO}
     kind = _OPTIMIZERS.get(plan.optimizer, "AdamW")
     if plan.optimizer == "sgd":
-        params["momentum"] = levers.BETA1
+        params["momentum"] = unsupported.BETA1
     if kind == "AdamW":
         params |= {"betas": _AUTO, "eps": _AUTO}
         if plan.optimizer != "adamw-fused":
             params["torch_adam"] = True
         if plan.optimizer not in ("adamw-fused", "adamw-for-loop"):
-            unsaid.append(levers.optimizer(plan, _TOOL, "torch's AdamW"))
+            unsaid.append(unsupported.optimizer(plan, _TOOL, "torch's AdamW"))
     return {"type": kind, "params": params}
 
 
-def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
-    done, plan = request.recomputed, request.plan
+def _activations(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+    done, plan = request.recomputed_blocks, request.plan
     if done.mode == "none" and plan.offload_activations != "cpu":
         return {}
     if done.mode == "none":
         unsaid.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
     elif done.mode != "full" or not done.alike or done.count < request.layers:
         unsaid.append(
-            levers.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
+            unsupported.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
         )
     unsaid.append(
         Note(
@@ -231,7 +231,7 @@ def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def _axes(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _axes(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {}
     if plan.tp > 1:
@@ -239,16 +239,16 @@ def _axes(request: Request, unsaid: list[str]) -> dict[str, Any]:
     if plan.cp > 1:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
         unsaid.append(
-            f"cp {plan.cp}: DeepSpeed exchanges heads for parts of the sequence (Ulysses), in the "
-            "place of a ring; the script has to split sequences."
+            f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence with an all-to-all "
+            "(Ulysses) instead of a ring; the script has to split sequences."
         )
     if plan.ep > 1:
         values["expert_parallel"] = {"enabled": True, "autoep_size": plan.ep}
     return values
 
 
-def _pipeline(request: Request) -> list[str]:
-    """What the script has to do where the plan has a pipeline."""
+def _pipeline(request: ExportRequest) -> list[str]:
+    """Say what the script has to do for a plan with a pipeline."""
     plan = request.plan
     if plan.pp == 1:
         return []
@@ -259,5 +259,5 @@ def _pipeline(request: Request) -> list[str]:
         )
     ]
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
-        sentences.append(levers.schedule(request, _TOOL, "1F1B with one stage a rank"))
-    return sentences + levers.all_under_way(request, _TOOL)
+        sentences.append(unsupported.schedule(request, _TOOL, "1F1B with one stage a rank"))
+    return sentences + unsupported.all_under_way(request, _TOOL)

@@ -1,30 +1,30 @@
-"""A plan as another trainer's configuration: one file per format.
+"""Plans as configurations of other trainers: one module per format.
 
-What a format cannot say is never lost: it becomes a sentence in `Emitted.unsaid`, and a comment in
-formats that have comments.
+What a format cannot express is never lost: it becomes a sentence in `ExportedPlan.unsaid`, and a
+comment in formats that have comments.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from outpace.interop.emit import (
+from outpace.interop.export import (
     accelerate,
     deepspeed,
     fsdp,
     megatron,
     nanotron,
-    own,
+    outpace_plan,
     torchtitan,
 )
-from outpace.interop.emit.request import Emitted, Request
+from outpace.interop.export.request import ExportedPlan, ExportRequest
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-__all__ = ["FORMATS", "Emitted", "Request", "emit"]
+__all__ = ["FORMATS", "ExportedPlan", "Request", "emit"]
 
-FORMATS: Mapping[str, Callable[[Request], Emitted]] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[ExportRequest], ExportedPlan]] = MappingProxyType(
     {
         "deepspeed": deepspeed.write,
         "accelerate": accelerate.write,
@@ -32,12 +32,12 @@ FORMATS: Mapping[str, Callable[[Request], Emitted]] = MappingProxyType(
         "megatron": megatron.write,
         "nanotron": nanotron.write,
         "fsdp": fsdp.write,
-        "outpace": own.write,
+        "outpace": outpace_plan.write,
     }
 )
 
 
-def emit(
+def export_plan(
     name: str,
     plan: Plan,
     model: ModelSpec | Outline,
@@ -45,7 +45,7 @@ def emit(
     global_batch: int,
     seq_len: int,
     reference: str | None = None,
-) -> Emitted:
+) -> ExportedPlan:
     """Write a plan for the trainer called `name`, one of FORMATS.
 
     `reference` is what the user named the model by. Raises BadInputError for another name, a global
@@ -58,4 +58,4 @@ def emit(
             f"there is no format {name!r}.{nearest(name, FORMATS)} The formats are "
             f"{', '.join(FORMATS)}."
         )
-    return write(Request(plan, model, global_batch, seq_len, reference))
+    return write(ExportRequest(plan, model, global_batch, seq_len, reference))

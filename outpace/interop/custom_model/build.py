@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from outpace.interop.lazy_parameters import give_shapes
-from outpace.interop.own_file import failure
-from outpace.interop.own_model import OwnModel
+from outpace.interop.custom_model.lazy_parameters import give_shapes
+from outpace.interop.custom_model.model import CustomModel
+from outpace.interop.user_file import failure
 from outpace.records.errors import BadInputError, nearest
 
-_PARTS = tuple(field.name for field in fields(OwnModel))
+_PARTS = tuple(field.name for field in fields(CustomModel))
 _IN_ORDER = _PARTS[:4]
 _RETURNS = (
     "an nn.Module, (module, loss), (module, loss, dataset), (module, loss, dataset, eval_dataset) "
@@ -19,11 +19,11 @@ _RETURNS = (
 )
 
 
-def build_own(build: Callable[[], Any]) -> OwnModel:
+def build_custom_model(build: Callable[[], Any]) -> CustomModel:
     """Call a user's function and sort what it returns.
 
     That may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the beginning of
-    one, a mapping with these keys, or an OwnModel. Raises BadInputError, with the file and line
+    one, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and line
     where the function failed.
     """
     name = getattr(build, "__name__", "build")
@@ -56,7 +56,7 @@ def build_own(build: Callable[[], Any]) -> OwnModel:
     return model
 
 
-def _check_trainable(model: OwnModel, name: str) -> None:
+def _check_trainable(model: CustomModel, name: str) -> None:
     if not any(parameter.requires_grad for parameter in model.module.parameters()):
         raise BadInputError(
             f"{name}() gave a {type(model.module).__name__} without a parameter that requires "
@@ -85,7 +85,7 @@ def _check_loss(loss: Any, name: str) -> None:
         )
 
 
-def _check_cuts(model: OwnModel, name: str) -> None:
+def _check_cuts(model: CustomModel, name: str) -> None:
     """Refuse `blocks`, `layouts` or `sync_batchnorm` of another kind than parallelize takes."""
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
     parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
@@ -104,11 +104,11 @@ def _check_cuts(model: OwnModel, name: str) -> None:
         raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it is True or False")
 
 
-def _to_record(returned: Any, name: str) -> OwnModel:
-    if isinstance(returned, OwnModel):
+def _to_record(returned: Any, name: str) -> CustomModel:
+    if isinstance(returned, CustomModel):
         return returned
     if isinstance(returned, nn.Module):
-        return OwnModel(returned)
+        return CustomModel(returned)
     if isinstance(returned, Mapping):
         unknown = [str(key) for key in returned if key not in _PARTS]
         if unknown:
@@ -118,7 +118,7 @@ def _to_record(returned: Any, name: str) -> OwnModel:
             )
         if "module" not in returned:
             raise BadInputError(f"{name}() returned a mapping without 'module'")
-        return OwnModel(**returned)
+        return CustomModel(**returned)
     if isinstance(returned, tuple) and 1 <= len(returned) <= len(_IN_ORDER):
-        return OwnModel(*returned)
+        return CustomModel(*returned)
     raise BadInputError(f"{name}() returned a {type(returned).__name__}; it has to be {_RETURNS}")

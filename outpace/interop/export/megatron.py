@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from outpace.catalog.stacks import STACKS
-from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Note, Request
-from outpace.interop.emit.texts import heading, quote, torchrun
+from outpace.interop.export import unsupported
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
+from outpace.interop.export.texts import heading, quote, torchrun
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import Precision
@@ -35,11 +35,11 @@ _YOURS = {
 Argument = tuple[str, ...]
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The script: every axis of a plan, 1F1B plain or interleaved, ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
-    unsaid = levers.replicas(request, _TOOL)
-    unsaid += levers.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
+    unsaid = unsupported.replicas(request, _TOOL)
+    unsaid += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
     arguments = [
         *_axes(request, unsaid),
         *_sharding(request, unsaid),
@@ -56,15 +56,15 @@ def write(request: Request) -> Emitted:
         ("--data-path", "$DATA_PATH"),
         ("--distributed-backend", "nccl"),
     ]
-    unsaid += levers.all_under_way(request, _TOOL)
-    unsaid += levers.rest(plan, _TOOL, _said(request))
-    unsaid += levers.experts(request)
-    unsaid += levers.not_in_a_plan(
+    unsaid += unsupported.all_under_way(request, _TOOL)
+    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request))
+    unsaid += unsupported.experts(request)
+    unsaid += unsupported.not_in_a_plan(
         request,
         "The script stops until the environment has the variables that it begins with. What else "
         "is not here has Megatron-LM's default; --mock-data and NullTokenizer try it without data.",
     )
-    return Emitted(
+    return ExportedPlan(
         text="#!/bin/sh\n" + heading(_TOOL, request.title, unsaid) + _script(request, arguments),
         file_name=_FILE,
         command=" ".join([*(f"{name}=…" for name in _YOURS), "sh", _FILE]),
@@ -72,26 +72,26 @@ def write(request: Request) -> Emitted:
     )
 
 
-def _script(request: Request, arguments: Sequence[Argument]) -> str:
+def _script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
     lines = ["    " + " ".join(map(quote, argument)) for argument in arguments]
     start = torchrun(request.workers, "pretrain_gpt.py")
     checks = "".join(f': "${{{name}:?set it to {what}}}"\n' for name, what in _YOURS.items())
     return checks + _connections(request) + " \\\n".join([start, *lines]) + "\n"
 
 
-def _connections(request: Request) -> str:
+def _connections(request: ExportRequest) -> str:
     """The queue between host and device, which it wants as it says."""
     if _fsdp(request):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron FSDP refuses 1\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
 
 
-def _fsdp(request: Request) -> bool:
+def _fsdp(request: ExportRequest) -> bool:
     """Whether gradients or parameters are sharded: not described beside pipelines there."""
     return request.stage > 1 and request.plan.pp == 1
 
 
-def _virtual(request: Request, unsaid: list[str]) -> int:
+def _virtual(request: ExportRequest, unsaid: list[str]) -> int:
     """Stages that a rank of the pipeline gets."""
     plan = request.plan
     several = plan.stages_per_rank
@@ -106,13 +106,13 @@ def _virtual(request: Request, unsaid: list[str]) -> int:
         return 1
     if not known:
         of = f"interleaved 1F1B with {several} stages a rank" if several > 1 else "1F1B"
-        unsaid.append(levers.schedule(request, _TOOL, of))
+        unsaid.append(unsupported.schedule(request, _TOOL, of))
     elif SCHEDULES[plan.schedule].splits_backward:
-        unsaid.append(levers.schedule(request, _TOOL, "interleaved 1F1B"))
+        unsaid.append(unsupported.schedule(request, _TOOL, "interleaved 1F1B"))
     return several
 
 
-def _axes(request: Request, unsaid: list[str]) -> list[Argument]:
+def _axes(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = [
         ("--tensor-model-parallel-size", str(plan.tp)),
@@ -137,8 +137,8 @@ def _axes(request: Request, unsaid: list[str]) -> list[Argument]:
     return found
 
 
-def _stages(request: Request, unsaid: list[str]) -> list[Argument]:
-    """How layers lie on ranks: evenly by a number, else as outpace cuts them."""
+def _stages(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+    """Return the arguments that place layers on ranks: evenly by a number, or by a layout."""
     plan, spec = request.plan, request.spec
     if plan.pp == 1:
         return []
@@ -167,7 +167,7 @@ def _layout(counts: Sequence[int]) -> str:
     return "".join([*parts, f"t*{last},L"])
 
 
-def _sharding(request: Request, unsaid: list[str]) -> list[Argument]:
+def _sharding(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = []
     over = plan.data_parallel * plan.cp
@@ -182,7 +182,9 @@ def _sharding(request: Request, unsaid: list[str]) -> list[Argument]:
         found.append(("--num-distributed-optimizer-instances", str(plan.dp_replicate)))
     if not _fsdp(request):
         if request.stage > 1:
-            unsaid.append(levers.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)", 1))
+            unsaid.append(
+                unsupported.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)", 1)
+            )
         return found
     return [
         *found,
@@ -194,7 +196,7 @@ def _sharding(request: Request, unsaid: list[str]) -> list[Argument]:
     ]
 
 
-def _batch(request: Request) -> list[Argument]:
+def _batch(request: ExportRequest) -> list[Argument]:
     return [
         ("--micro-batch-size", str(request.plan.micro_batch)),
         ("--global-batch-size", str(request.global_batch)),
@@ -207,7 +209,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     name = plan.precision
     if name in ("fp32", "tf32", "fp64"):
         if name in ("tf32", "fp64"):
-            unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
+            unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return []
     if name in ("bf16", "fp16"):
         unsaid.append(
@@ -219,7 +221,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     elif name in ("bf16-pure", "fp16-pure"):
         kept: Precision = "bf16-master" if name == "bf16-pure" else "fp16-master"
         unsaid.append(
-            levers.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights", kept)
+            unsupported.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights", kept)
         )
     found: list[Argument] = [("--fp16",) if name.startswith("fp16") else ("--bf16",)]
     if name == "fp8":
@@ -229,8 +231,8 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     return found
 
 
-def _recompute(request: Request, unsaid: list[str]) -> list[Argument]:
-    done, layers = request.recomputed, request.spec.layers
+def _recompute(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+    done, layers = request.recomputed_blocks, request.spec.layers
     if done.mode == "none":
         return []
     if done.mode == "full":
@@ -240,21 +242,21 @@ def _recompute(request: Request, unsaid: list[str]) -> list[Argument]:
         stages = request.plan.pp * request.plan.stages_per_rank
         each = max(1, round(done.count / stages))
         unsaid.append(
-            levers.checkpointing(
+            unsupported.checkpointing(
                 request, _TOOL, f"the first {each} blocks of each stage, full", None
             )
         )
         return [full, ("--recompute-method", "block"), ("--recompute-num-layers", str(each))]
     modules = ("layernorm",) if done.mode == "selective" else ("layernorm", "mlp")
     unsaid.append(
-        levers.checkpointing(
+        unsupported.checkpointing(
             request, _TOOL, f"recompute of {' and '.join(modules)} in all blocks", None
         )
     )
     return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]
 
 
-def _offload(request: Request, unsaid: list[str]) -> list[Argument]:
+def _offload(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = []
     if _offloads_state(request):
@@ -271,18 +273,18 @@ def _offload(request: Request, unsaid: list[str]) -> list[Argument]:
     return found
 
 
-def _offloads_state(request: Request) -> bool:
+def _offloads_state(request: ExportRequest) -> bool:
     plan = request.plan
     return plan.offload_optimizer != "none" or plan.offload_parameters == "cpu"
 
 
-def _offloads_activations(request: Request) -> bool:
+def _offloads_activations(request: ExportRequest) -> bool:
     plan = request.plan
-    alone = plan.pp == 1 and request.recomputed.mode == "none" and request.spec.layers > 1
+    alone = plan.pp == 1 and request.recomputed_blocks.mode == "none" and request.spec.layers > 1
     return plan.offload_activations == "cpu" and alone
 
 
-def _said(request: Request) -> list[str]:
+def _expressed_fields(request: ExportRequest) -> list[str]:
     plan = request.plan
     said = ["sequence_parallel", "empty_cache"]
     if _offloads_state(request):
@@ -296,7 +298,7 @@ def _said(request: Request) -> list[str]:
     return said
 
 
-def _model(request: Request, unsaid: list[str]) -> list[Argument]:
+def _model(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     spec = request.spec
     found: list[Argument] = [
         ("--num-layers", str(spec.layers)),
@@ -352,7 +354,7 @@ def _positions(spec: ModelSpec, unsaid: list[str]) -> list[Argument]:
 
 
 def _other_parts(spec: ModelSpec) -> list[str]:
-    """Of a model: what pretrain_gpt.py has no argument for."""
+    """Name parts of a model that pretrain_gpt.py has no argument for."""
     biases = {spec.out_bias, spec.mlp_bias}
     found = {
         "attention in both directions (pretrain_bert.py has it)": not spec.causal,
@@ -368,7 +370,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
     return [Note(f"{name}: pretrain_gpt.py has none.") for name, there in found.items() if there]
 
 
-def _optimizer(request: Request, unsaid: list[str]) -> list[Argument]:
+def _optimizer(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     plan = request.plan
     name = "adam"
     if plan.optimizer == "sgd":
@@ -376,15 +378,15 @@ def _optimizer(request: Request, unsaid: list[str]) -> list[Argument]:
     elif plan.optimizer == "muon" and request.stage == 0 and not _offloads_state(request):
         name = "muon"
     elif plan.optimizer != "adamw-fused":
-        unsaid.append(levers.optimizer(plan, _TOOL, "its fused AdamW"))
+        unsaid.append(unsupported.optimizer(plan, _TOOL, "its fused AdamW"))
     found: list[Argument] = [
         ("--optimizer", name),
         ("--lr", "$LR"),
         ("--lr-warmup-iters", "$WARMUP_ITERS"),
-        ("--clip-grad", f"{levers.clip(plan):g}"),
+        ("--clip-grad", f"{unsupported.clip(plan):g}"),
     ]
     if name == "sgd":
-        found.append(("--sgd-momentum", f"{levers.BETA1:g}"))
+        found.append(("--sgd-momentum", f"{unsupported.BETA1:g}"))
     if name == "muon":
         found.append(("--ckpt-format", "torch"))
     return found

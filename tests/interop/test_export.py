@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from emit_plans import LEVERS, LLAMA, SEQ_LEN, filled, plan_or_none, requests
+from export_plans import LEVERS, LLAMA, SEQ_LEN, filled, plan_or_none, requests
 
 from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.cli import options
 from outpace.cli.train import _parser
-from outpace.interop.emit import FORMATS, Emitted, Request, emit, torchtitan
-from outpace.interop.emit.request import folded, hosts
+from outpace.interop.export import FORMATS, ExportedPlan, ExportRequest, export_plan, torchtitan
+from outpace.interop.export.request import fold_pipeline, hosts
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -39,8 +39,8 @@ TORCHTITAN = json.loads((DATA / "torchtitan_names.json").read_text())
 ONLY_OURS = ("dp", "ps", "ring", "horovod", "mp")
 
 
-def emitted(name: str, request: Request) -> Emitted:
-    return emit(
+def emitted(name: str, request: ExportRequest) -> ExportedPlan:
+    return export_plan(
         name,
         request.plan,
         request.spec,
@@ -77,12 +77,12 @@ def as_said(text: str) -> str:
 
 @given(requests(), st.sampled_from(sorted(FORMATS)))
 @hypothesis.settings(max_examples=300)
-def test_each_format_writes_every_plan(request_: Request, name: str) -> None:
+def test_each_format_writes_every_plan(request_: ExportRequest, name: str) -> None:
     written = emitted(name, request_)
     assert written.text.endswith("\n")
     assert written.command
     assert all(sentence.endswith(".") for sentence in written.unsaid)
-    assert set(written.lost) <= set(written.unsaid)
+    assert set(written.differences) <= set(written.unsaid)
     if name not in ("deepspeed", "fsdp", "outpace"):
         said = as_said(written.text)
         for sentence in written.unsaid:
@@ -96,7 +96,7 @@ def test_each_format_writes_every_plan(request_: Request, name: str) -> None:
 
 
 @given(requests())
-def test_deepspeed_multiplies_to_the_plan(request_: Request) -> None:
+def test_deepspeed_multiplies_to_the_plan(request_: ExportRequest) -> None:
     plan = request_.plan
     written = emitted("deepspeed", request_)
     config = json.loads(written.text)
@@ -115,7 +115,7 @@ def test_deepspeed_multiplies_to_the_plan(request_: Request) -> None:
 
 
 @given(requests())
-def test_accelerate_multiplies_to_the_plan(request_: Request) -> None:
+def test_accelerate_multiplies_to_the_plan(request_: ExportRequest) -> None:
     plan = request_.plan
     written = emitted("accelerate", request_)
     config = yaml.safe_load(written.text)
@@ -149,7 +149,7 @@ def test_accelerate_multiplies_to_the_plan(request_: Request) -> None:
 
 
 @given(requests())
-def test_torchtitan_multiplies_to_the_plan(request_: Request) -> None:
+def test_torchtitan_multiplies_to_the_plan(request_: ExportRequest) -> None:
     plan = request_.plan
     written = emitted("torchtitan", request_)
     config = tomllib.loads(filled(written.text))
@@ -186,7 +186,7 @@ def layers_of(degrees: dict[str, Any], pp: int) -> int:
 
 
 @given(requests())
-def test_torchtitan_has_published_names(request_: Request) -> None:
+def test_torchtitan_has_published_names(request_: ExportRequest) -> None:
     text = emitted("torchtitan", request_).text
     config = tomllib.loads(filled(text))
     nested = config.pop("quantize", {}).get("linear", {})
@@ -209,11 +209,11 @@ def test_torchtitan_has_published_names(request_: Request) -> None:
 
 def test_torchtitan_knows_its_own_models() -> None:
     for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-8b", "qwen3-0.6b"):
-        written = emit("torchtitan", Plan(), preset(name), global_batch=1, seq_len=128)
+        written = export_plan("torchtitan", Plan(), preset(name), global_batch=1, seq_len=128)
         model = tomllib.loads(filled(written.text))["model"]
         assert model["flavor"] == name.rpartition("-")[2].upper()
         assert not any("flavor" in sentence for sentence in written.unsaid)
-    unknown = emit("torchtitan", Plan(), LLAMA, global_batch=1, seq_len=64)
+    unknown = export_plan("torchtitan", Plan(), LLAMA, global_batch=1, seq_len=64)
     assert any("n_layers=16" in sentence for sentence in unknown.unsaid)
 
 
@@ -236,19 +236,19 @@ def test_torchtitan_is_told_what_its_llama_is_not(
 ) -> None:
     """Of the dimensions of its 8B, whose rotary scaling and free head are not everyone's."""
     values = {**preset("llama-3.1-8b").model_dump(), **change}
-    written = emit(
+    written = export_plan(
         "torchtitan", Plan(), ModelSpec.model_validate(values), global_batch=1, seq_len=128
     )
     assert tomllib.loads(filled(written.text))["model"]["flavor"] == "outpace"
     assert said in as_said(written.text)
-    assert any(said in sentence for sentence in written.lost) == lost
+    assert any(said in sentence for sentence in written.differences) == lost
 
 
 def test_torchtitans_qwen3_ties_and_has_heads_of_any_width() -> None:
     tied = preset("qwen3-8b").model_copy(update={"tied": True, "head_dim": 96})
-    written = emit("torchtitan", Plan(), tied, global_batch=1, seq_len=128)
+    written = export_plan("torchtitan", Plan(), tied, global_batch=1, seq_len=128)
     assert "head_dim=96, hidden_dim=12288, enable_weight_tying=True" in as_said(written.text)
-    assert written.lost == ()
+    assert written.differences == ()
 
 
 @given(st.integers(16, 4096).map(lambda n: 8 * n), st.integers(1, 4096).map(lambda n: 8 * n))
@@ -261,7 +261,7 @@ def test_torchtitans_formula_gives_the_width(hidden: int, ffn: int) -> None:
 
 
 @given(requests())
-def test_megatron_multiplies_to_the_plan(request_: Request) -> None:
+def test_megatron_multiplies_to_the_plan(request_: ExportRequest) -> None:
     plan, spec = request_.plan, request_.spec
     written = emitted("megatron", request_)
     found = {name: values[0] for name, values in megatron_arguments(written.text).items() if values}
@@ -293,7 +293,7 @@ def test_megatron_multiplies_to_the_plan(request_: Request) -> None:
 
 
 @given(requests())
-def test_megatron_has_published_names(request_: Request) -> None:
+def test_megatron_has_published_names(request_: ExportRequest) -> None:
     for name, values in megatron_arguments(emitted("megatron", request_).text).items():
         takes = MEGATRON[name]
         assert bool(values) == (takes is not None), name
@@ -305,7 +305,7 @@ def test_megatron_has_published_names(request_: Request) -> None:
 
 @given(requests())
 @hypothesis.settings(max_examples=300)
-def test_megatron_asserts_nothing_against_it(request_: Request) -> None:
+def test_megatron_asserts_nothing_against_it(request_: ExportRequest) -> None:
     """What its validate_args and configs want of these arguments (data/megatron_names.json)."""
     text = emitted("megatron", request_).text
     found = megatron_arguments(text)
@@ -333,7 +333,7 @@ def test_megatron_asserts_nothing_against_it(request_: Request) -> None:
 
 
 @given(requests())
-def test_nanotron_multiplies_to_the_plan_with_published_names(request_: Request) -> None:
+def test_nanotron_multiplies_to_the_plan_with_published_names(request_: ExportRequest) -> None:
     plan = request_.plan
     written = emitted("nanotron", request_)
     config = yaml.safe_load(written.text)
@@ -368,7 +368,7 @@ def mappings(value: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
 
 
 @given(requests())
-def test_training_arguments_multiply_to_the_plan(request_: Request) -> None:
+def test_training_arguments_multiply_to_the_plan(request_: ExportRequest) -> None:
     plan = request_.plan
     written = emitted("fsdp", request_)
     values = json.loads(written.text)
@@ -390,7 +390,9 @@ def test_training_arguments_multiply_to_the_plan(request_: Request) -> None:
 
 
 @given(request_=requests())
-def test_outpace_reads_its_own(request_: Request, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_outpace_reads_its_own(
+    request_: ExportRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     plan = request_.plan
     written = emitted("outpace", request_)
     path = tmp_path_factory.getbasetemp() / written.file_name
@@ -415,7 +417,7 @@ def test_outpace_reads_its_own(request_: Request, tmp_path_factory: pytest.TempP
 def test_outpace_trains_the_model_as_it_was_given() -> None:
     """A folder with a preset's dimensions has weights and a tokenizer that a preset has not."""
     for reference in ("some/folder", "own.py:build", "llama-3.1-8b"):
-        written = emit(
+        written = export_plan(
             "outpace", Plan(), preset("llama-3.1-8b"), global_batch=1, seq_len=128,
             reference=reference,
         )  # fmt: skip
@@ -429,11 +431,11 @@ def test_models_of_which_the_outline_is_known(name: str) -> None:
     ask = {"global_batch": 8, "seq_len": 64, "reference": "mixtral-8x7b"}
     if name in ("torchtitan", "megatron", "nanotron"):
         with pytest.raises(BadInputError, match="Use one that holds none: deepspeed"):
-            emit(name, Plan(), OUTLINES["mixtral-8x7b"], **ask)  # type: ignore[arg-type]
+            export_plan(name, Plan(), OUTLINES["mixtral-8x7b"], **ask)  # type: ignore[arg-type]
         return
-    written = emit(name, Plan(strategy="zero3", dp_shard=8, checkpointing="full"),
+    written = export_plan(name, Plan(strategy="zero3", dp_shard=8, checkpointing="full"),
                    OUTLINES["mixtral-8x7b"], **ask)  # type: ignore[arg-type]  # fmt: skip
-    assert written.lost == ()
+    assert written.differences == ()
     if name == "outpace":
         assert written.command.startswith("outpace estimate --model mixtral-8x7b")
         assert any("outpace has no Mixtral" in sentence for sentence in written.unsaid)
@@ -443,7 +445,7 @@ def test_models_of_which_the_outline_is_known(name: str) -> None:
 
 
 def test_outpace_names_presets() -> None:
-    written = emit("outpace", Plan(), preset("llama-3.1-8b"), global_batch=1, seq_len=128)
+    written = export_plan("outpace", Plan(), preset("llama-3.1-8b"), global_batch=1, seq_len=128)
     assert "--model llama-3.1-8b" in written.command
     assert len(written.unsaid) == 1
 
@@ -467,7 +469,9 @@ def test_no_lever_is_lost(name: str, strategy: str) -> None:
             if before is None or after is None:
                 continue
             batch = before.samples_per_pass * before.data_parallel * 2
-            one, other = (emitted(name, Request(p, LLAMA, batch, SEQ_LEN)) for p in (before, after))
+            one, other = (
+                emitted(name, ExportRequest(p, LLAMA, batch, SEQ_LEN)) for p in (before, after)
+            )
             assert one != other, (lever, value)
 
 
@@ -481,7 +485,7 @@ def test_no_lever_is_lost(name: str, strategy: str) -> None:
 )
 def test_blocks_of_their_own_modes_are_said(name: str, layers: tuple[str, ...], said: str) -> None:
     plan = Plan.model_validate({"checkpoint_layers": layers})
-    written = emit(name, plan, LLAMA, global_batch=1, seq_len=SEQ_LEN)
+    written = export_plan(name, plan, LLAMA, global_batch=1, seq_len=SEQ_LEN)
     assert any(said in sentence for sentence in written.unsaid)
 
 
@@ -489,11 +493,11 @@ def test_blocks_of_their_own_modes_are_said(name: str, layers: tuple[str, ...], 
 def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
     """A chunked loss is outpace's own; data and learning rate are no part of any plan."""
     plain, chunked = (
-        emit(name, Plan(loss=loss), LLAMA, global_batch=1, seq_len=SEQ_LEN)  # type: ignore[arg-type]
+        export_plan(name, Plan(loss=loss), LLAMA, global_batch=1, seq_len=SEQ_LEN)  # type: ignore[arg-type]
         for loss in ("auto", "chunked")
     )
-    assert plain.lost == () != plain.unsaid
-    described, known = chunked.written(Plan(loss="chunked"))
+    assert plain.differences == () != plain.unsaid
+    described, known = chunked.written_plan(Plan(loss="chunked"))
     assert known and described == Plan(loss="chunked" if name == "outpace" else "auto")
     assert plain.commented == (name not in ("deepspeed", "fsdp", "outpace"))
 
@@ -503,15 +507,15 @@ def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
 def test_what_gradients_of_shards_are_reduced_in_is_said(name: str, precision: str) -> None:
     """accelerate's configuration of this plan is DeepSpeed's, where HSDP's is FSDP's."""
     values = {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2, "precision": precision}
-    request = Request(Plan.parse(values, "test"), LLAMA, 4, SEQ_LEN)
+    request = ExportRequest(Plan.parse(values, "test"), LLAMA, 4, SEQ_LEN)
     said = [s for s in emitted(name, request).unsaid if "reduce_dtype=torch.float32" in s]
     assert bool(said) == (precision == "bf16")
 
 
 def test_a_small_batch_leaves_ranks_out() -> None:
     plan = Plan(strategy="gpipe", pp=4, pp_microbatches=1)
-    request = Request(plan, LLAMA, 2, SEQ_LEN)
-    assert folded(request, 4) == (2, 1, 1)
+    request = ExportRequest(plan, LLAMA, 2, SEQ_LEN)
+    assert fold_pipeline(request, 4) == (2, 1, 1)
     assert any("2 of each 4 ranks are left out" in s for s in emitted("fsdp", request).unsaid)
 
 
@@ -528,12 +532,12 @@ def test_hosts_have_up_to_eight_ranks() -> None:
 
 def test_mistakes_get_sentences() -> None:
     with pytest.raises(BadInputError, match=r"no format 'deepsped'.*deepspeed"):
-        emit("deepsped", Plan(), LLAMA, global_batch=1, seq_len=SEQ_LEN)
+        export_plan("deepsped", Plan(), LLAMA, global_batch=1, seq_len=SEQ_LEN)
     with pytest.raises(BadInputError, match="not a multiple"):
-        emit("fsdp", Plan(micro_batch=4), LLAMA, global_batch=6, seq_len=SEQ_LEN)
+        export_plan("fsdp", Plan(micro_batch=4), LLAMA, global_batch=6, seq_len=SEQ_LEN)
     with pytest.raises(BadInputError, match="stages"):
         deep = Plan(strategy="gpipe", pp=32, pp_microbatches=32)
-        emit("torchtitan", deep, LLAMA, global_batch=32, seq_len=SEQ_LEN)
+        export_plan("torchtitan", deep, LLAMA, global_batch=32, seq_len=SEQ_LEN)
 
 
 def test_a_plan_shares_out_no_experts_by_itself() -> None:

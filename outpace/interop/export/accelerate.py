@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from outpace.interop.emit import deepspeed, levers
-from outpace.interop.emit.request import Emitted, Note, Request, hosts
-from outpace.interop.emit.texts import HEAD, as_yaml, heading
+from outpace.interop.export import deepspeed, unsupported
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
+from outpace.interop.export.texts import HEAD, as_yaml, heading
 from outpace.records.plan import Checkpointing, Plan
 
 _TOOL = "Accelerate"
@@ -12,10 +12,10 @@ _FILE = "accelerate.yaml"
 Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The YAML: FSDP2, DeepSpeed where only that offloads or has ZeRO-1, Megatron-LM for pp."""
     plan = request.plan
-    unsaid = levers.replicas(request, _TOOL)
+    unsaid = unsupported.replicas(request, _TOOL)
     kind = _kind(request)
     nodes, _ = hosts(request.workers)
     values: dict[str, Any] = {
@@ -44,10 +44,10 @@ def write(request: Request) -> Emitted:
             "dynamo_use_regional_compilation": True,
         }
     unsaid += _in_the_script(request, kind)
-    unsaid += levers.rest(plan, _TOOL, _said(plan, kind))
-    unsaid += levers.experts(request)
-    unsaid += levers.not_in_a_plan(request, "train.py is a script of yours.")
-    return Emitted(
+    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(plan, kind))
+    unsaid += unsupported.experts(request)
+    unsaid += unsupported.not_in_a_plan(request, "train.py is a script of yours.")
+    return ExportedPlan(
         text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
         file_name=_FILE,
         command=_command(request, kind),
@@ -55,7 +55,7 @@ def write(request: Request) -> Emitted:
     )
 
 
-def _kind(request: Request) -> Kind:
+def _kind(request: ExportRequest) -> Kind:
     plan = request.plan
     if plan.pp > 1:
         return "MEGATRON_LM"
@@ -75,7 +75,7 @@ def _kind(request: Request) -> Kind:
     return "MULTI_GPU" if request.workers > 1 else "NO"
 
 
-def _command(request: Request, kind: Kind) -> str:
+def _command(request: ExportRequest, kind: Kind) -> str:
     """`accelerate launch`, with the accumulation where only the environment can say it."""
     words = ["accelerate", "launch", "--config_file", _FILE]
     if hosts(request.workers)[0] > 1:
@@ -90,7 +90,7 @@ def _command(request: Request, kind: Kind) -> str:
 def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
     name = plan.precision
     if name in ("tf32", "fp64"):
-        unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
     if name in ("fp32", "tf32", "fp64"):
         return "no"
     if name in ("bf16-pure", "fp16-pure"):
@@ -100,7 +100,7 @@ def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
         )
         return "no"
     if name == "fp16-master" and kind != "DEEPSPEED":
-        unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast", "fp16"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "fp16 by autocast", "fp16"))
     if kind in ("DEEPSPEED", "MEGATRON_LM") and name in ("bf16", "fp16"):
         unsaid.append(
             Note(
@@ -109,23 +109,25 @@ def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
             )
         )
     if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):
-        unsaid.append(levers.precision(plan, _TOOL, "bf16 by autocast", "bf16"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "bf16 by autocast", "bf16"))
     return name[:4] if name.startswith(("fp16", "bf16")) else name
 
 
-def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
-    plan, done = request.plan, request.recomputed
+def _fsdp(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+    plan, done = request.plan, request.recomputed_blocks
     again = request.stage == 3 or (request.stage == 0 and plan.cp == 1)
     if request.stage == 1:
-        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
+        unsaid.append(
+            unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2)
+        )
     if plan.strategy == "cp":
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
-    unsaid += levers.reduced_in_16_bits(plan, _TOOL)
+    unsaid += unsupported.reduced_in_16_bits(plan, _TOOL)
     offloads = plan.offload_activations == "cpu"
     if offloads and done.mode == "none":
         unsaid.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
     if done.count and (done.mode != "full" or not done.alike or done.count < request.layers):
-        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full", "full"))
+        unsaid.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
         unsaid.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
     if plan.offload_optimizer != "none" and plan.offload_parameters != "cpu":
@@ -141,7 +143,7 @@ def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def axes(request: Request, tool: str, unsaid: list[str]) -> dict[str, int]:
+def axes(request: ExportRequest, tool: str, unsaid: list[str]) -> dict[str, int]:
     """The sizes of ParallelismConfig; replicas beside tp or cp are shards there."""
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
@@ -151,7 +153,7 @@ def axes(request: Request, tool: str, unsaid: list[str]) -> dict[str, int]:
             "Written are shards over these ranks, the nearest."
         )
         replicate, shard = 1, replicate
-    unsaid += levers.no_sequence_parallel(plan, tool)
+    unsaid += unsupported.no_sequence_parallel(plan, tool)
     return {
         "dp_replicate_size": replicate,
         "dp_shard_size": shard,
@@ -160,7 +162,7 @@ def axes(request: Request, tool: str, unsaid: list[str]) -> dict[str, int]:
     }
 
 
-def _parallelism(request: Request, kind: Kind, unsaid: list[str]) -> dict[str, Any]:
+def _parallelism(request: ExportRequest, kind: Kind, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     if kind == "MULTI_GPU" and plan.tp == 1:
         return {}
@@ -171,12 +173,12 @@ def _parallelism(request: Request, kind: Kind, unsaid: list[str]) -> dict[str, A
     return {"parallelism_config": values}
 
 
-def _deepspeed(request: Request, unsaid: list[str]) -> dict[str, Any]:
+def _deepspeed(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     zero = deepspeed.zero_optimization(request, unsaid)
     values: dict[str, Any] = {
         "gradient_accumulation_steps": request.passes,
-        "gradient_clipping": levers.clip(plan),
+        "gradient_clipping": unsupported.clip(plan),
         "zero_stage": zero["stage"],
         "zero3_init_flag": zero["stage"] == 3,
         "zero3_save_16bit_model": zero["stage"] == 3,
@@ -189,15 +191,15 @@ def _deepspeed(request: Request, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
-def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
-    plan, done = request.plan, request.recomputed
+def _megatron(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+    plan, done = request.plan, request.recomputed_blocks
     tool = f"{_TOOL} with Megatron-LM"
     if request.stage > 1:
-        unsaid.append(levers.sharding(request, tool, "the distributed optimizer (ZeRO-1)", 1))
+        unsaid.append(unsupported.sharding(request, tool, "the distributed optimizer (ZeRO-1)", 1))
     if request.stage and plan.dp_replicate > 1:
         unsaid.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
-        unsaid.append(levers.schedule(request, tool, "1F1B with one stage a rank"))
+        unsaid.append(unsupported.schedule(request, tool, "1F1B with one stage a rank"))
     # Megatron wants the other stages alike.
     each = -(-request.layers // plan.pp)
     last = request.layers - each * (plan.pp - 1)
@@ -209,7 +211,7 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "megatron_lm_num_micro_batches": request.passes,
         "megatron_lm_sequence_parallelism": plan.sequence_parallel and plan.tp > 1,
         "megatron_lm_use_distributed_optimizer": request.stage > 0,
-        "megatron_lm_gradient_clipping": levers.clip(plan),
+        "megatron_lm_gradient_clipping": unsupported.clip(plan),
         "megatron_lm_recompute_activations": done.mode == "selective",
     }
     if 0 < last < each:
@@ -224,28 +226,28 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
         selective = done.mode == "selective"
         written = "its selective one" if selective else "all blocks in full"
         kind: Checkpointing | None = None if selective else "full"
-        unsaid.append(levers.checkpointing(request, tool, written, kind))
+        unsaid.append(unsupported.checkpointing(request, tool, written, kind))
     if plan.offload_optimizer != "none" or plan.offload_parameters != "none":
         values["megatron_lm_optimizer_cpu_offload"] = True
         values["megatron_lm_use_precision_aware_optimizer"] = True
         unsaid.append("offloading: with Megatron-LM optimizer state goes to host memory, no more.")
-    unsaid += levers.all_under_way(request, tool)
+    unsaid += unsupported.all_under_way(request, tool)
     return values
 
 
-def _in_the_script(request: Request, kind: Kind) -> list[str]:
-    """What Accelerate leaves to the script that it starts."""
+def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
+    """Say what Accelerate leaves to the script that it starts."""
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader gives {samples} at once"
-    makes = f"{batch}; it makes AdamW and clips gradients at {levers.clip(plan):g}."
+    makes = f"{batch}; it makes AdamW and clips gradients at {unsupported.clip(plan):g}."
     if plan.optimizer != "adamw-fused":
         makes = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
     sentences: list[str] = [Note(makes)]
-    if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and request.recomputed.count:
+    if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and request.recomputed_blocks.count:
         written = "nothing: gradient_checkpointing_enable() in the script does it"
-        sentence = levers.checkpointing(request, _TOOL, written, "full")
-        whole = request.recomputed.mode == "full" and request.recomputed.every == 1
+        sentence = unsupported.checkpointing(request, _TOOL, written, "full")
+        whole = request.recomputed_blocks.mode == "full" and request.recomputed_blocks.every == 1
         sentences.append(Note(sentence) if whole else sentence)
     if plan.compress_gradients != "none" and kind == "MULTI_GPU":
         sentences.append(
@@ -257,7 +259,7 @@ def _in_the_script(request: Request, kind: Kind) -> list[str]:
     return sentences
 
 
-def _said(plan: Plan, kind: Kind) -> list[str]:
+def _expressed_fields(plan: Plan, kind: Kind) -> list[str]:
     said = ["compile"]
     if kind == "MEGATRON_LM":
         said += ["sequence_parallel", "offload_optimizer", "offload_parameters"]

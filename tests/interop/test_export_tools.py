@@ -17,17 +17,17 @@ from hypothesis import given
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from emit_plans import LLAMA, SEQ_LEN, filled, requests
+from export_plans import LLAMA, SEQ_LEN, filled, requests
 
-from outpace.interop.emit import Request, emit
+from outpace.interop.export import ExportRequest, export_plan
 from outpace.records.plan import Plan
 
 FEW = hypothesis.settings(max_examples=60)
 
 
-def written(name: str, request: Request, folder: Path) -> tuple[Path, str]:
+def write_export(name: str, request: ExportRequest, folder: Path) -> tuple[Path, str]:
     """The file of a format, and its command."""
-    found = emit(
+    found = export_plan(
         name,
         request.plan,
         request.spec,
@@ -46,12 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(request_=requests())
 @FEW
-def test_accelerate_launches_it(request_: Request, folder: Path) -> None:
+def test_accelerate_launches_it(request_: ExportRequest, folder: Path) -> None:
     """Its launcher reads the file as it does before it starts processes."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    path, command = written("accelerate", request_, folder)
+    path, command = write_export("accelerate", request_, folder)
     config = load_config_from_file(str(path))
     assert config.num_processes == request_.workers
     words = shlex.split(command.replace(path.name, str(path)).replace('"$MACHINE_RANK"', "0"))
@@ -68,12 +68,12 @@ def test_accelerate_launches_it(request_: Request, folder: Path) -> None:
 
 @given(request_=requests())
 @FEW
-def test_accelerate_builds_its_plugins(request_: Request, folder: Path) -> None:
+def test_accelerate_builds_its_plugins(request_: ExportRequest, folder: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 
-    path, _ = written("accelerate", request_, folder)
+    path, _ = write_export("accelerate", request_, folder)
     config = load_config_from_file(str(path))
     plan = request_.plan
     sizes = {
@@ -103,11 +103,11 @@ def test_accelerate_builds_its_plugins(request_: Request, folder: Path) -> None:
 
 @given(request_=requests())
 @FEW
-def test_the_trainer_takes_it(request_: Request, folder: Path) -> None:
+def test_the_trainer_takes_it(request_: ExportRequest, folder: Path) -> None:
     from accelerate.parallelism_config import ParallelismConfig
     from transformers import HfArgumentParser, TrainingArguments
 
-    path, command = written("fsdp", request_, folder)
+    path, command = write_export("fsdp", request_, folder)
     values: dict[str, Any] = json.loads(path.read_text())
     # No device with bf16 or fp16 is here; the Trainer asks for one as it is told.
     asked = {**json.loads(path.read_text()), "bf16": False, "fp16": False, "use_cpu": True}
@@ -131,7 +131,7 @@ def test_the_trainer_takes_16_bits(precision: str, folder: Path) -> None:
     from transformers import TrainingArguments
 
     plan = Plan.model_validate({"strategy": "zero3", "dp_shard": 2, "precision": precision})
-    path, _ = written("fsdp", Request(plan, LLAMA, 2, SEQ_LEN), folder)
+    path, _ = write_export("fsdp", ExportRequest(plan, LLAMA, 2, SEQ_LEN), folder)
     arguments = TrainingArguments(**json.loads(path.read_text()), use_cpu=True)
     assert arguments.mixed_precision == precision
 
@@ -171,14 +171,14 @@ def filled_by_the_trainer(path: Path, command: str, world_size: int) -> dict[str
 
 @given(request_=requests())
 @FEW
-def test_deepspeed_parses_it(request_: Request, folder: Path) -> None:
+def test_deepspeed_parses_it(request_: ExportRequest, folder: Path) -> None:
     pytest.importorskip(
         "deepspeed", reason="deepspeed is not installed: pip install -c constraints.txt '.[emit]'"
     )
     import deepspeed.comm
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    path, command = written("deepspeed", request_, folder)
+    path, command = write_export("deepspeed", request_, folder)
     plan = request_.plan
     values = filled_by_the_trainer(path, command, plan.data_parallel)
     assert values["optimizer"]["params"]["lr"] == 3e-4
@@ -211,12 +211,12 @@ def test_deepspeed_parses_it(request_: Request, folder: Path) -> None:
 
 @given(request_=requests())
 @FEW
-def test_torchtitan_parses_it(request_: Request, folder: Path) -> None:
+def test_torchtitan_parses_it(request_: ExportRequest, folder: Path) -> None:
     """Its ConfigManager reads the file as it does at the start, once a person has filled it in."""
     manager = pytest.importorskip(
         "torchtitan.config", reason="no torchtitan: pip install '.[emit]'", exc_type=ImportError
     )
-    path, _ = written("torchtitan", request_, folder)
+    path, _ = write_export("torchtitan", request_, folder)
     words = ["--job.config_file", str(path)]
     with pytest.raises(tomllib.TOMLDecodeError):
         manager.ConfigManager().parse_args(words)
@@ -230,7 +230,7 @@ def test_torchtitan_parses_it(request_: Request, folder: Path) -> None:
 
 
 def test_a_shell_stops_at_what_is_not_set(folder: Path) -> None:
-    path, command = written("megatron", Request(Plan(), LLAMA, 1, SEQ_LEN), folder)
+    path, command = write_export("megatron", ExportRequest(Plan(), LLAMA, 1, SEQ_LEN), folder)
     given: dict[str, str] = {}
     for name in re.findall(r"(\w+)=…", command):
         ended = subprocess.run(["sh", path], env=given, capture_output=True, text=True, check=False)
@@ -246,7 +246,7 @@ def test_a_shell_stops_at_what_is_not_set(folder: Path) -> None:
 def test_numbers_that_nobody_chose_are_in_no_file(folder: Path) -> None:
     """Neither learning rate, length nor weight decay; where a trainer needs one, it stops."""
     for name in ("torchtitan", "deepspeed", "megatron", "nanotron", "fsdp", "accelerate"):
-        path, command = written(name, Request(Plan(), LLAMA, 1, SEQ_LEN), folder)
+        path, command = write_export(name, ExportRequest(Plan(), LLAMA, 1, SEQ_LEN), folder)
         text = path.read_text() + command
         for value in ("0.001", "1e-3", " 70", "mock", "c4_test"):
             assert value not in "".join(

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.interop.emit import levers
-from outpace.interop.emit.accelerate import axes
-from outpace.interop.emit.request import Emitted, Request, folded
-from outpace.interop.emit.texts import as_json, torchrun
+from outpace.interop.export import unsupported
+from outpace.interop.export.accelerate import axes
+from outpace.interop.export.request import ExportedPlan, ExportRequest, fold_pipeline
+from outpace.interop.export.texts import as_json, torchrun
 from outpace.records.model import Family, ModelSpec
 from outpace.records.optimizers import OptimizerName, Precision
 from outpace.records.plan import Plan
@@ -34,7 +34,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 @dataclass(frozen=True)
 class _Written:
-    """What is left of a plan without its pipeline: sizes of axes, and the batch on them."""
+    """A plan without its pipeline: sizes of axes, and the batch on them."""
 
     sizes: dict[str, int]
     micro_batch: int
@@ -53,16 +53,16 @@ class _Written:
         return self.sizes["dp_shard_size"] * self.sizes["cp_size"] > 1
 
 
-def write(request: Request) -> Emitted:
+def write(request: ExportRequest) -> ExportedPlan:
     """The JSON; what ParallelismConfig holds stands in the command's environment."""
     plan = request.plan
-    unsaid = levers.replicas(request, _TOOL)
+    unsaid = unsupported.replicas(request, _TOOL)
     written = _unfold(request, unsaid)
     values: dict[str, Any] = {
         "output_dir": "trainer_output",
         "per_device_train_batch_size": written.micro_batch,
         "gradient_accumulation_steps": written.accumulation,
-        "max_grad_norm": levers.clip(plan),
+        "max_grad_norm": unsupported.clip(plan),
         "optim": _optimizer(plan, unsaid),
         **_precision(plan, unsaid),
         **_recompute(request, written, unsaid),
@@ -78,15 +78,15 @@ def write(request: Request) -> Emitted:
         values["ddp_bucket_cap_mb"] = plan.bucket_mib
     if plan.ep > 1:
         unsaid.append(f"ep {plan.ep}: the Trainer shards experts like other parameters.")
-    unsaid += levers.rest(plan, _TOOL, _said(request, written))
-    unsaid += levers.not_in_a_plan(
+    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request, written))
+    unsaid += unsupported.not_in_a_plan(
         request,
         "Add learning_rate, num_train_epochs or max_steps, and output_dir to this file, or "
         "TrainingArguments' defaults hold. train.py is a script of yours that reads it "
         "(HfArgumentParser).",
         written.ranks,
     )
-    return Emitted(
+    return ExportedPlan(
         text=as_json(values),
         file_name=_FILE,
         command=_environment(written, request.stage) + torchrun(written.ranks, "train.py", _FILE),
@@ -94,13 +94,13 @@ def write(request: Request) -> Emitted:
     )
 
 
-def _unfold(request: Request, unsaid: list[str]) -> _Written:
+def _unfold(request: ExportRequest, unsaid: list[str]) -> _Written:
     """The axes that there are, ranks of a pipeline as shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, unsaid)
     if plan.pp == 1:
         return _Written(sizes, plan.micro_batch, request.accumulation)
-    ranks, micro, accumulation = folded(request, plan.pp)
+    ranks, micro, accumulation = fold_pipeline(request, plan.pp)
     sizes["dp_shard_size"] *= ranks
     which = f"strategy {plan.strategy}" if plan.strategy != "3d" else f"pp {plan.pp}"
     left = f"; {plan.pp - ranks} of each {plan.pp} ranks are left out" if ranks < plan.pp else ""
@@ -112,7 +112,7 @@ def _unfold(request: Request, unsaid: list[str]) -> _Written:
 
 
 def _environment(written: _Written, stage: int) -> str:
-    """What Accelerate reads in the Trainer's place: axes that FSDP alone does not have."""
+    """Return variables for Accelerate, which reads axes that FSDP alone does not have."""
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
     if sizes["tp_size"] * sizes["cp_size"] == 1 and not groups:
@@ -127,35 +127,37 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> str:
     if plan.optimizer in ("adamw-foreach", "adamw-for-loop"):
         unsaid.append(f"optimizer {plan.optimizer}: torch chooses the implementation there.")
     if name is None:
-        unsaid.append(levers.optimizer(plan, _TOOL, "adamw_torch_fused"))
+        unsaid.append(unsupported.optimizer(plan, _TOOL, "adamw_torch_fused"))
     return name or "adamw_torch_fused"
 
 
 def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
     name = plan.precision
     if name in ("tf32", "fp64"):
-        unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
     elif name in ("bf16-pure", "fp16-pure"):
         unsaid.append(
             f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
             "to nearest."
         )
     elif name == "fp8":
-        unsaid.append(levers.precision(plan, _TOOL, "bf16", "bf16"))
+        unsaid.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
     elif name in ("bf16-master", "fp16-master"):
         by_autocast: Precision = "bf16" if name == "bf16-master" else "fp16"
-        unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} by autocast", by_autocast))
+        unsaid.append(unsupported.precision(plan, _TOOL, f"{name[:4]} by autocast", by_autocast))
     return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
 
 
-def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[str, Any]:
+def _recompute(request: ExportRequest, written: _Written, unsaid: list[str]) -> dict[str, Any]:
     """Checkpointing that is the model's own: FSDP's knows all blocks or none."""
-    done = request.recomputed
+    done = request.recomputed_blocks
     if done.count == 0:
         return {}
     every = done.every or max(1, round(request.layers / done.count))
     if done.mode != "full" or not done.alike or done.every is None:
-        unsaid.append(levers.checkpointing(request, _TOOL, "full recomputation", "full", every))
+        unsaid.append(
+            unsupported.checkpointing(request, _TOOL, "full recomputation", "full", every)
+        )
     offloads = request.plan.offload_activations == "cpu"
     if written.shards and every == 1 and not offloads:
         return {}  # fsdp_config says it
@@ -168,13 +170,15 @@ def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[s
     }
 
 
-def _fsdp(request: Request, written: _Written, unsaid: list[str]) -> dict[str, Any]:
-    plan, done = request.plan, request.recomputed
+def _fsdp(request: ExportRequest, written: _Written, unsaid: list[str]) -> dict[str, Any]:
+    plan, done = request.plan, request.recomputed_blocks
     if request.stage == 1:
-        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
+        unsaid.append(
+            unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2)
+        )
     if plan.strategy == "cp":
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
-    unsaid += levers.reduced_in_16_bits(plan, _TOOL)
+    unsaid += unsupported.reduced_in_16_bits(plan, _TOOL)
     keeps = request.stage in (1, 2) or plan.strategy == "cp"
     every = done.every or (max(1, round(request.layers / done.count)) if done.count else 1)
     own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"
@@ -194,12 +198,12 @@ def _fsdp(request: Request, written: _Written, unsaid: list[str]) -> dict[str, A
     }
 
 
-def _said(request: Request, written: _Written) -> list[str]:
+def _expressed_fields(request: ExportRequest, written: _Written) -> list[str]:
     plan = request.plan
     said = ["compile", "empty_cache"]
     if plan.offload_parameters == "cpu":
         said += ["offload_parameters", "offload_optimizer"]
-    if plan.offload_activations == "cpu" and request.recomputed.count:
+    if plan.offload_activations == "cpu" and request.recomputed_blocks.count:
         said.append("offload_activations")
     if not written.shards:
         said.append("bucket_mib")

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from outpace.interop.own import OwnModel, OwnObjective, build_own, read_own, write_own
+from outpace.interop.custom_model import (
+    CustomModel,
+    CustomObjective,
+    build_custom_model,
+    read_custom_model,
+    write_custom_model,
+)
 from outpace.records.errors import BadInputError
 
 Batch = dict[str, Tensor]
@@ -104,8 +110,8 @@ TRAINABLE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_each_kind_learns(kind: str) -> None:
     torch.manual_seed(0)
-    own = build_own(TRAINABLE[kind])
-    objective = OwnObjective(own)
+    own = build_custom_model(TRAINABLE[kind])
+    objective = CustomObjective(own)
     optimizer = torch.optim.AdamW(objective.model.parameters(), lr=0.05)
     means = []
     for _ in range(30):
@@ -121,17 +127,17 @@ def test_each_kind_learns(kind: str) -> None:
 
 
 def test_a_mean_over_samples_counts_samples() -> None:
-    own = build_own(TRAINABLE["(module, mean loss, data)"])
+    own = build_custom_model(TRAINABLE["(module, mean loss, data)"])
     batch = next(iter(DataLoader(own.dataset, batch_size=5)))
-    loss_sum, count = OwnObjective(own)(batch)
+    loss_sum, count = CustomObjective(own)(batch)
     assert count == 5
     torch.testing.assert_close(loss_sum, 5 * mean_square(own.module, batch))
 
 
 def test_a_sum_comes_with_its_own_count() -> None:
-    own = build_own(TRAINABLE["(module, summed loss, data)"])
+    own = build_custom_model(TRAINABLE["(module, summed loss, data)"])
     batch = next(iter(DataLoader(own.dataset, batch_size=5)))
-    loss_sum, count = OwnObjective(own)(batch)
+    loss_sum, count = CustomObjective(own)(batch)
     assert count == 10
     torch.testing.assert_close(loss_sum, summed_square(own.module, batch)[0])
 
@@ -141,7 +147,7 @@ def test_a_mean_over_labels_counts_labels() -> None:
     labels = torch.full((2, 8), -100)
     labels[:, 1:4] = 5
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": labels}
-    loss_sum, count = OwnObjective(OwnModel(module))(batch)
+    loss_sum, count = CustomObjective(CustomModel(module))(batch)
     assert count == 6
     torch.testing.assert_close(loss_sum, 6 * module(**batch).loss)
 
@@ -165,23 +171,23 @@ def test_what_build_may_not_return(returned: Any, said: str) -> None:
         return returned
 
     with pytest.raises(BadInputError, match=said):
-        build_own(build)
+        build_custom_model(build)
 
 
 def test_a_build_that_fails_is_placed(tmp_path: Path) -> None:
-    from outpace.interop.own_file import load_function
+    from outpace.interop.user_file import load_function
 
     path = tmp_path / "failing.py"
     path.write_text("import math\n\ndef build():\n    return math.sqrt(-1)\n")
     with pytest.raises(BadInputError) as caught:
-        build_own(load_function(f"{path}:build"))
+        build_custom_model(load_function(f"{path}:build"))
     assert str(caught.value).startswith(f"build() failed at {path}:4: ValueError: ")
 
 
 def test_a_file_imports_its_neighbours_and_defines_picklable_things(tmp_path: Path) -> None:
     import pickle
 
-    from outpace.interop.own_file import load_function
+    from outpace.interop.user_file import load_function
 
     (tmp_path / "own_neighbour.py").write_text("WIDTH = 7\n")
     (tmp_path / "own_here.py").write_text(
@@ -189,7 +195,7 @@ def test_a_file_imports_its_neighbours_and_defines_picklable_things(tmp_path: Pa
         "class Net(torch.nn.Linear): ...\n"
         "def build(): return Net(WIDTH, 1)\n"
     )
-    module = build_own(load_function(f"{tmp_path}/own_here.py:build")).module
+    module = build_custom_model(load_function(f"{tmp_path}/own_here.py:build")).module
     assert pickle.loads(pickle.dumps(module)).in_features == 7
 
 
@@ -204,7 +210,7 @@ def test_a_file_imports_its_neighbours_and_defines_picklable_things(tmp_path: Pa
 def test_what_is_no_loss(loss: Any, said: str) -> None:
     x, _ = next(iter(DataLoader(regression_data(), batch_size=5)))
     with pytest.raises(BadInputError, match=said):
-        OwnObjective(OwnModel(linear(), loss))([x])
+        CustomObjective(CustomModel(linear(), loss))([x])
 
 
 def test_logits_of_another_length_are_refused() -> None:
@@ -214,7 +220,7 @@ def test_logits_of_another_length_are_refused() -> None:
 
     batch = {"tokens": torch.ones(2, 4, dtype=torch.long), "targets": torch.ones(2, 4).long()}
     with pytest.raises(BadInputError, match=r"logits of shape \(2, 1, 9\) for targets of shape"):
-        OwnObjective(OwnModel(Last(9, 9)))(batch)
+        CustomObjective(CustomModel(Last(9, 9)))(batch)
 
 
 def test_written_weights_are_read_back(tmp_path: Path) -> None:
@@ -225,24 +231,24 @@ def test_written_weights_are_read_back(tmp_path: Path) -> None:
         "    b.weight = a.weight\n"
         "    return torch.nn.Sequential(a, b), lambda module, batch: module(batch).mean()\n"
     )
-    from outpace.interop.own_file import load_function
+    from outpace.interop.user_file import load_function
 
     reference = f"{tmp_path}/mine.py:build"
-    module = build_own(load_function(reference)).module
-    write_own(tmp_path / "model", module, reference)
+    module = build_custom_model(load_function(reference)).module
+    write_custom_model(tmp_path / "model", module, reference)
     stored = load_file(tmp_path / "model/model.safetensors")
     assert len(stored) == 3, "the shared weight is stored once"
     described = json.loads((tmp_path / "model/model.json").read_text())
     assert described["reference"] == reference and described["parameters"] == 15
-    again = build_own(read_own(tmp_path / "model"))
+    again = build_custom_model(read_custom_model(tmp_path / "model"))
     assert again.loss is not None and again.module[0].weight is again.module[1].weight
     assert all(map(torch.equal, again.module.parameters(), module.parameters()))
 
 
 def test_what_was_built_in_python_is_not_built_again(tmp_path: Path) -> None:
-    write_own(tmp_path / "model", linear(), "own")
+    write_custom_model(tmp_path / "model", linear(), "own")
     with pytest.raises(BadInputError, match=r"was built in Python \('own'\)"):
-        read_own(tmp_path / "model")
+        read_custom_model(tmp_path / "model")
     (tmp_path / "model/model.json").write_text("{}")
     with pytest.raises(BadInputError, match=r"model.json cannot be read"):
-        read_own(tmp_path / "model")
+        read_custom_model(tmp_path / "model")

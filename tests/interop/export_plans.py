@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outpace.interop.emit import Request
+from outpace.interop.export import ExportRequest
 from outpace.records.model import ModelSpec
 from outpace.records.plan import SPLITS, Plan
 
@@ -71,7 +71,7 @@ def plan_or_none(values: dict[str, Any]) -> Plan | None:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> ExportRequest:
     """A plan of any strategy with a few levers, a model and a batch that it divides."""
     strategy = draw(st.sampled_from(sorted(SPLITS)))
     values: dict[str, Any] = {"strategy": strategy, "micro_batch": draw(st.integers(1, 4))}
@@ -91,7 +91,7 @@ def requests(draw: st.DrawFn) -> Request:
         values.popitem()
         plan = plan_or_none(values)
     batch = plan.samples_per_pass * plan.data_parallel * draw(st.integers(1, 3))
-    return Request(plan, draw(st.sampled_from(SPECS)), batch, SEQ_LEN)
+    return ExportRequest(plan, draw(st.sampled_from(SPECS)), batch, SEQ_LEN)
 
 
 def filled(text: str) -> str:

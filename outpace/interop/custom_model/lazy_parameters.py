@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from outpace.interop.own_model import OwnModel
-from outpace.interop.own_objective import OwnObjective
+from outpace.interop.custom_model.model import CustomModel
+from outpace.interop.custom_model.objective import CustomObjective
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.records.errors import BadInputError
 
@@ -18,31 +18,31 @@ def has_lazy_parameters(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def give_shapes(own: OwnModel, name: str) -> None:
+def give_shapes(custom: CustomModel, name: str) -> None:
     """Run two samples of the user's data through a module that has lazy parameters.
 
     In evaluation mode, without gradients. Raises BadInputError where there are no data, or they do
     not give all parameters their shapes; `name` is what built the module.
     """
-    if not has_lazy_parameters(own.module):
+    if not has_lazy_parameters(custom.module):
         return
     why = "there is no dataset beside it to take a batch from"
-    if own.dataset is not None:
-        why = _run(own) or "a batch of its dataset does not reach all of them"
-    if has_lazy_parameters(own.module):
+    if custom.dataset is not None:
+        why = _run(custom) or "a batch of its dataset does not reach all of them"
+    if has_lazy_parameters(custom.module):
         raise BadInputError(
-            f"{name}() gave a {type(own.module).__name__} with lazy parameters, which have no "
+            f"{name}() gave a {type(custom.module).__name__} with lazy parameters, which have no "
             f"shape yet, and {why}. Run a batch through the module in {name}()."
         )
 
 
-def _run(own: OwnModel) -> str | None:
-    """Why the samples cannot be run; None where they were."""
-    assert own.dataset is not None
+def _run(custom: CustomModel) -> str | None:
+    """Run two samples and return why they cannot be run, None if they were."""
+    assert custom.dataset is not None
     try:
-        samples = [own.dataset[number] for number in range(min(_SAMPLES, len(own.dataset)))]  # type: ignore[arg-type]
-        with evaluation_mode(own.module), torch.no_grad():
-            OwnObjective(own)(default_collate(samples))
+        samples = [custom.dataset[number] for number in range(min(_SAMPLES, len(custom.dataset)))]  # type: ignore[arg-type]
+        with evaluation_mode(custom.module), torch.no_grad():
+            CustomObjective(custom)(default_collate(samples))
     except Exception as error:
         return f"a batch of its dataset fails in it ({type(error).__name__}: {error})"
     return None

@@ -1,0 +1,21 @@
+"""Public names of custom models: built, scored, written, read."""
+
+from outpace.interop.custom_model.build import build_custom_model
+from outpace.interop.custom_model.files import (
+    CUSTOM_MODEL_FILE,
+    read_custom_model,
+    write_custom_model,
+)
+from outpace.interop.custom_model.model import CustomModel, read_positions, read_vocab
+from outpace.interop.custom_model.objective import CustomObjective
+
+__all__ = [
+    "CUSTOM_MODEL_FILE",
+    "CustomModel",
+    "CustomObjective",
+    "build_custom_model",
+    "read_custom_model",
+    "read_positions",
+    "read_vocab",
+    "write_custom_model",
+]
