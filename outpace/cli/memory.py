@@ -192,8 +192,11 @@ def _default_options(
 def _plan_command(
     asked: "MemoryQuery | ModuleQuestion", arguments: argparse.Namespace
 ) -> str | None:
-    """The command that lists plans which fit on the same machines; None on this host's CPU."""
-    if arguments.machine is None:
+    """The command that lists plans which fit on the same machines; None on this host's CPU.
+
+    None for adapters, too: all weights are trained by what is planned.
+    """
+    if arguments.machine is None or asked.plan.lora_rank is not None:
         return None
     words = ["outpace", "plan", "--model", asked.settings.model, "--machine", arguments.machine]
     if arguments.nodes is not None:

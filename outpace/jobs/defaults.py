@@ -361,11 +361,14 @@ def resolve_out(settings: TrainSettings, model: str) -> Path:
 
 
 def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | None:
-    """The catalog's entry for a CUDA device; None for others, and where there is none."""
+    """The catalog's entry for a CUDA device, with the memory that it has; None where none is."""
     if device.type != "cuda":
         return None
     present = machine.devices[device.index or 0]
-    return find_accelerator(present.name, present.memory_bytes)
+    known = find_accelerator(present.name, present.memory_bytes)
+    if known is None or present.memory_bytes is None:
+        return known
+    return known.model_copy(update={"usable_bytes": present.memory_bytes})
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:

@@ -55,8 +55,8 @@ class MemoryAccount(Record):
     `activations_by_module` is of the peak. Measured: `allocated_bytes` is the most that the
     allocator had given out, kernels' own included; `resident_bytes` by how much the process grew.
     `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` what no tensor shows
-    (contexts, libraries); None where it is not known. `flops`
-    are of matrix products in one step on this rank, recomputation included; `bytes_moved` is what
+    (contexts, libraries), `library_bytes` the same by the planner's formula; None where it is not
+    known. `flops` are of matrix products in one step on this rank, recomputation included; `bytes_moved` is what
     its operators read and write.
     """
 
@@ -71,6 +71,7 @@ class MemoryAccount(Record):
     resident_bytes: NonNegativeInt | None = None
     reserved_bytes: NonNegativeInt | None = None
     unseen_bytes: NonNegativeInt | None = None
+    library_bytes: NonNegativeInt | None = None
     flops: NonNegativeInt = 0
     bytes_moved: NonNegativeInt = 0
 
@@ -83,6 +84,11 @@ class MemoryAccount(Record):
     def needed_bytes(self) -> int:
         """Bytes that the allocator reserves, where that is known; else those in use."""
         return self.reserved_bytes or self.peak_memory_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of a device: what the allocator reserves, with contexts and buffers beside it."""
+        return self.needed_bytes + (self.library_bytes or 0)
 
 
 class MemoryUse(Record):

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from outpace.planner.memory.peak import plan_library_bytes
 from outpace.records.hardware import Accelerator
 from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.model import ModelSpec
@@ -49,8 +50,9 @@ def account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors.
 
-    `settings` are the optimizer's; without an `accelerator` it is the CPU's memory. Raises
-    BadInputError for a plan that cannot be applied.
+    `settings` are the optimizer's; without an `accelerator` it is the CPU's memory. The allocator
+    has what the accelerator's `usable_bytes` leave beside contexts and buffers of collectives.
+    Raises BadInputError for a plan that cannot be applied.
     """
     settings = settings or TrainSettings()
     passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
@@ -129,16 +131,18 @@ def summarise_strips(
         peak=_moments(course, [position])[0],
         timeline=tuple(_timeline(course)),
         activations_by_module=_activations(course, position),
-        reserved_bytes=_reserved_bytes(course, rules),
+        reserved_bytes=_reserved_bytes(course, plan, rules),
+        library_bytes=None if rules.accelerator is None else plan_library_bytes(plan),
         flops=round(sum(n * strip.flops for n, strip in zip(times, last, strict=True))),
         bytes_moved=round(sum(n * strip.bytes_moved for n, strip in zip(times, last, strict=True))),
     )
 
 
-def _reserved_bytes(course: AllocationCourse, rules: Rules) -> int | None:
+def _reserved_bytes(course: AllocationCourse, plan: Plan, rules: Rules) -> int | None:
     if rules.accelerator is None:
         return None
-    return peak_reserved_bytes(events_of(course), rules.accelerator.memory_bytes)
+    capacity_bytes = max(0, rules.accelerator.usable_bytes - plan_library_bytes(plan))
+    return peak_reserved_bytes(events_of(course), capacity_bytes)
 
 
 def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]:

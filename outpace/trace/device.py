@@ -26,7 +26,7 @@ models alike; the following differs:
 7. Dropout keeps a mask of one byte an element, where the CPU keeps factors in the dtype of its
    input (torch, `native_dropout`).
 
-What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
+What CUDA itself and NCCL take is not seen by torch: it is the planner's `library_bytes`, a bound.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -90,6 +90,17 @@ def test_a_trace_replaces_the_formula(capsys, plan_file):
     assert traced["memory"] != formula["memory"]
 
 
+def test_plan_estimate_and_memory_count_against_one_capacity(capsys, plan_file):
+    words = ["--model=outpace-tiny", "--machine=rtx-4090", "--seq-len=32", "--global-batch=2",
+             plan_file(strategy="single", dp_replicate=1, precision="bf16")]  # fmt: skip
+    formula = said(capsys, "estimate", *words)["estimate"]
+    traced = said(capsys, "estimate", *words, "--depth=trace")["estimate"]
+    memory = said(capsys, "memory", *words)
+    assert memory["device_memory_bytes"] == traced["memory_bytes"] == formula["memory_bytes"]
+    needed = memory["reserved_memory_bytes"] + memory["library_memory_bytes"]
+    assert needed == traced["peak_memory_bytes"]
+
+
 def test_a_module_of_your_own_is_traced_too(capsys, plan_file, tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\n"

@@ -148,6 +148,10 @@ def test_what_does_not_fit_names_the_command_that_finds_what_does(capsys):
     assert main(["memory", *words[:-1], "--micro-batch=1", "--json"]) == 0
     fitting = json.loads(capsys.readouterr().out)
     assert fitting["fits"] and fitting["next_command"] is None
+    huge = ["--machine=rtx-4090", "--micro-batch=200000", "--lora-rank=8"]
+    assert main([*TINY, *huge]) == 0
+    adapters = " ".join(capsys.readouterr().out.split())
+    assert "outpace plan" not in adapters and "Less memory with adapters: --base nf4" in adapters
     assert main([*TINY, "--precision=fp32"]) == 0
     assert "What fits" not in capsys.readouterr().out
 

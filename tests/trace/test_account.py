@@ -60,6 +60,24 @@ def test_equal_layers_are_extended_exactly(strategy, levers):
     assert extended.reserved_bytes == whole.reserved_bytes
 
 
+def test_a_played_device_is_full_at_what_its_driver_leaves():
+    words = {"family": "llama", "layers": 2, "hidden": 1024, "heads": 16, "kv_heads": 4,
+             "vocab": 32000, "max_positions": 1024, "tied": False}  # fmt: skip
+    spec, chip = ModelSpec.parse(words, "test"), ACCELERATORS["RTX 4090"]
+    plan = Plan(precision="bf16-master", micro_batch=4, checkpointing="full")
+    strips = record_strips(Workload(spec, plan, 1024, 1, SETTINGS), 0, Rules(chip), 8)
+
+    def summarise(usable_bytes):
+        card = chip.model_copy(update={"usable_bytes": usable_bytes})
+        return summarise_strips(strips, plan, 0, Rules(card))
+
+    roomy = summarise(chip.usable_bytes)
+    assert roomy.device_bytes == roomy.reserved_bytes + roomy.library_bytes
+    # One byte short of all, empty segments go back, though the printed memory is far from full.
+    tight = summarise(roomy.device_bytes - 1)
+    assert tight.peak == roomy.peak and tight.device_bytes < roomy.device_bytes
+
+
 def test_a_broadcast_that_is_cut_by_bytes_is_recorded_of_all_layers():
     wide = {"layers": 10, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000,
             "gated": True}  # fmt: skip

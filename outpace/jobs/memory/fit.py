@@ -101,9 +101,11 @@ class Fitting:
         self._seq_len = seq_len
         # On the host the process itself counts, with the libraries that it has loaded.
         self.held_bytes = anonymous_bytes() - ahead_bytes if device.type == "cpu" else 0
-        self._site = JobSite(
-            device, find_in_catalog(machine, device), ranks.local_world_size, self.held_bytes
-        )
+        chip = find_in_catalog(machine, device)
+        if chip is not None:
+            least = min(chip.usable_bytes, self.limit.bytes)
+            chip = chip.model_copy(update={"usable_bytes": least})
+        self._site = JobSite(device, chip, ranks.local_world_size, self.held_bytes)
         self._account = account
         self._predict: Predict | None = None
 

@@ -5,9 +5,7 @@ from outpace.catalog.models import without_weights
 from outpace.interop.models import open_model
 from outpace.jobs.memory.query import ask_of_module, worst
 from outpace.jobs.memory.trace_worker import Ask, account_of
-from outpace.planner.memory.peak import peak_bytes
 from outpace.planner.pipeline.stages import representatives
-from outpace.planner.plan_batch import of_plans
 from outpace.planner.problem import Job
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned
@@ -26,7 +24,7 @@ def use_traced_memory(planned: Planned, model: str, job: Job) -> Planned:
             f"--depth trace runs what outpace trains, but {planned.untrained}. Leave it out."
         )
     account = fullest(planned.plan, model, job)
-    needed = account.needed_bytes + beside_tensors(planned.plan, job)
+    needed = account.device_bytes
     kinds = {str(kind): size for kind, size in account.peak.by_kind.items()}
     away = kinds.pop("offloaded", 0) * min(planned.plan.world_size, job.cluster.fabric.per_node)
     kinds["allocator and libraries"] = max(0, needed - sum(kinds.values()))
@@ -44,7 +42,10 @@ def fullest(plan: Plan, model: str, job: Job, dropout: float | None = None) -> M
     Raises BadInputError where it cannot be traced.
     """
     opened, wanted = open_model(without_weights(model)), job.wanted
-    accelerator = ACCELERATORS.get(job.cluster.device.name)
+    device = job.cluster.device
+    accelerator = ACCELERATORS.get(device.name)
+    if accelerator is not None and device.memory_bytes is not None:
+        accelerator = accelerator.model_copy(update={"usable_bytes": device.memory_bytes})
     per_host = min(plan.world_size, job.cluster.fabric.per_node)
     said = {"model": model, "precision": plan.precision}
     if opened.build is not None:
@@ -67,11 +68,3 @@ def fullest(plan: Plan, model: str, job: Job, dropout: float | None = None) -> M
     )
     accounts = [account_of(ask.model_copy(update={"rank": rank})) for rank in representatives(plan)]
     return max(accounts, key=lambda account: account.needed_bytes)
-
-
-def beside_tensors(plan: Plan, job: Job) -> int:
-    """Bytes that a trace does not see: contexts and buffers of libraries, by the formula."""
-    wanted, kind = job.wanted, job.cluster.device.kind
-    columns = of_plans([plan], wanted.global_batch, job.outline.layers)
-    peak = peak_bytes(job.outline, wanted.seq_len, columns, kind)
-    return round(float(job.required_bytes(columns)[0] - peak[0]))

@@ -17,7 +17,7 @@ from outpace.jobs.defaults import (
     resolve_seq_len,
 )
 from outpace.jobs.inputs.tasks import NOT_CLASSIFY
-from outpace.jobs.memory.traced_plan import beside_tensors, fullest
+from outpace.jobs.memory.traced_plan import fullest
 from outpace.jobs.planning.find_outline import find_outline
 from outpace.jobs.planning.request import KEPT, default_vary
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
@@ -379,8 +379,7 @@ def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[st
     if planned.untrained is not None or limit is None or settings.task == "classify":
         return planned.untrained is None
     try:
-        account = fullest(planned.plan, settings.model, job, settings.dropout)
-        needed = account.needed_bytes + beside_tensors(planned.plan, job)
+        needed = fullest(planned.plan, settings.model, job, settings.dropout).device_bytes
     except BadInputError as error:
         say(f"not traced ({error}); its memory is the formula's: {planned.title}")
         return True

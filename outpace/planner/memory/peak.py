@@ -16,6 +16,7 @@ from outpace.planner.memory.step import Step
 from outpace.planner.plan_batch import Columns, Floats, Ints
 from outpace.records.memory import KINDS, Kind
 from outpace.records.outline import Outline
+from outpace.records.plan import Plan
 
 __all__ = [
     "Device",
@@ -24,6 +25,7 @@ __all__ = [
     "library_bytes",
     "offloaded_bytes",
     "peak_bytes",
+    "plan_library_bytes",
     "reserved_bytes",
 ]
 
@@ -187,3 +189,9 @@ def library_bytes(columns: Columns) -> Floats:
     for size in (columns.dp_replicate, columns.dp_shard * columns.cp, columns.tp, columns.pp):
         groups = groups + (size > 1)
     return _CONTEXT + groups * _RING_BYTES
+
+
+def plan_library_bytes(plan: Plan) -> int:
+    """Return `library_bytes` of one plan."""
+    sizes = (plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp, plan.pp)
+    return _CONTEXT + sum(size > 1 for size in sizes) * _RING_BYTES

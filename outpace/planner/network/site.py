@@ -91,8 +91,8 @@ class Site:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a device."""
-        return None if self.accelerator is None else self.accelerator.memory_bytes
+        """Memory of a device, as its driver leaves it."""
+        return None if self.accelerator is None else self.accelerator.usable_bytes
 
     def precision(self, asked: Precision | None) -> Precision:
         """Return the precision asked for, else the fastest in which products were measured.

@@ -10,7 +10,7 @@ from rich.text import Text
 from outpace.records.hardware import Accelerator
 from outpace.records.memory import KINDS, Kind, MemoryAccount
 from outpace.records.plan import Plan
-from outpace.records.units import show_bytes, show_count
+from outpace.records.units import show_bytes, show_count, show_size
 
 _EXPLAINED: dict[Kind, str] = {
     "weights": "as kept from step to step",
@@ -43,11 +43,12 @@ def document(
 
     `next_command` finds what fits where this does not; it is null where it does, or may.
     """
-    capacity = None if accelerator is None else accelerator.memory_bytes
-    fits = None if capacity is None else traced.needed_bytes <= capacity
+    capacity = None if accelerator is None else accelerator.usable_bytes
+    fits = None if capacity is None else traced.device_bytes <= capacity
     return {
         "peak_memory_bytes": traced.peak_memory_bytes,
         "reserved_memory_bytes": traced.reserved_bytes,
+        "library_memory_bytes": traced.library_bytes,
         "anatomy_bytes": dict(traced.peak.by_kind),
         "peak_at": {"step": traced.peak.step, "where": traced.peak.location,
                     "operator": traced.peak.operator},
@@ -117,6 +118,7 @@ def memory_table(
         ("process", "resident_bytes", "anonymous resident memory, grown by"),
         ("allocator", "reserved_bytes", "reserved for tensors, what lies between them included"),
         ("unseen", "unseen_bytes", "on the device, and not the allocator's"),
+        ("libraries", "library_bytes", "CUDA's context and buffers of collectives, by formula"),
     ):
         taken = [getattr(one, field) for one in (traced, measured) if one is not None]
         if any(size is not None for size in taken):
@@ -153,15 +155,21 @@ def _notes(
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
         lines.append(f"Activations are of {parts}.")
     if accelerator is not None:
-        room = accelerator.memory_bytes - traced.needed_bytes
-        verdict = f"leaves {show_bytes(room)}" if room >= 0 else f"is {show_bytes(-room)} too much"
+        room = accelerator.usable_bytes - traced.device_bytes
+        verdict = f"leave {show_bytes(room)}" if room >= 0 else f"are {show_bytes(-room)} too much"
         lines.append(
-            f"Of the {show_bytes(accelerator.memory_bytes)} of a {accelerator.name} what the "
-            f"allocator reserves {verdict}; what CUDA and NCCL take beside it is not known before "
-            "it is measured."
+            f"Of the {show_bytes(accelerator.usable_bytes)} that a process gets of a "
+            f"{accelerator.name}'s {show_size(accelerator.memory_bytes)}, allocator and libraries "
+            f"with {show_bytes(traced.device_bytes)} {verdict}; what libraries take is known "
+            "better when it is measured."
         )
         if room < 0 and next_command is not None:
             lines.append(f"What fits is found by {next_command}")
+        elif room < 0 and plan.lora_rank is not None:
+            lines.append(
+                "Less memory with adapters: --base nf4, --checkpointing full, a smaller "
+                "--micro-batch or --seq-len."
+            )
     lines.append(f"A step is {show_count(traced.flops, 'FLOP')} of products on this rank.")
     error = relative_error(traced, measured)
     if error is not None:

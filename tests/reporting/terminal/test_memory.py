@@ -5,6 +5,7 @@ from rich.console import Console
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.plan import Plan
+from outpace.records.units import show_bytes
 from outpace.reporting.terminal.memory import document, memory_table
 
 DEVICE = ACCELERATORS["H100 SXM"]
@@ -34,11 +35,19 @@ def said(traced):
 
 
 def test_tensors_that_fit_in_pieces_that_do_not_are_too_much():
-    small, large = account(75 * GIB), account(DEVICE.memory_bytes + 3 * GIB)
+    small, large = account(75 * GIB), account(DEVICE.usable_bytes + 3 * GIB)
     assert said(small)["fits"] and not said(large)["fits"]
     assert said(large)["reserved_memory_bytes"] == large.reserved_bytes
-    assert "is 3.00 GiB too much" in shown(large)
-    assert "leaves" in shown(small)
+    assert "are 3.00 GiB too much" in " ".join(shown(large).split())
+    assert "leave " in shown(small)
+
+
+def test_libraries_count_and_the_device_has_what_its_driver_leaves():
+    rest = DEVICE.usable_bytes - 75 * GIB
+    fits, not_quite = (account(75 * GIB, library_bytes=rest + more) for more in (0, 1))
+    assert said(fits)["fits"] and not said(not_quite)["fits"]
+    assert said(fits)["device_memory_bytes"] == DEVICE.usable_bytes < DEVICE.memory_bytes
+    assert f"Of the {show_bytes(DEVICE.usable_bytes)} that a process gets" in shown(fits)
 
 
 def test_measured_figures_stand_beside_the_traced_ones():
