@@ -97,6 +97,22 @@ def test_quickstart_installs_again_when_the_pins_change(tmp_path: Path) -> None:
     assert len(installs(folder)) == 2
 
 
+def test_docs_installs_the_generator_and_passes_options_on(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    environ = {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+        "FAKE_VERSION": "3.12.1",
+    }
+    for words in (["--build"], ["--dev-addr", "localhost:1"]):
+        subprocess.run([folder / "scripts" / "docs", *words], env=environ, cwd="/", check=True)
+    (install,) = installs(folder)
+    assert "-c constraints.txt -e .[docs]" in install
+    calls = (folder / "calls").read_text()
+    assert "-m zensical build --clean --strict\n" in calls
+    assert "-m zensical serve --dev-addr localhost:1\n" in calls
+
+
 def test_an_old_python_is_refused_with_a_sentence(tmp_path: Path) -> None:
     folder = checkout(tmp_path)
     # Without the machine's own pythons: only the recorder, and the tools that the script needs.
