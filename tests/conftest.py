@@ -37,11 +37,13 @@ hypothesis.settings.load_profile("outpace")
 
 
 def pytest_configure() -> None:
-    """Signals reach what tests start, also where a shell has put all this into the background."""
+    """Let signals reach what tests start, also in the background, and collect less often."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # A worker comes to have millions of objects, and each full collection looks at all of them.
+    gc.set_threshold(5000, 10, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

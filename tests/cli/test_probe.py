@@ -65,7 +65,7 @@ def kept(tmp_path_factory):
     """Sections that need no other process, kept as a record."""
     out = tmp_path_factory.mktemp("probe") / "machine.json"
     sections = ["matmul", "memory", "storage", "loader"]
-    assert main(["probe", *sections, "--quick", "--budget", "8", "--model", "outpace-tiny",
+    assert main(["probe", *sections, "--quick", "--budget", "2", "--model", "outpace-tiny",
                  "--out", str(out)]) == 0  # fmt: skip
     return out
 
@@ -107,6 +107,7 @@ def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
     assert where == f"kept in {kept}"
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_of_a_launcher_measure_together(on_ranks, tmp_path):
     out = tmp_path / "machine.json"

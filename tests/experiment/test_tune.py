@@ -89,6 +89,7 @@ def test_it_stops_where_nothing_left_can_win(proposer, first_s):
     assert found["gain"] == pytest.approx(1 - found["step_time_s"] / default_s)
 
 
+@pytest.mark.slow
 def test_what_only_saves_memory_is_tried_where_nothing_else_fits(proposer, first_s):
     def took(proposal):
         return 2 * first_s(proposal)
@@ -125,6 +126,7 @@ def test_where_nothing_has_run_yet_the_fastest_is_tried(proposer):
     assert second.plan == others[0].plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", [4, *(pytest.param(code, marks=pytest.mark.slow) for code in (-9, 137))]
 )
@@ -145,6 +147,7 @@ def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer,
         most = min(most, own) if trial.failure else most
 
 
+@pytest.mark.slow
 def test_what_fails_in_another_way_says_nothing_of_memory(proposer):
     ended = play(proposer, runner(lambda proposal: None, code=2), Limits(trials=6))
     needs = [proposer.proposal(trial.plan).memory_bytes for trial in ended.trials]

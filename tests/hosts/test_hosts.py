@@ -78,6 +78,7 @@ def test_data_that_one_host_lacks_is_named(cluster, tmp_path):
     assert code == 2 and f"host-b: there is no {data}" in errors and "host-a" not in errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_host(cluster, tmp_path):
     process = cluster.start(
         "train", *TINY, "--steps", 500, "--hosts", "host-b:2", "--out", "run", cwd=tmp_path

@@ -40,7 +40,7 @@ DEEP = (
     '{"family": "gpt2", "layers": 4, "hidden": 32, "heads": 2, "vocab": 512, "max_positions": 64}'
 )
 
-SAMPLE = {("ddp", "save", signal.SIGSTOP, 1), ("1f1b", "step", signal.SIGSTOP, 0)}
+SAMPLE = {("ddp", "save", signal.SIGSTOP, 1)}
 CASES = [
     pytest.param(
         *case, id="-".join((*case[:2], case[2].name, str(case[3]))),
@@ -214,7 +214,8 @@ def rank_alone(words, cwd, rank=1, **environ):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        pytest.param(None, "does not answer as rank 0 does", id="silent"),
+        pytest.param(None, "does not answer as rank 0 does", id="silent",
+                     marks=pytest.mark.slow),
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program", id="http",
                      marks=pytest.mark.slow),
     ],
@@ -358,6 +359,7 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "complete.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "signum"),
     [pytest.param(1, signal.SIGINT, id="one rank"),
@@ -454,6 +456,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_model_is_written_leaves_nothing_of_it(tmp_path):
     (tmp_path / "exporting.py").write_text(EXPORTING.replace("TEMPORARY", TEMPORARY_PREFIX))
     words = ("train", "--model", "exporting.py:build", "--global-batch", 2, "--steps", 2,
@@ -494,6 +497,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "found"),
     [

@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_as_exact_as_autograds(kind, dtype, bias):
         assert error(loss_of(operands, targets, kind, dtype), loss) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])
 def test_compiled_passes_give_the_eager_ones_numbers(compiled, dtype):
     """Padding has bias −∞ nowhere: what is masked by column alone is compared, too."""
     for bias in (False, True):
@@ -219,7 +219,7 @@ def _flat(events):
         yield from _flat(event.children)
 
 
-@pytest.mark.parametrize("which", ["eager", "compiled"])
+@pytest.mark.parametrize("which", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_logits_are_held_once_in_16_bits(monkeypatch, compiled, which):
     """Their gradient takes their place. (The CPU's fp32 product for the head is frozen away.)"""
     passes = compiled if which == "compiled" else EAGER
@@ -294,6 +294,7 @@ def test_what_the_compiler_cannot_do_is_done_eagerly_with_one_sentence(monkeypat
     assert torch.equal(loss, eager) and len(told) == 1
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_more_shapes_than_torch_compiles_are_eager():
     torch._dynamo.reset()

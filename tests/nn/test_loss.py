@@ -302,6 +302,7 @@ def test_the_operators_of_bf16_on_a_cpu_keep_to_torchs_rules():
         torch.library.opcheck(low.low_loss.overload, (*(*operands, None)[:3], targets))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["plain", "chunked"])
 def test_no_tensor_holds_all_logits_compiled(make_spec, kind):

@@ -133,6 +133,7 @@ def test_a_gpu_keeps_less_and_computes_the_same():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
 def test_a_compiled_block_keeps_what_it_saves_elsewhere():
     """Hooks are outside of what is compiled; a model of one block, as compiling takes long."""

@@ -17,19 +17,25 @@ MICRO = {"micro_batch": 1, "precision": "fp64"}
 @pytest.mark.parametrize(
     "axes",
     [
-        {"pp": 2, "dp_shard": 2, "tp": 2, "pp_microbatches": 4},
+        {"pp": 2, "tp": 2, "pp_microbatches": 4},
+        pytest.param(
+            {"pp": 2, "dp_shard": 2, "tp": 2, "pp_microbatches": 4}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"dp_replicate": 2, "cp": 2, "tp": 2, "micro_batch": 4}, marks=pytest.mark.slow
         ),
     ],
-    ids=["pp-dp_shard-tp", "dp_replicate-cp-tp"],
+    ids=["pp-tp", "pp-dp_shard-tp", "dp_replicate-cp-tp"],
 )
-def test_two_by_two_by_two_equals_one_process(tmp_path, axes, on_ranks):
+def test_products_of_two_equal_one_process(tmp_path, axes, on_ranks):
     (tmp_path / "plan.json").write_text(json.dumps({"strategy": "3d", **MICRO, **axes}))
-    said = on_ranks(8, "outpace", "verify", "--json", f"--plan={tmp_path / 'plan.json'}")
+    sizes = [axes[axis] for axis in AXES if axis in axes]
+    said = on_ranks(
+        math.prod(sizes), "outpace", "verify", "--json", f"--plan={tmp_path / 'plan.json'}"
+    )
     (verdict,) = said["verdicts"]
     assert verdict["passed"] and verdict["strategy"] == "3d"
-    assert verdict["mesh"].count("2") == 3
+    assert verdict["mesh"].count("2") == len(sizes)
 
 
 @pytest.mark.gloo

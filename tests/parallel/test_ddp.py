@@ -78,6 +78,7 @@ def test_compression_is_refused_where_it_goes_wrong(options, sentence):
         plan(**{"compress_gradients": "powersgd", **options})
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_what_leaves_out_a_part_of_the_gradients_is_not_verified(kind, command, tmp_path):

@@ -20,32 +20,28 @@ LLAMA = "llama-3-8b"
 pytestmark = pytest.mark.fakeworld
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory, runnable, command):
-    """What ranks hold, by (plan, rank), all asked of one process."""
-    asked = {
-        "zero3 first": (LLAMA, {"strategy": "zero3", "dp_shard": 64}, 0),
-        "zero3 last": (LLAMA, {"strategy": "zero3", "dp_shard": 64}, 63),
-        "zero2": (LLAMA, {"strategy": "zero2", "dp_shard": 128}, 77),
-        "hsdp": (LLAMA, {"strategy": "hsdp", "dp_replicate": 8, "dp_shard": 64}, 511),
-        "tp": (LLAMA, {"strategy": "tp", "tp": 8, "micro_batch": 1}, 5),
-        "large": ("llama-3-70b", {"strategy": "zero3", "dp_shard": 512}, 300),
-        **{
-            f"gpipe {rank}": (LLAMA, {"strategy": "gpipe", "pp": 16, "pp_microbatches": 16}, rank)
-            for rank in (0, 1, 14, 15)
-        },
-        **{
-            f"zbv {rank}": (LLAMA, {"strategy": "zbv", "pp": 8, "pp_microbatches": 16}, rank)
-            for rank in (0, 7)
-        },
-    }
-    possible = runnable(sorted({plan["strategy"] for _, plan, _ in asked.values()}))
-    asked = {name: case for name, case in asked.items() if case[1]["strategy"] in possible}
-    plans = tmp_path_factory.mktemp("plans") / "plans.json"
-    plans.write_text(json.dumps(list(asked.values())))
-    done = command(RANK_OF, plans)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
+# Model and plan of a large world, by name.
+WORLDS = {
+    "zero3": (LLAMA, {"strategy": "zero3", "dp_shard": 64}),
+    "zero2": (LLAMA, {"strategy": "zero2", "dp_shard": 128}),
+    "hsdp": (LLAMA, {"strategy": "hsdp", "dp_replicate": 8, "dp_shard": 64}),
+    "tp": (LLAMA, {"strategy": "tp", "tp": 8, "micro_batch": 1}),
+    "large": ("llama-3-70b", {"strategy": "zero3", "dp_shard": 512}),
+    "gpipe": (LLAMA, {"strategy": "gpipe", "pp": 16, "pp_microbatches": 16}),
+    "zbv": (LLAMA, {"strategy": "zbv", "pp": 8, "pp_microbatches": 16}),
+}
+
+
+@pytest.fixture
+def held(tmp_path, command):
+    """`held("tp", 5)`: what a rank of a world holds."""
+
+    def ask(world, rank):
+        plans = tmp_path / "plans.json"
+        plans.write_text(json.dumps([[*WORLDS[world], rank]]))
+        return json.loads(command(RANK_OF, plans, check=True).stdout)
+
+    return ask
 
 
 def test_the_formula_counts_the_model():
@@ -53,11 +49,18 @@ def test_the_formula_counts_the_model():
 
 
 @pytest.mark.parametrize(
-    ("name", "shards"), [("zero3 first", 64), ("zero3 last", 64), ("zero2", 128), ("hsdp", 64)]
+    ("world", "rank", "shards"),
+    [
+        ("zero3", 63, 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("zero3", 0, 64), ("zero2", 77, 128), ("hsdp", 511, 64))
+        ),
+    ],
 )
-def test_shards_are_equal_parts_of_every_parameter(ranks, name, shards):
+def test_shards_are_equal_parts_of_every_parameter(held, world, rank, shards):
     """Rajbhandari et al. 2020, table 1: (4 + 8) bytes per parameter over the shards, in fp32."""
-    found = ranks[name]
+    found = held(world, rank)
     assert found["weight_bytes"] == 4 * WHOLE // shards
     assert found["moment_bytes"] == 8 * WHOLE // shards
     shapes = found["shapes"]
@@ -67,10 +70,11 @@ def test_shards_are_equal_parts_of_every_parameter(ranks, name, shards):
     assert shapes["final_norm.weight"] == [HIDDEN // shards]
 
 
-def test_seventy_billion_parameters_on_512_ranks(ranks):
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_512_ranks(held):
     """No parameter of the model has a first dimension that 512 does not divide, but one."""
     spec = preset("llama-3-70b")
-    found = ranks["large"]
+    found = held("large", 300)
     # 128,256 rows in parts of ⌈128,256 / 512⌉ = 251: the last rank in use has fewer.
     assert found["shapes"]["head.weight"] == [251, 8192]
     even = parameter_count(spec) - 2 * spec.vocab * spec.hidden
@@ -78,8 +82,8 @@ def test_seventy_billion_parameters_on_512_ranks(ranks):
     assert found["moment_bytes"] == 2 * found["weight_bytes"]
 
 
-def test_tensor_parallel_ranks_have_whole_heads_and_whole_norms(ranks):
-    found = ranks["tp"]
+def test_tensor_parallel_ranks_have_whole_heads_and_whole_norms(held):
+    found = held("tp", 5)
     shapes = found["shapes"]
     assert shapes["blocks.0.attention.q.weight"] == [HIDDEN // 8, HIDDEN]
     assert shapes["blocks.0.attention.k.weight"] == [KV_WIDTH // 8, HIDDEN]  # one head of 128
@@ -92,24 +96,27 @@ def test_tensor_parallel_ranks_have_whole_heads_and_whole_norms(ranks):
     assert found["weight_bytes"] == 4 * ((WHOLE - norms) // 8 + norms)
 
 
-def test_stages_have_their_layers_and_the_ends_their_tables(ranks):
+@pytest.mark.parametrize(
+    "rank", [0, 15, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 14))]
+)
+def test_stages_have_their_layers_and_the_ends_their_tables(held, rank):
     counts = layers_per_stage(preset(LLAMA), 16)
     assert sum(counts) == LAYERS
-    for rank in (0, 1, 14, 15):
-        found = ranks[f"gpipe {rank}"]
-        ends = {0: TABLE, 15: TABLE + HIDDEN}.get(rank, 0)
-        assert found["weight_bytes"] == 4 * (counts[rank] * (MATRICES + NORMS) + ends)
-        assert found["moment_bytes"] == 2 * found["weight_bytes"]
-        held = {name.split(".")[1] for name in found["shapes"] if name.startswith("blocks.")}
-        first = sum(counts[:rank])
-        assert held == {str(layer) for layer in range(first, first + counts[rank])}
+    found = held("gpipe", rank)
+    ends = {0: TABLE, 15: TABLE + HIDDEN}.get(rank, 0)
+    assert found["weight_bytes"] == 4 * (counts[rank] * (MATRICES + NORMS) + ends)
+    assert found["moment_bytes"] == 2 * found["weight_bytes"]
+    named = {name.split(".")[1] for name in found["shapes"] if name.startswith("blocks.")}
+    first = sum(counts[:rank])
+    assert named == {str(layer) for layer in range(first, first + counts[rank])}
 
 
-def test_a_v_has_both_ends_on_its_first_rank(ranks, runnable):
+@pytest.mark.parametrize("rank", [0, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_v_has_both_ends_on_its_first_rank(held, runnable, rank):
     runnable(["zbv"])
     counts = layers_per_stage(preset(LLAMA), 16)
     tables = 2 * TABLE + HIDDEN
-    for rank, ends in ((0, tables), (7, 0)):
-        layers = counts[rank] + counts[15 - rank]
-        found = ranks[f"zbv {rank}"]
-        assert found["weight_bytes"] == 4 * (layers * (MATRICES + NORMS) + ends)
+    ends = {0: tables, 7: 0}[rank]
+    layers = counts[rank] + counts[15 - rank]
+    found = held("zbv", rank)
+    assert found["weight_bytes"] == 4 * (layers * (MATRICES + NORMS) + ends)

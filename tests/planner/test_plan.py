@@ -99,6 +99,7 @@ def test_a_plan_is_estimated_the_same_when_it_is_given():
     assert estimate_plan(question, other).title == f"{first.title}, adamw-8bit, fp16"
 
 
+@pytest.mark.slow
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(["outpace-tiny", "gpt2", "llama-3-8b"]),

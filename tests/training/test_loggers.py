@@ -68,7 +68,10 @@ def test_steps_that_are_done_again_are_one_curve_in_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 3.5), (2, 2.5)]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize(
+    "name",
+    ["tensorboard", *(pytest.param(one, marks=pytest.mark.slow) for one in ("wandb", "mlflow"))],
+)
 def test_a_logger_that_fails_ends_no_training(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -104,6 +107,7 @@ def raising(error):
     return act
 
 
+@pytest.mark.slow
 def test_an_mlflow_server_is_not_waited_for_as_long_as_ranks_wait_for_each_other(
     tmp_path, monkeypatch
 ):

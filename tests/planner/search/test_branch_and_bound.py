@@ -192,6 +192,7 @@ def test_the_bytes_of_a_plan_are_the_same_whatever_is_beside_it(model):
         assert needs(plans.take([place]))[0] == pytest.approx(together[place], rel=1e-12)
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     model=st.sampled_from(["gpt2", "llama-3-8b", "mixtral-8x7b"]),

@@ -123,6 +123,7 @@ def test_what_cannot_be_probed_is_refused(tmp_path):
         run_turns(probe_storage({"checkpoints": Path("/proc")}, True, 1.0))
 
 
+@pytest.mark.slow
 def test_a_whole_probe_of_directories_on_one_disk(tmp_path):
     shares = []
     places = {"checkpoints": tmp_path / "runs" / "new", "offload": tmp_path}
@@ -140,7 +141,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
         "from outpace.probing.storage.benchmark import probe_storage\n"
-        "list(probe_storage({'checkpoints': Path(sys.argv[1])}, False, 60.0))"
+        "list(probe_storage({'checkpoints': Path(sys.argv[1])}, True, 60.0))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True
