@@ -19,7 +19,7 @@ import tokenizers
 
 from outpace.data.conversations import Conversation, Message, conversation_of
 from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
-from outpace.data.padded import IGNORED, Ragged, ragged
+from outpace.data.padded import IGNORED, Ragged, concatenate_samples
 from outpace.data.row_files import Row, checked_text
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, OutpaceError
@@ -64,7 +64,7 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
             ", and none is called 'default'. Keep the one to use as chat_template in "
             f"{tokenizer.template_file or 'tokenizer_config.json'}."
         )
-    return tokenizer.changed(tokenizer.inner, {"chat_template": DEFAULT_TEMPLATE})
+    return tokenizer.replace(tokenizer.inner, {"chat_template": DEFAULT_TEMPLATE})
 
 
 def messages_of(row: Row) -> list[Message]:
@@ -206,7 +206,7 @@ class ChatFormat:
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
             with self._refusals(where):
-                return self._generated(messages, tools, template)
+                return self._render_generation_marks(messages, tools, template)
         text = self._text(messages, False, where, tools, template)
         answers = _answers_of(messages)
         spans = []
@@ -226,10 +226,10 @@ class ChatFormat:
             )
         return Rendered(text, (spans[-1],), answers[-1:], whole=False)
 
-    def _generated(
+    def _render_generation_marks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: str
     ) -> Rendered:
-        """The text, and where the template's own marks say that the assistant speaks."""
+        """Render the text, with the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Declared to return a text, it returns texts and places.
@@ -291,11 +291,11 @@ class ChatFormat:
         joined = any(
             not starts.isdisjoint(range(first + 1, end)) for first, end in encoding.offsets
         )
-        return list(encoding.ids), _inside(encoding.offsets, spans), joined
+        return list(encoding.ids), _mask_spans(encoding.offsets, spans), joined
 
 
-def _inside(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each place, in order, begins in one of the spans, which are in order."""
+def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Return for each place whether it begins in one of the spans; both are in order."""
     found, at = [], 0
     for start, _ in places:
         while at < len(spans) and start >= spans[at][1]:
@@ -385,8 +385,8 @@ def encode_all(
     pad = chat.tokenizer.pad_id
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(
-        ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), tuple(marked),
-        tuple(wordless), tuple(joined), dict(unread),
+        concatenate_samples(found, fill), cut, empty, partial, tuple(altered), tuple(toolless),
+        tuple(marked), tuple(wordless), tuple(joined), dict(unread),
     )  # fmt: skip
 
 
@@ -443,7 +443,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
 
 
 def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:
-    """What messages have beside their words that the template writes nothing of."""
+    """Return the keys of messages, apart from their text, that the template leaves out."""
     keys = dict.fromkeys(
         key for one in talk.messages for key, value in one.items() if value and key not in _READ
     )

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.conversations import describe_form
-from outpace.data.padded import Ragged, ragged
+from outpace.data.padded import Ragged, concatenate_samples
 from outpace.data.row_files import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
@@ -35,14 +35,14 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Where the texts (one or two) and the label stand."""
+class TextColumns:
+    """Names of the columns with the texts (one or two) and with the label."""
 
     texts: tuple[str, ...]
     label: str
 
 
-def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> Columns:
+def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> TextColumns:
     """The columns asked for, else those of a benchmark's names. Raises BadInputError."""
     there = quote_names(table.columns)
     if texts is not None and len(texts) not in (1, 2):
@@ -65,7 +65,7 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
             remedy = f": {form}" if form else rows or f". Name it with {flag}."
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
-    return Columns(found, named)
+    return TextColumns(found, named)
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
             )
 
 
-def columns_hints(table: Table, columns: Columns, *, texts: bool, label: bool) -> list[str]:
+def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: bool) -> list[str]:
     """Other columns that are known as texts or labels, where they were not asked for.
 
     `texts`, `label`: whether these were named.
@@ -150,7 +150,7 @@ def _plain_number(label: str) -> str:
 
 
 def examples_of(
-    rows: Iterable[Row], columns: Columns, classes: Sequence[str] = ()
+    rows: Iterable[Row], columns: TextColumns, classes: Sequence[str] = ()
 ) -> list[Example]:
     """Texts and labels of rows; numbers of `classes` become their names. Raises BadInputError.
 
@@ -281,7 +281,7 @@ def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
         config["pad_token"] = tokenizer.eos_token
     if encoder:
         config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    return tokenizer.changed(inner, config)
+    return tokenizer.replace(inner, config)
 
 
 def _bert_pairs(tokenizer: Tokenizer) -> Any:
@@ -340,7 +340,7 @@ def encode(
             found.append(_sample(tokenizer, encoding, segments))
     fill = {"tokens": tokenizer.pad_id or 0, **({"segments": 0} if segments else {})}
     targets = [numbers[example.label] for example in examples]
-    return Encoded(ragged(found, fill, targets), cut)
+    return Encoded(concatenate_samples(found, fill, targets), cut)
 
 
 def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:

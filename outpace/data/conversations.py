@@ -74,7 +74,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     listed = next((name for name in _LISTS if values.get(name) is not None), None)
     if listed is not None:
         read = [listed]
-        found = [_message(one, row, roles) for one in _listed(values[listed], listed, row)]
+        found = [_message(one, row, roles) for one in _require_list(values[listed], listed, row)]
     else:
         found, read = _of_pair(row, roles)
     for name in _SYSTEM:
@@ -123,7 +123,7 @@ _Turn = tuple[Message, bool]
 
 
 def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
-    """Of a question and its answer, and the columns that they were read from."""
+    """Return the turns of a question and its answer, and the columns they were read from."""
     values = row.values
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
@@ -141,9 +141,9 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
         kind = type(values[ask]).__name__
         raise BadInputError(f"{row.where}: {ask!r} is {kind}, not text{rows}")
     if isinstance(values[ask], list) or isinstance(values[answer], list):
-        asked = [_message(one, row, roles) for one in _listed(values[ask], ask, row)]
+        asked = [_message(one, row, roles) for one in _require_list(values[ask], ask, row)]
         turns += [(message, False) for message, _ in asked]
-        turns += [_message(one, row, roles) for one in _listed(values[answer], answer, row)]
+        turns += [_message(one, row, roles) for one in _require_list(values[answer], answer, row)]
         return turns, read
     question = _text(values[ask], ask, row)
     for name in _ABOUT:
@@ -200,7 +200,7 @@ def _advise(values: Collection[str]) -> str:
 def _history(value: Any, row: Row) -> list[_Turn]:
     """Earlier questions and answers, which are learnt as well."""
     turns: list[_Turn] = []
-    for pair in _listed(value, "history", row):
+    for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise BadInputError(
                 f"{row.where}: 'history' has {_show(pair)}, not a pair of question and answer"
@@ -225,7 +225,7 @@ def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
     return list(turns)
 
 
-def _listed(value: Any, name: str, row: Row) -> list[Any]:
+def _require_list(value: Any, name: str, row: Row) -> list[Any]:
     if isinstance(value, list) and value:
         return value
     text = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
@@ -269,7 +269,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 
 def _is_learnt(one: Message, row: Row) -> bool:
-    """What a message's weight says. Raises BadInputError for one between none and all."""
+    """Whether a message's weight has it learnt. Raises BadInputError for a fraction."""
     for name in _WEIGHTS:
         value = one.get(name)
         if value is None:

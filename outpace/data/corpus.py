@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from outpace.data.hashes import remembered_extent, remembered_fingerprint
+from outpace.data.hashes import cached_fingerprint, remembered_extent
 from outpace.data.index import Index
 from outpace.data.misread import misread_hints
 from outpace.data.order import block_size_for
@@ -64,7 +64,7 @@ def prepare(
     hints: list[str] = []
     for reference in sources:
         source = open_source(reference)
-        content = remembered_fingerprint(source, text_field, cache_dir)
+        content = cached_fingerprint(source, text_field, cache_dir)
         hashes.append(content)
         hints += source.hints
         if source.is_tokens:
@@ -119,7 +119,7 @@ def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> St
     share = len(held_out) / max(1, len(train) + len(held_out))
     if eval_fraction / 2 <= share <= min(2 * eval_fraction, (1 + eval_fraction) / 2):
         return held_out if split == "validation" else train
-    return _tail(train.followed_by(held_out), split, eval_fraction)
+    return _tail(train.concatenate(held_out), split, eval_fraction)
 
 
 def _tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
@@ -142,7 +142,7 @@ def is_tokens(reference: str) -> bool:
 
 def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Path) -> str:
     """One hash of all that the sources hold."""
-    parts = [remembered_fingerprint(open_source(s), text_field, cache_dir) for s in sources]
+    parts = [cached_fingerprint(open_source(s), text_field, cache_dir) for s in sources]
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 
 

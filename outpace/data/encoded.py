@@ -15,20 +15,21 @@ from outpace.records.base import keep_memo
 _VALUES, _FILL = "values.", "fill."
 
 
-def remembered(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> Encoded:
-    """What `encode` gives, by what is kept under `key`, which says all that it depends on.
+def load_or_encode(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> Encoded:
+    """Load the samples kept under `key`, or call `encode` and keep its result.
 
-    What is damaged is made again; what cannot be kept is made again the next time.
+    `key` has to identify everything that the result depends on. A damaged file is replaced; where
+    the result cannot be kept, the next call encodes again.
     """
     path = cache_dir / "encoded" / f"{key}.npz"
     with suppress(Exception):  # of a damaged file numpy and zipfile say so in many ways
         return _read(path)
     made = encode()
-    keep_memo(path, _packed(made))
+    keep_memo(path, _to_npz(made))
     return made
 
 
-def _packed(made: Encoded) -> bytes:
+def _to_npz(made: Encoded) -> bytes:
     samples, file = made.samples, io.BytesIO()
     arrays: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {
         "starts": samples.starts, "cut": np.asarray(made.cut, np.int64),

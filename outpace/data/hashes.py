@@ -14,8 +14,8 @@ from outpace.records.base import keep_memo
 _SETTLED_S = 2.0
 
 
-def remembered_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
-    """The source's fingerprint; computed anew when any file's size or time has changed."""
+def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
+    """Return the source's fingerprint, recomputed when any file's size or time has changed."""
     if source.kind == "dataset":
         return fingerprint(source, text_field)
     seen = [
@@ -40,6 +40,6 @@ def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[in
         low, high = json.loads(memo.read_text())
         return int(low), int(high)
     except (OSError, ValueError, TypeError):
-        found = stream.measured()
+        found = stream.compute_extent()
         keep_memo(memo, json.dumps(found))
         return found

@@ -48,11 +48,11 @@ class Encoders:
         """Ids of each text, in time."""
         self._alone -= sum(map(len, texts))
         if self._processes > 1 and self._alone < 0:
-            return self._pool.submit(self._helped, texts)
+            return self._pool.submit(self._encode_with_helper, texts)
         return self._pool.submit(self._tokenizer.encode_batch, texts)
 
-    def _helped(self, texts: list[str]) -> list[Tokens]:
-        """Each thread of the pool has a helper; one that died is not replaced."""
+    def _encode_with_helper(self, texts: list[str]) -> list[Tokens]:
+        """Encode in this thread's helper; one that died is not replaced."""
         name = threading.get_ident()
         if name not in self._helpers:
             self._helpers[name] = _Helper(self._tokenizer)

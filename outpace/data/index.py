@@ -29,7 +29,7 @@ class File(Record):
 
 
 class Split(Record):
-    """What is read one file after the other; of the token ids the largest, −1 without any."""
+    """Files that are read one after another; `largest` is the largest token id, −1 without any."""
 
     tokens: NonNegativeInt
     largest: int
@@ -38,7 +38,7 @@ class Split(Record):
 
 
 class Misread(Record):
-    """What the tokenizer made of the text that may not have been meant (data/misread.py)."""
+    """Counts of tokens that the author may not have meant (data/misread.py)."""
 
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0

@@ -37,7 +37,7 @@ class IsolatedError(BadInputError):
 def call_isolated(
     work: Callable[[], Result], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Result:
-    """What `work` returns. Raises what it raises, and IsolatedError."""
+    """Return what `work` returns. Raises what it raises, and IsolatedError."""
     (result,) = iterate_isolated(lambda: iter([work()]), cpu_limit_s, memory_limit_bytes)
     return result
 
@@ -45,11 +45,11 @@ def call_isolated(
 def iterate_isolated(
     work: Callable[[], Iterator[Result]], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Iterator[Result]:
-    """What `work` gives, in order; items and errors have to be picklable.
+    """Yield the items of `work` in order from a forked process; all have to be picklable.
 
-    `cpu_limit_s` seconds of processor time for each item, `memory_limit_bytes` more memory than
-    this process has. Raises what it raises, and IsolatedError. Where processes cannot be forked it
-    is done here, without limits.
+    Each item may take `cpu_limit_s` seconds of processor time, and the process `memory_limit_bytes`
+    more memory than this one has. Raises what `work` raises, and IsolatedError. Where processes
+    cannot be forked, `work` runs in this process, without limits.
     """
     if sys.platform != "linux":  # elsewhere a fork with threads is not safe
         yield from work()
@@ -130,7 +130,7 @@ def _work(
     parent: int,
     held: set[int | signal.Signals],
 ) -> NoReturn:
-    """In the fork: send each item, and end."""
+    """Send each item from the fork, and end the fork."""
     try:
         here.close()
         faulthandler.disable()

@@ -48,7 +48,7 @@ class Loader:
         device: torch.device,
         timeout_s: float = 0.0,
     ) -> None:
-        dataset = dataset if hasattr(dataset, "locate") else _Own(dataset, seed)
+        dataset = dataset if hasattr(dataset, "locate") else _SeededDataset(dataset, seed)
         self._dataset = dataset
         self._slots = _Slots(
             self._dataset,
@@ -69,11 +69,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if not self._reads:
-            yield from self._slots.nothing()
+            yield from self._slots.empty_steps()
             return
         batches = self._background() if self._workers else self._foreground()
         if self._device.type == "cuda":
-            yield from self._ahead(self._steps(batches))
+            yield from self._prefetch_to_device(self._steps(batches))
         else:
             for step in self._steps(batches):
                 yield [to_device(batch, self._device) for batch in step]
@@ -89,7 +89,7 @@ class Loader:
     def _foreground(self) -> Iterator[Batch]:
         for keys in self._slots:
             batch = collate(self._dataset.__getitems__(keys))
-            yield pinned(batch) if self._pin else batch
+            yield pin_batch(batch) if self._pin else batch
 
     def _background(self) -> Iterator[Batch]:
         with worker_troubles(self._workers), starting_workers() as begin:
@@ -114,25 +114,25 @@ class Loader:
             yield batch
 
     def _exit_codes(self) -> list[int | None]:
-        """Those of the workers; None of one that runs."""
+        """Return the workers' exit codes; None for one that still runs."""
         return [worker.exitcode for worker in self._running._workers]
 
-    def _ahead(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """Copy the next step to the device while this one is computed with."""
+    def _prefetch_to_device(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Yield each step on the device, copying the next one while it is in use."""
         side = torch.cuda.Stream(self._device)
 
-        def copied(step: list[Batch] | None) -> list[Batch] | None:
+        def copy_step(step: list[Batch] | None) -> list[Batch] | None:
             if step is None:
                 return None
             with torch.cuda.stream(side):
                 return [to_device(batch, self._device) for batch in step]
 
-        following = copied(next(steps, None))
+        following = copy_step(next(steps, None))
         while following is not None:
             torch.cuda.current_stream(self._device).wait_stream(side)
             for batch in following:
                 _each_tensor(batch, lambda t: t.record_stream(torch.cuda.current_stream()))
-            current, following = following, copied(next(steps, None))
+            current, following = following, copy_step(next(steps, None))
             yield current
 
     def close(self) -> None:
@@ -175,8 +175,8 @@ class _Slots:
             for first in range(0, len(keys), self._slots.shape[1]):
                 yield keys[first : first + self._slots.shape[1]]
 
-    def nothing(self) -> Iterator[list[None]]:
-        """As many micro-batches and steps as there are, without samples."""
+    def empty_steps(self) -> Iterator[list[None]]:
+        """Yield every step with its micro-batches, without samples."""
         for _ in self._steps:
             yield [None] * self.passes
 
@@ -184,8 +184,8 @@ class _Slots:
         return len(self._steps) * self.passes
 
 
-class _Own(Dataset[Any]):
-    """A person's data set, whose random numbers are a function of (seed, place in training)."""
+class _SeededDataset(Dataset[Any]):
+    """The user's data set, whose random numbers depend only on (seed, place in training)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -242,6 +242,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return _each_tensor(batch, lambda t: t.to(device, non_blocking=True))
 
 
-def pinned(batch: Batch) -> Batch:
-    """The batch in page-locked memory."""
+def pin_batch(batch: Batch) -> Batch:
+    """Copy a batch to page-locked memory."""
     return _each_tensor(batch, lambda t: t.pin_memory())

@@ -1,4 +1,4 @@
-"""What a tokenizer makes of a text that its author may not have meant."""
+"""Tokens of a text that its author may not have meant."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def misread_hints(
     lost: Mapping[str, int],
     nuls: int = 0,
 ) -> list[str]:
-    """What `MisreadText` counted, in sentences."""
+    """Describe in sentences what `MisreadText` counted."""
     hints = []
     if nuls:
         hints.append(
@@ -74,7 +74,7 @@ def misread_hints(
 
 
 def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
-    """That many of the tokens stand for what the tokenizer does not know, where it is so."""
+    """Warn where many of the tokens stand for text that the tokenizer does not know."""
     if unknown <= _UNKNOWN_SHARE * tokens:
         return []
     return [

@@ -30,7 +30,7 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
 
 
 def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
-    """Where a keyed permutation of [0, size) sends each of the `places`."""
+    """Map each of the `places` by a keyed permutation of [0, size)."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     values = places.astype(np.uint64)
@@ -58,7 +58,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[Index, Index]:
-    """Which source each position takes its sample from, and how many it took from there before.
+    """Return the source of each position's sample, and its number within that source.
 
     Every block of sum(counts) positions has exactly counts[k] of source k, in a shuffled order.
     """

@@ -50,7 +50,7 @@ class Ragged:
         return int((self.values["targets"] != IGNORED).sum())
 
 
-def ragged(
+def concatenate_samples(
     samples: Sequence[Mapping[str, Sequence[int]]],
     fill: dict[str, int],
     labels: Sequence[int] | None = None,
@@ -66,8 +66,8 @@ def ragged(
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step goes through: the samples' own lengths, and the padded length of each."""
+class SampleLengths:
+    """Lengths of the samples of a step, before and after padding."""
 
     lengths: Ints
     padded: Ints
@@ -77,12 +77,12 @@ class Work:
 class PaddedDataset(Dataset[Batch]):
     """Batches of samples of at most `most` tokens, padded on the right to a `multiple`.
 
-    `fixed`: every batch is padded to `most`, else to what its longest sample needs. Large multiples
-    make few shapes, for what is made ready once for each (see `shape_multiple`). `mask` adds a
+    `fixed`: every batch is padded to `most`, else to its longest sample. Large multiples make few
+    shapes, for what is prepared once for each (see `shape_multiple`). `mask` adds a
     `padding_mask`, True for what is not padding, which encoders need and causal models do not;
     `last` the place of each sample's last token. With `once_in` the samples come in their own
-    order, each once or only the first `most_samples`, in batches of so many: the last one is filled
-    up with samples without target.
+    order, each once or only the first `most_samples`, in batches of `once_in`; the last one is
+    filled up with samples without targets.
     """
 
     samples: Ragged
@@ -97,14 +97,14 @@ class PaddedDataset(Dataset[Batch]):
     def __len__(self) -> int:
         if self.once_in is None:
             return len(self.samples)
-        return rounded(self._used, self.once_in)
+        return round_up(self._sample_count, self.once_in)
 
     @property
-    def _used(self) -> int:
-        """Samples that are used, of those that come once."""
+    def _sample_count(self) -> int:
+        """Number of samples used where each comes once."""
         return min(len(self.samples), self.most_samples or len(self.samples))
 
-    def each_once(self, most: int, batch: int) -> "PaddedDataset":
+    def single_pass(self, most: int, batch: int) -> "PaddedDataset":
         """The first `most` samples, or all, each once, in batches of `batch`."""
         return replace(self, once_in=batch, most_samples=most)
 
@@ -126,19 +126,19 @@ class PaddedDataset(Dataset[Batch]):
             found: list[int] = samples_at(seed, positions, len(self.samples)).tolist()
             return found
         places = positions % len(self)
-        return [int(p) if p < self._used else FILLER for p in places.tolist()]
+        return [int(p) if p < self._sample_count else FILLER for p in places.tolist()]
 
     def padded_length(self, longest: int) -> int:
-        """How long a batch with such a longest sample is."""
-        return self.most if self.fixed else min(rounded(longest, self.multiple), self.most)
+        """Return the length of a batch whose longest sample has this length."""
+        return self.most if self.fixed else min(round_up(longest, self.multiple), self.most)
 
-    def work(self, seed: int, positions: Index, micro_batch: int) -> Work:
-        """What the samples at these positions cost, `micro_batch` of them in a row at once."""
+    def sample_lengths(self, seed: int, positions: Index, micro_batch: int) -> SampleLengths:
+        """Return the lengths of the samples at these positions, by micro-batches."""
         keys = self.locate(seed, positions)
         lengths = self.samples.lengths[keys]
         longest = lengths.reshape(-1, micro_batch).max(axis=1)
         padded = [self.padded_length(int(one)) for one in longest]
-        return Work(lengths, np.repeat(padded, micro_batch))
+        return SampleLengths(lengths, np.repeat(padded, micro_batch))
 
     def __getitem__(self, index: int) -> Batch:
         """Sample `index` as a batch of its own, without the batch's dimension."""
@@ -167,16 +167,16 @@ class PaddedDataset(Dataset[Batch]):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def rounded(length: int, multiple: int = MULTIPLE) -> int:
-    """The next multiple."""
+def round_up(length: int, multiple: int = MULTIPLE) -> int:
+    """Round a length up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def shape_multiple(most: int, device_type: str, compiled: bool) -> int:
-    """What lengths of at most `most` tokens are rounded up to.
+    """Return the multiple that lengths of at most `most` tokens are rounded up to.
 
     On CUDA cuDNN's attention plans each new length, for 0.1 to 1 s: multiples of 64. A compiler
     takes longer: at most `COMPILED_SHAPES` lengths.
     """
     multiple = CUDA_MULTIPLE if device_type == "cuda" else MULTIPLE
-    return rounded(-(-most // COMPILED_SHAPES), multiple) if compiled else multiple
+    return round_up(-(-most // COMPILED_SHAPES), multiple) if compiled else multiple

@@ -37,19 +37,19 @@ def paraphrases(split: str) -> Iterator[Row]:
     """The pairs of a split, always the same."""
     draw = np.random.Generator(np.random.Philox(_SEED[split]))
 
-    def one_of(choices: tuple[str, ...]) -> str:
+    def choose(choices: tuple[str, ...]) -> str:
         return choices[int(draw.integers(len(choices)))]
 
     for number in range(1, SIZES[split] + 1):
-        said = {"who": one_of(_WHO), "what": one_of(_WHAT), "when": one_of(_WHEN)}
+        said = {"who": choose(_WHO), "what": choose(_WHAT), "when": choose(_WHEN)}
         said["number"] = str(draw.integers(1, 10))
         up, same = int(draw.integers(2)), draw.random() < _SAME
         denied = not same and draw.random() < _DENIED
-        first = _FIRST.format(move=one_of(_MOVES[up]), **said)
+        first = _FIRST.format(move=choose(_MOVES[up]), **said)
         other = up if same or denied else 1 - up
-        second = one_of(_SECOND).format(move=one_of(_MOVES[other]), **said)
+        second = choose(_SECOND).format(move=choose(_MOVES[other]), **said)
         if denied:
-            second = f"{one_of(_DENIALS)} {second[0].lower()}{second[1:]}"
+            second = f"{choose(_DENIALS)} {second[0].lower()}{second[1:]}"
         second = second[0].upper() + second[1:]
         values = {"sentence1": first, "sentence2": second, "label": int(same)}
         yield Row(values, f"{NAME}, {split}, pair {number}")

@@ -39,7 +39,7 @@ _HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
 
 @dataclass(frozen=True)
 class Row:
-    """One record. `where` says where it stands, for a person; `file`: of JSON that is no list."""
+    """One record. `where` tells the user its place; `file` is set for JSON that is not a list."""
 
     values: Mapping[str, Any]
     where: str
@@ -110,7 +110,7 @@ def require_text(file: Path, block: bytes) -> None:
     if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return  # which fails to decode, with its place
     if block.count(0) > _HOLE_SHARE * len(block):
-        raise BadInputError(_holes(str(file), block))
+        raise BadInputError(_describe_nuls(str(file), block))
     controls = len(block) - len(block.translate(None, bytes([*range(9), *range(14, 27)])))
     if block.count(0) and controls * 16 > len(block):
         raise BadInputError(
@@ -130,11 +130,11 @@ def _of_tokens(file: Path) -> str:
 def require_whole(file: Path, block: bytes, offset: int) -> None:
     """Refuse a file of text that has holes of NULs; this block of it begins at `offset`."""
     if block.count(0) > max(_FEW_NULS, _NUL_SHARE * len(block)):
-        raise BadInputError(_holes(str(file), block, offset))
+        raise BadInputError(_describe_nuls(str(file), block, offset))
 
 
-def _holes(where: str, block: bytes, offset: int = 0) -> str:
-    """What is wrong with a text that has NULs."""
+def _describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
+    """Describe a text that has NUL characters, and what to do about it."""
     return (
         f"{where} has {block.count(0):,} NUL characters, the first at offset "
         f"{offset + block.find(0):,}: a copy or a download of it was probably cut off, or it is no "
@@ -154,12 +154,14 @@ def read_value(text: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise RepeatedKeyError(_repeated([key for key, _ in pairs], "an object has the key"))
+        raise RepeatedKeyError(
+            _describe_repetition([key for key, _ in pairs], "an object has the key")
+        )
     return found
 
 
-def _repeated(names: Iterable[str], what: str) -> str:
-    """Which of the names is there more than once, behind `what`."""
+def _describe_repetition(names: Iterable[str], what: str) -> str:
+    """Complete `what` with the name that occurs more than once."""
     name, times = Counter(names).most_common(1)[0]
     return (
         f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and which of them is "
@@ -171,11 +173,11 @@ def _require_distinct(names: Sequence[str], where: str) -> None:
     """Refuse a table in which two columns have one name; those without a name may be many."""
     named = [name for name in names if name.strip()]
     if len(set(named)) < len(named):
-        raise BadInputError(f"{where}: {_repeated(named, 'the header has the column')}")
+        raise BadInputError(f"{where}: {_describe_repetition(named, 'the header has the column')}")
 
 
 def nested_rows(row: Row) -> str:
-    """Where the rows are that this one holds, and what to do, to go behind a sentence; or ''.
+    """Describe where the rows in this one are and what to do, as the end of a sentence; or ''.
 
     They are in a list of objects under a name, as in {"data": [...]}, or in columns.
     """
@@ -186,12 +188,12 @@ def nested_rows(row: Row) -> str:
     }
     if lists:
         name = max(lists, key=lambda name: lists[name])
-        return _unpacking(row.file, name, f"a list of {lists[name]:,} objects")
+        return _suggest_unpacking(row.file, name, f"a list of {lists[name]:,} objects")
     return rows_in_columns(row)
 
 
 def rows_in_columns(row: Row) -> str:
-    """As `nested_rows`, where each value holds that of all rows: in a list, or by their numbers."""
+    """Describe rows stored by column, as lists or by row number, as `nested_rows` does."""
     columns = [
         [*value.values()] if isinstance(value, dict) else value for value in row.values.values()
     ]
@@ -207,8 +209,8 @@ def rows_in_columns(row: Row) -> str:
     )
 
 
-def _unpacking(file: Path | None, name: str, what: str) -> str:
-    """How to read rows that are in an object under a name, to go behind a sentence."""
+def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:
+    """Tell how to read rows in an object under a name, as the end of a sentence."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
     return f". Its {name!r} is {what}: if these are the rows, write them by {command} > rows.jsonl"
@@ -221,8 +223,8 @@ def first_sign(file: Path) -> str:
     return head[:1].decode("latin-1")
 
 
-def _reason(error: Exception, column: int | None = None) -> str:
-    """Why JSON cannot be read, and at which character of its line, by default the error's."""
+def _format_json_error(error: Exception, column: int | None = None) -> str:
+    """Format why JSON cannot be read, with the column: by default the error's."""
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
         return f"{message} at column {error.colno if column is None else column}"
@@ -252,9 +254,9 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
             if alone:
                 _require_line_ends(file, line)
             if b"\0" in line:
-                raise BadInputError(_holes(where, line)) from None
+                raise BadInputError(_describe_nuls(where, line)) from None
             raise BadInputError(
-                f"{where} is not JSON: {_reason(error)}. Each line has to be an object"
+                f"{where} is not JSON: {_format_json_error(error)}. Each line has to be an object"
                 f"{_nested_name(file) if alone else '.'}"
             ) from None
         alone = False
@@ -266,13 +268,15 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _nested_name(file: Path) -> str:
-    """What `nested_rows` says of a file that is too large to be read whole; or '.'."""
+    """Describe nested rows as `nested_rows` does, for a file too large to read whole; or '.'."""
     if file.stat().st_size <= LINE_BYTES:
         return "."
     with readable(file) as stream:
         head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8)
     found = _NESTED.match(head)
-    return "." if found is None else _unpacking(file, found[1].decode(), "a list of objects")
+    return (
+        "." if found is None else _suggest_unpacking(file, found[1].decode(), "a list of objects")
+    )
 
 
 def _single_object(file: Path) -> tuple[Row, int] | None:
@@ -384,7 +388,7 @@ class _Text:
                     # Of what is cut off, behind its last character that is no blank.
                     line, column = self._place(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
-                        f"{where}, line {line}, is not JSON: {_reason(error, column)}"
+                        f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"
                     ) from None
                 self._more()
                 continue
@@ -428,7 +432,7 @@ def _table(
     do, as pandas writes them (see `_quotes`).
     """
     quoted = delimiter == "," or _quotes(file)
-    cells = _quoted(file, delimiter) if quoted else _tabbed(file)
+    cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
     header: list[str] | None = None
     for number, row, took in cells:
         if header is None:
@@ -512,15 +516,15 @@ def _quotes(file: Path) -> bool:
     return doubled
 
 
-def _tabbed(file: Path) -> Iterator[tuple[int, list[str], int]]:
-    """The number of each line that has any cells, those, and its bytes."""
+def _read_tabs(file: Path) -> Iterator[tuple[int, list[str], int]]:
+    """Yield for each line with any cells its number, its cells and its size in bytes."""
     for number, line in enumerate(_lines_of(file), 1):
         if stripped := line.removesuffix("\n").removesuffix("\r"):
             yield number, stripped.split("\t"), len(line)
 
 
-def _quoted(file: Path, delimiter: str) -> Iterator[tuple[int, list[str], int]]:
-    """The number of the last line of each row, its cells, and its bytes."""
+def _read_csv(file: Path, delimiter: str) -> Iterator[tuple[int, list[str], int]]:
+    """Yield for each row the number of its last line, its cells and its size in bytes."""
     csv.field_size_limit(LINE_BYTES)
     reader = csv.reader(_lines_of(file), delimiter=delimiter, strict=True)
     try:

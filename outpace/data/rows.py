@@ -107,11 +107,11 @@ def _split_of(reference: str) -> tuple[str, str | None]:
         return _dataset_split(reference)
     if not path.is_dir() or (path / "dataset_dict.json").is_file():
         return _dataset_split(f"hf:{reference}") if path.is_dir() else (reference, None)
-    train, validation = _named(path, _TRAIN), _named(path, _VALIDATION)
+    train, validation = _find_split_file(path, _TRAIN), _find_split_file(path, _VALIDATION)
     return (str(train) if train else reference, str(validation) if train and validation else None)
 
 
-def _named(folder: Path, names: Sequence[str]) -> Path | None:
+def _find_split_file(folder: Path, names: Sequence[str]) -> Path | None:
     for name in names:
         for kind in _NAMED:
             if (folder / f"{name}{kind}").is_file():
@@ -161,8 +161,8 @@ def _of_files(source: Source) -> Table:
     )
 
 
-def held_out(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to validate with, by the hash of their contents.
+def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
+    """Split rows into those to train on and those to validate with, by hash of their contents.
 
     Where there are too few rows for the hash to come near the fraction, the last are held out.
     Raises BadInputError where nothing would be left for one of the two.
@@ -205,7 +205,7 @@ def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
 
 
 def nul_hints(rows: Iterable[Row]) -> list[str]:
-    """How many rows have NUL characters, and the first of them, in a sentence."""
+    """Describe how many rows have NUL characters, and the first of them."""
     found = [row.where for row in rows if _has_nul(row.values)]
     if not found:
         return []

@@ -85,8 +85,8 @@ class TokenDataset(Dataset[Batch]):
         targets = sum(len(stream) - 1 for stream in self._streams)
         return targets - sum(self._sizes) * self._seq_len
 
-    def each_once(self, most: int, batch: int) -> "TokenDataset":
-        """The first `most` samples of a pass, or all, each once, in batches of `batch`.
+    def single_pass(self, most: int, batch: int) -> "TokenDataset":
+        """Return a data set of the first `most` samples, or all, each once, in batches of `batch`.
 
         The last one is filled up with samples without a target, so that a mean over all targets
         does not depend on the batch.
@@ -96,7 +96,7 @@ class TokenDataset(Dataset[Batch]):
         return found
 
     def passes(self, samples: int) -> tuple[float, ...]:
-        """How often so many samples of training go through each source."""
+        """Return how many passes through each source that many samples of training make."""
         if self._counts is None:
             return (samples / len(self),) * len(self._sizes)
         whole = sum(self._counts)

@@ -139,7 +139,7 @@ def _build(
     opening = np.array(tokenizer.opening_ids, dtype=np.uint32)
     try:
         current = writers["train"]
-        for piece, ids in encoded(source, tokenizer, text_field, processes, progress):
+        for piece, ids in encode_pieces(source, tokenizer, text_field, processes, progress):
             if piece.first:
                 current = writers[split_of(piece.text, eval_fraction)]
                 current.begin_document()
@@ -169,15 +169,15 @@ def _build(
 
 
 def split_of(text: str, eval_fraction: float) -> str:
-    """Which split a document belongs to, by the hash of its beginning."""
+    """Return the split of a document, by the hash of its beginning."""
     share = xxhash.xxh3_64_intdigest(text[:_HASHED_CHARACTERS].encode()) / 2**64
     return "validation" if share < eval_fraction else "train"
 
 
-def encoded(
+def encode_pieces(
     source: Source, tokenizer: Tokenizer, text_field: str, processes: int, progress: Progress
 ) -> Iterator[tuple[Piece, Tokens]]:
-    """All pieces of a source with their ids, in order; `processes` encode while this one reads."""
+    """Yield a source's pieces with their ids, in order; `processes` encode while this one reads."""
     ahead: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
     done = 0
     with Encoders(tokenizer, processes) as encoders:

@@ -1,4 +1,4 @@
-"""What a --data argument means: files, folders, globs, datasets, tokens, Python's own source."""
+"""Sources that --data names: files, folders, globs, datasets, tokens, Python's own source."""
 
 import filecmp
 import glob
@@ -92,7 +92,7 @@ class Source:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What of a folder or pattern is not read, in a sentence."""
+        """Description of the files of a folder or pattern that are not read."""
         if not self.left_out:
             return ()
         names = ", ".join(file.name for file in self.left_out[:3])
@@ -110,14 +110,14 @@ def open_source(reference: str, *, rows: bool = False) -> Source:
     `rows`: only files of records are wanted, also where others are more.
     """
     try:
-        return _opened(reference, rows)
+        return _source_by_kind(reference, rows)
     except OSError as error:  # a folder that may not be looked into, a name longer than may be
         raise BadInputError(
             f"the data at {excerpt(reference)} cannot be found: {error.strerror}"
         ) from None
 
 
-def _opened(reference: str, rows: bool) -> Source:
+def _source_by_kind(reference: str, rows: bool) -> Source:
     if reference == "stdlib":
         return _source_of(reference, "text", _library_files(Path(sysconfig.get_path("stdlib"))))
     if reference.startswith("hf:"):
@@ -146,7 +146,7 @@ def _opened(reference: str, rows: bool) -> Source:
 
 
 def form_of(file: Path) -> Form:
-    """What a file's suffix says that it holds."""
+    """Return the form of a file, by its suffix."""
     return _FORMS.get(file.suffix.lower(), "text")
 
 
@@ -187,7 +187,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
         groups["rows"] += unclear if not groups["rows"] else []
     kind = _chosen_kind(groups, rows)
     chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
-    splits = _splits_of(chosen)
+    splits = _splits_by_name(chosen)
     # Source code has folders called test, so that of texts all have to be of a split.
     if kind != "text" or all(splits[file] for file in chosen if not _ABOUT.match(file.name)):
         chosen = _of_one_split(splits)
@@ -233,7 +233,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def binary_kind(head: bytes) -> str | None:
-    """What a file is that begins so, where it is known and neither text nor tokens."""
+    """Name the kind of a binary file by its first bytes; None for text, tokens or unknown."""
     # Of an Arrow stream, a mark and the length of its schema follow each other.
     length = int.from_bytes(head[4:8], "little")
     if head.startswith(b"\xff\xff\xff\xff") and length % 8 == 0 and 0 < length < 1 << 20:
@@ -295,17 +295,19 @@ def row_files_below(folder: Path) -> list[Path]:
 
 def is_held_out(file: Path) -> bool:
     """Whether a file is named as one to validate or to test with."""
-    return _split_named([file.stem]) == "held out"
+    return _split_by_name([file.stem]) == "held out"
 
 
-def _splits_of(files: Sequence[Path]) -> dict[Path, str | None]:
-    """Which split each file is of, "train" or "held out", by its name and its folders' names."""
+def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
+    """Return the split of each file ("train" or "held out"), by its name and its folders'."""
     root = Path(os.path.commonpath([file.parent for file in files]))
-    return {file: _split_named((*file.relative_to(root).parent.parts, file.stem)) for file in files}
+    return {
+        file: _split_by_name((*file.relative_to(root).parent.parts, file.stem)) for file in files
+    }
 
 
-def _split_named(names: Sequence[str]) -> str | None:
-    """What the last of the names says that says anything."""
+def _split_by_name(names: Sequence[str]) -> str | None:
+    """Return the split that the last of the names tells, if any does."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"

@@ -60,8 +60,8 @@ class Mapped:
             self._read_bytes = 0
         return found
 
-    def loaded(self, offset: int, count: int) -> Array:
-        """Ids read into memory of their own: what is mapped counts as this process's memory."""
+    def load(self, offset: int, count: int) -> Array:
+        """Read ids into memory, since mapped pages count as memory of this process."""
         at = self._offset + offset * self.ids.itemsize
         return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
 
@@ -94,7 +94,7 @@ class Stream:
             offset = begin + filled - (int(self.ends[shard - 1]) if shard else 0)
             left = count - filled
             ids = self.shards[shard]
-            part = ids.part(offset, left) if mapped else ids.loaded(offset, left)
+            part = ids.part(offset, left) if mapped else ids.load(offset, left)
             found[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
@@ -112,8 +112,8 @@ class Stream:
         """The part from `begin` to `end`."""
         return replace(self, start=self.start + begin, stop=self.start + end)
 
-    def followed_by(self, other: "Stream") -> "Stream":
-        """All shards of this stream, then all of the other."""
+    def concatenate(self, other: "Stream") -> "Stream":
+        """Return a stream of all shards of this one, then all of the other."""
         length = int(self.ends[-1])
         assert self.document_starts is not None and other.document_starts is not None
         starts = np.concatenate((self.document_starts, other.document_starts + length))
@@ -132,7 +132,7 @@ class Stream:
 
     def largest(self) -> int:
         """The largest token id, or one of the shards' that is larger still; −1 without tokens."""
-        return self.measured()[1]
+        return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
         """The first id above `largest`, of which there is one: its file, its place there, itself.
@@ -147,8 +147,8 @@ class Stream:
                     return shard.path, place, int(shard.ids[place])
         raise ValueError(f"no id is above {largest}")
 
-    def measured(self) -> tuple[int, int]:
-        """The `extent`, by reading all tokens where it is not known; (0, −1) without tokens."""
+    def compute_extent(self) -> tuple[int, int]:
+        """Return the `extent`, reading all tokens where it is unknown; (0, −1) without tokens."""
         if self.extent is not None:
             return self.extent
         extents = [(int(block.min()), int(block.max())) for block in self.blocks()]
@@ -182,7 +182,7 @@ def token_stream(files: Sequence[Path]) -> Stream:
         if path.suffix.lower() != ".idx"
     ]
     if len(streams) > 1 and all(stream.document_starts is not None for stream in streams):
-        return reduce(Stream.followed_by, streams)
+        return reduce(Stream.concatenate, streams)
     if len(streams) == 1:
         return streams[0]
     return _stream([shard for stream in streams for shard in stream.shards], None)

@@ -57,7 +57,7 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
             if read == 0:
                 require_text(file, block)
             require_whole(file, block, read)
-            kept += _decoded(decoder, block, file, read)
+            kept += _decode(decoder, block, file, read)
             if read == 0:
                 kept = kept.removeprefix("\ufeff")  # the byte order mark is no text
             read += len(block)
@@ -66,12 +66,12 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
             if cut and border:
                 yield Piece(kept[:border], first, False, read - told)
                 kept, first, told = kept[border:], False, read
-    kept += _decoded(decoder, b"", file, read)
+    kept += _decode(decoder, b"", file, read)
     if kept:
         yield Piece(kept, first, True, read - told)
 
 
-def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: int) -> str:
+def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: int) -> str:
     try:
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
@@ -134,7 +134,7 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _remedy(row: Row, before: int) -> str:
-    """How to read records without the field: as what they are, or by another field.
+    """Tell how to read records without the field: in their own form, or by another field.
 
     `before`: records that have it, before this one.
     """

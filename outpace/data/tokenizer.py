@@ -104,7 +104,7 @@ class Tokenizer:
             )
         self.eos_id: int = vocab[self.eos_token]
         self._config = dict(config or {})
-        self._roles = self._named()
+        self._roles = self._find_roles()
         self.chat_templates = _templates(self._config.get("chat_template"))
         self.chat_template = self.chat_templates.get("default")
         self.mask_id, self.pad_id, self.cls_id, self.sep_id = (
@@ -116,8 +116,8 @@ class Tokenizer:
             f"{self.eos_token}\n{inner.to_str()}".encode(), digest_size=16, person=b"outpace-token"
         ).hexdigest()
 
-    def _named(self) -> dict[str, str]:
-        """The token of each role that has one."""
+    def _find_roles(self) -> dict[str, str]:
+        """Return the token of each role that has one."""
         found = {"eos_token": str(self.eos_token)}
         for role, usual in _ROLES.items():
             named = _content(self._config.get(role))
@@ -177,8 +177,8 @@ class Tokenizer:
         """The tokens that have a role, by transformers' names: eos_token, pad_token, …"""
         return dict(self._roles)
 
-    def changed(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
-        """Another one, of `inner`, that is configured as this one but for what `config` says."""
+    def replace(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
+        """Return a tokenizer of `inner` with this one's configuration, updated by `config`."""
         return Tokenizer(
             inner, self.eos_token, {**self._config, **config},
             None if "chat_template" in config else self.template_file,
@@ -543,7 +543,7 @@ def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) ->
 
 
 def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
-    """What a Hugging Face directory says of its tokenizer, and the file of its chat template."""
+    """Read a Hugging Face directory's tokenizer configuration and its chat template's file."""
     config: dict[str, Any] = {}
     template_file = None
     for name in ("special_tokens_map.json", "tokenizer_config.json"):

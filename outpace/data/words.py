@@ -40,7 +40,7 @@ class Words:
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: str) -> None:
         self._inner = inner
-        self._cut_ascii = re.compile(_written_out(pattern, "a-zA-Z", "0-9", _ASCII_SPACES))
+        self._cut_ascii = re.compile(_expand_classes(pattern, "a-zA-Z", "0-9", _ASCII_SPACES))
         self._pattern = pattern
         added = [token.content for token in inner.get_added_tokens_decoder().values()]
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
@@ -70,7 +70,7 @@ class Words:
             return None
         if text.isascii():
             return self._cut_ascii.findall(text)
-        settled = _settled()
+        settled = _load_unicode_classes()
         if settled.unsure.search(text):
             return None
         return _wide(self._pattern).findall(text)
@@ -117,8 +117,8 @@ def _pattern_of(told: dict[str, Any] | None) -> Any:
     return split["pattern"].get("Regex")
 
 
-def _written_out(pattern: str, letters: str, numbers: str, spaces: str) -> str:
-    """The pattern with its classes as lists of characters."""
+def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> str:
+    """Return the pattern with its classes written as lists of characters."""
     inside = False
     parts = []
     for part in _CLASSES.findall(pattern):
@@ -133,7 +133,7 @@ def _written_out(pattern: str, letters: str, numbers: str, spaces: str) -> str:
     return "".join(parts)
 
 
-class _Settled:
+class _UnicodeClasses:
     """Characters whose category is the same today as in Unicode 3.2, so that engines agree."""
 
     def __init__(self) -> None:
@@ -156,14 +156,14 @@ class _Settled:
 
 
 @cache
-def _settled() -> _Settled:
-    return _Settled()
+def _load_unicode_classes() -> _UnicodeClasses:
+    return _UnicodeClasses()
 
 
 @cache
 def _wide(pattern: str) -> re.Pattern[str]:
-    settled = _settled()
-    return re.compile(_written_out(pattern, settled.letters, settled.numbers, _SPACES))
+    settled = _load_unicode_classes()
+    return re.compile(_expand_classes(pattern, settled.letters, settled.numbers, _SPACES))
 
 
 def _ranges(codes: list[int]) -> str:

@@ -28,10 +28,10 @@ _FILES = ("too many open files", "ancdata")
 
 
 def start_method() -> str | None:
-    """How workers are started: forked where that is safe and the user has not said otherwise.
+    """Return the start method of workers: a fork where that is safe and the user chose no other.
 
-    Then a script needs no main guard, and a worker that ends is heard of at once. None is Python's
-    own choice.
+    A script then needs no main guard, and the end of a worker is noticed at once. None leaves the
+    choice to Python.
     """
     chosen = cast("str | None", multiprocessing.get_start_method(allow_none=True))
     return "fork" if chosen is None and sys.platform == "linux" else None
@@ -44,7 +44,7 @@ def forks_workers() -> bool:
 
 @contextmanager
 def starting_workers() -> Iterator[Begin]:
-    """What is given is the `worker_init_fn` of a DataLoader whose workers are started within.
+    """Yield the `worker_init_fn` of a DataLoader whose workers start within the context.
 
     They never collect what their parent had left to be collected: it may hold threads and memory
     that a fork does not have, whose end there is a segmentation fault. Nor do collections write to
@@ -90,15 +90,15 @@ def _begin(collects: bool, worker: int) -> None:
 def _leave(error: BaseException, _batch: object) -> None:
     """End this worker, whose batch is lost, so that its parent notices."""
     codes = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES, "socket": _NO_SOCKET}
-    code = codes.get(_lacking(error) or "", _NOT_SENT)
+    code = codes.get(_scarce_resource(error) or "", _NOT_SENT)
     if code == _NOT_SENT:
         print(f"a batch cannot be handed over: {type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()
     os._exit(code)
 
 
-def _lacking(error: BaseException) -> str | None:
-    """What an error says that is lacking: shared memory, open files, a short name, or memory."""
+def _scarce_resource(error: BaseException) -> str | None:
+    """Return what the error says is scarce: shared memory, open files, a short name, memory."""
     number = getattr(error, "errno", None)
     said = str(error).lower()
     if number in (errno.EMFILE, errno.ENFILE) or any(one in said for one in _FILES):
@@ -132,7 +132,7 @@ def worker_troubles(
             raise
         if said.startswith("Caught "):  # what a data set raised in a worker
             raise
-        reason = _reason(error, said, exit_codes)
+        reason = _explain_failure(error, said, exit_codes)
         if reason is None:
             raise
         raise BadInputError(
@@ -141,35 +141,38 @@ def worker_troubles(
         ) from None
 
 
-def _reason(
+def _explain_failure(
     error: BaseException, said: str, exit_codes: Callable[[], Sequence[int | None]]
 ) -> str | None:
-    """Why workers brought no batch, in sentences; None where it is not about them."""
+    """Explain why workers brought no batch; None where the error is not about them."""
     if said.startswith("DataLoader timed out"):
         limit = said.removeprefix("DataLoader timed out after ")
-        return f"no batch came within the time limit of {limit} (--comm-timeout-s).{_unguarded()}"
+        return (
+            f"no batch came within the time limit of {limit} (--comm-timeout-s)."
+            f"{_suggest_main_guard()}"
+        )
     if said.startswith("DataLoader worker"):
         code = _EXIT_CODE.search(said)
         ends = [int(code[1])] if code else [one for one in exit_codes() if one]
         if _NO_FILES in ends:
             return _SENTENCES["files"]
         if _NO_SHARED_MEMORY in ends or "bus error" in said.lower():
-            return f"{_SENTENCES['memory']} {_shared_memory()}"
+            return f"{_SENTENCES['memory']} {_describe_shared_memory()}"
         if _NO_SOCKET in ends:
             return _SENTENCES["socket"]
         if _NOT_SENT in ends:
             return "a batch could not be handed over (see above)."
         if "is killed by signal" in said or -signal.SIGKILL in ends:
             return _SENTENCES["killed"]
-        return f"one of them ended by itself.{_unguarded()}"
-    lacking = _lacking(error)
+        return f"one of them ended by itself.{_suggest_main_guard()}"
+    lacking = _scarce_resource(error)
     if lacking is None:
         return None
-    return _SENTENCES[lacking] + (f" {_shared_memory()}" if lacking == "memory" else "")
+    return _SENTENCES[lacking] + (f" {_describe_shared_memory()}" if lacking == "memory" else "")
 
 
-def _unguarded() -> str:
-    """What a script has to do where workers run it again as they start."""
+def _suggest_main_guard() -> str:
+    """Tell what a script has to do where workers run it again as they start."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""
@@ -189,8 +192,8 @@ _SENTENCES = {
 }
 
 
-def _shared_memory() -> str:
-    """How much there is of it, where that can be said."""
+def _describe_shared_memory() -> str:
+    """Describe how much shared memory there is, where that can be read."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:

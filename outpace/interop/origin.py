@@ -37,7 +37,7 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         found = load_tokenizer(str(source))
         more = {} if chat_template is None else {"chat_template": chat_template}
-        return found.changed(found.inner, more).save
+        return found.replace(found.inner, more).save
 
     def copy(folder: Path) -> None:
         for name in (*TOKENIZER_FILES, *_BESIDE_TOKENIZER):

@@ -31,13 +31,13 @@ SHUFFLED = "{% for m in messages | reverse %}{{ m.content }}{% endfor %}"
 def plain():
     learnt = train_tokenizer(["user assistant system hello there it is as the answer"] * 4, 400)
     learnt.inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return learnt.changed(learnt.inner, {})
+    return learnt.replace(learnt.inner, {})
 
 
 @pytest.fixture(scope="module")
 def formats(plain):
     """outpace's own template, whose answers are marked, and one where they are found."""
-    return [ChatFormat(plain), ChatFormat(plain.changed(plain.inner, {"chat_template": CHATML}))]
+    return [ChatFormat(plain), ChatFormat(plain.replace(plain.inner, {"chat_template": CHATML}))]
 
 
 def row(*turns):
@@ -228,7 +228,7 @@ def test_what_messages_have_beside_their_words_is_written_or_counted(plain, form
     rows = [Row({"messages": [TALK[0], thought]}, "line 1")]
     assert encode_all(formats[1], rows, 64).unread == {"'reasoning_content' of messages": 1}
     thinks = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content +")
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": thinks}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": thinks}))
     assert encode_all(chat, rows, 64).unread == {}
 
 
@@ -257,7 +257,7 @@ def learnt_of(chat, *rows):
 @pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS)])
 def test_tools_are_given_to_the_template(plain, formats, given):
     rows = [Row({"messages": TALK, "tools": given}, "line 1")]
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": WITH_TOOLS}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": WITH_TOOLS}))
     whole, _, found = learnt_of(chat, *rows)
     assert '"name": "weather"' in whole and not found.toolless
     old = [Row({"messages": TALK, "functions": [TOOLS[0]["function"]]}, "line 1")]
@@ -268,7 +268,7 @@ def test_tools_are_given_to_the_template(plain, formats, given):
 def test_tools_have_a_template_of_their_own_where_there_is_one(plain):
     templates = [{"name": "tool_use", "template": WITH_TOOLS},
                  {"name": "default", "template": CHATML}]  # fmt: skip
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": templates}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": templates}))
     assert "weather" in learnt_of(chat, Row({"messages": TALK, "tools": TOOLS}, "line 1"))[0]
     assert learnt_of(chat, Row({"messages": TALK}, "line 1"))[0].startswith("<|im_start|>user")
 
@@ -276,7 +276,7 @@ def test_tools_have_a_template_of_their_own_where_there_is_one(plain):
 def test_calls_of_tools_are_learnt_or_the_template_is_refused(plain, formats):
     row = Row({"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": CALLS},
                             {"role": "tool", "content": "12"}, TALK[1]]}, "line 1")  # fmt: skip
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": WITH_TOOLS}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": WITH_TOOLS}))
     _, words, _ = learnt_of(chat, row)
     assert '"arguments": {"city": "X"}' in words and words.endswith("b<|im_end|>\n")
     with pytest.raises(BadInputError, match=r"line 1: the assistant calls a tool, .* tool_calls"):
@@ -301,7 +301,7 @@ def test_answers_of_no_weight_are_not_learnt(formats):
 
 def test_answers_that_a_template_swallows_are_counted(plain):
     without = CHATML.replace("m.content +", "m.content.split('</t>')[-1] +")
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": without}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": without}))
     rows = [row("q", "<t>why</t>one"), row("q", "two ")]
     assert encode_all(chat, rows, 64).altered == ("line 1",)
     once = (
@@ -309,18 +309,18 @@ def test_answers_that_a_template_swallows_are_counted(plain):
         "{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}"
     )
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": once}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": once}))
     assert encode_all(chat, [row("q", "one", "r", "two")], 64).altered == ("line 1",)
 
 
 @pytest.mark.parametrize("clock", ["strftime_now('%d %b %Y %H:%M:%S')", 'strftime_now("%A")'])
 def test_the_date_that_is_learnt_does_not_change(plain, clock):
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": "{{ " + clock + " }}" + CHATML}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": "{{ " + clock + " }}" + CHATML}))
     whole, _, _ = learnt_of(chat, row("q", "a"))
     assert whole.startswith(("26 Jul 2024 00:00:00<", "Friday<")) and chat.dated
     with pytest.raises(BadInputError, match="writes the time in a form that it makes itself"):
         other = "{% set f = '%d' %}{{ strftime_now(f) }}" + CHATML
-        ChatFormat(plain.changed(plain.inner, {"chat_template": other}))
+        ChatFormat(plain.replace(plain.inner, {"chat_template": other}))
 
 
 def test_a_broken_template_is_told_with_its_file_and_line(plain, tmp_path):
@@ -336,7 +336,7 @@ def test_a_broken_template_is_told_with_its_file_and_line(plain, tmp_path):
 def test_templates_of_which_none_is_the_default_are_named(plain):
     templates = [{"name": name, "template": CHATML} for name in ("tool_use", "rag")]
     with pytest.raises(BadInputError, match=r"templates 'tool_use', 'rag', and none is .*default"):
-        ChatFormat(plain.changed(plain.inner, {"chat_template": templates}))
+        ChatFormat(plain.replace(plain.inner, {"chat_template": templates}))
 
 
 def test_a_part_without_an_answer_is_named(formats):
@@ -346,7 +346,7 @@ def test_a_part_without_an_answer_is_named(formats):
 
 
 def test_a_template_that_rewrites_earlier_answers_shows_the_last(plain):
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": FORGETFUL}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": FORGETFUL}))
     found = encode_all(chat, [row("q", "one", "r", "two")], 64)
     targets = found.samples.values["targets"]
     learnt = [int(t) for t in targets if t != IGNORED]
@@ -356,7 +356,7 @@ def test_a_template_that_rewrites_earlier_answers_shows_the_last(plain):
 
 def test_a_template_in_which_answers_cannot_be_found_is_refused(plain):
     with pytest.raises(BadInputError, match="does not begin a conversation with what it makes"):
-        ChatFormat(plain.changed(plain.inner, {"chat_template": SHUFFLED}))
+        ChatFormat(plain.replace(plain.inner, {"chat_template": SHUFFLED}))
 
 
 def test_long_conversations_are_cut_and_counted(formats):
@@ -393,12 +393,12 @@ def test_long_conversations_are_cut_and_counted(formats):
 )
 def test_a_template_without_an_end_is_refused(plain, template, said):
     with pytest.raises(BadInputError, match=f"the first conversation tried.*: .*{said}"):
-        ChatFormat(plain.changed(plain.inner, {"chat_template": template + CHATML}))
+        ChatFormat(plain.replace(plain.inner, {"chat_template": template + CHATML}))
 
 
 def test_a_conversation_with_which_a_template_has_no_end_is_named(plain):
     grows = "{% if messages[0].content == 'grow' %}{{ 'a' * 30000000000 }}{% endif %}" + CHATML
-    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": grows}))
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": grows}))
     talks = [
         Row({"messages": [{"role": "user", "content": word},
                           {"role": "assistant", "content": "yes"}]}, f"a.jsonl, line {line}")
@@ -432,7 +432,7 @@ def test_answers_whose_first_token_begins_in_the_template_are_told(end, answer, 
         "{% if add_generation_prompt %}{{ '" + end + "' }}{% endif %}"
     )
     tokenizer = train_tokenizer(["it is yes and yes and yes USER ASSISTANT"] * 20, 300)
-    chat = ChatFormat(tokenizer.changed(tokenizer.inner, {"chat_template": template}))
+    chat = ChatFormat(tokenizer.replace(tokenizer.inner, {"chat_template": template}))
     row = Row({"prompt": "is it", "completion": answer}, "line 1")
     found = encode_all(chat, [row, Row({"prompt": "a", "completion": answer + answer}, "2")], 64)
     assert found.joined == joined

@@ -10,7 +10,7 @@ from pyarrow import parquet
 from outpace.data import classify
 from outpace.data.paraphrases import paraphrases
 from outpace.data.row_files import read_rows
-from outpace.data.rows import held_out, read_table, splits_of
+from outpace.data.rows import read_table, split_rows, splits_of
 from outpace.data.tokenizer import train_tokenizer
 from outpace.records.errors import BadInputError
 
@@ -184,11 +184,11 @@ def test_pairs_have_segments_and_the_longer_text_is_cut(encoder):
 
 def test_rows_held_out_depend_on_their_contents_only():
     rows = list(paraphrases("train"))[:400]
-    train, validation = held_out(rows, 0.1)
-    again = held_out(rows[::-1], 0.1)
+    train, validation = split_rows(rows, 0.1)
+    again = split_rows(rows[::-1], 0.1)
     assert 20 <= len(validation) <= 80 and len(train) + len(validation) == 400
     assert {r.where for r in again[1]} == {r.where for r in validation}
-    assert [len(part) for part in held_out(rows[:3], 0.1)] == [2, 1]
+    assert [len(part) for part in split_rows(rows[:3], 0.1)] == [2, 1]
 
 
 def test_generated_pairs_are_always_the_same_and_of_mrpcs_shares():
@@ -267,7 +267,7 @@ def test_labels_that_are_written_in_two_ways_are_said(tmp_path, labels, said):
 def test_long_texts_are_cut_on_the_tokenizers_side(side):
     """As transformers cuts them when the exported model is used."""
     plain = train_tokenizer(["a b c d e f"] * 3, 300)
-    tokenizer = plain.changed(plain.inner, {"truncation_side": side})
+    tokenizer = plain.replace(plain.inner, {"truncation_side": side})
     text = "a b c d e f"
     whole = tokenizer.encode(text)
     found = classify.encode(tokenizer, [classify.Example((text,), "x")], ["x"], 4, False)

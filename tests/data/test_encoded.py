@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.data.classify import Encoded
-from outpace.data.encoded import remembered
-from outpace.data.padded import ragged
+from outpace.data.encoded import load_or_encode
+from outpace.data.padded import concatenate_samples
 
 
 def _made(lengths, segments=False, labels=True):
     names = ("tokens", "segments") if segments else ("tokens",)
     samples = [{name: list(range(length)) for name in names} for length in lengths]
     numbers = list(range(len(lengths))) if labels else None
-    return Encoded(ragged(samples, dict.fromkeys(names, 3), numbers), 2)
+    return Encoded(concatenate_samples(samples, dict.fromkeys(names, 3), numbers), 2)
 
 
 def _same(one, other):
@@ -40,31 +40,31 @@ def _never():
 )  # fmt: skip
 def test_what_is_kept_is_what_was_made(tmp_path_factory, lengths, segments, labels):
     cache, made = tmp_path_factory.mktemp("cache"), _made(lengths, segments, labels)
-    _same(remembered(cache, "key", lambda: made), made)
-    _same(remembered(cache, "key", _never), made)
+    _same(load_or_encode(cache, "key", lambda: made), made)
+    _same(load_or_encode(cache, "key", _never), made)
 
 
 def test_another_key_is_something_else(tmp_path):
-    remembered(tmp_path, "key", lambda: _made([2]))
+    load_or_encode(tmp_path, "key", lambda: _made([2]))
     with pytest.raises(AssertionError):
-        remembered(tmp_path, "another", _never)
+        load_or_encode(tmp_path, "another", _never)
 
 
 def test_what_is_damaged_is_made_again(tmp_path):
     made = _made([3, 4])
-    remembered(tmp_path, "key", lambda: made)
+    load_or_encode(tmp_path, "key", lambda: made)
     (path,) = (tmp_path / "encoded").iterdir()
     whole = path.read_bytes()
     for broken in (b"", whole[: len(whole) // 2], whole[:-60] + bytes(60),
                    whole.replace(b"starts", b"stands")):  # fmt: skip
         path.write_bytes(broken)
         other = _made([5])
-        _same(remembered(tmp_path, "key", lambda other=other: other), other)
-        _same(remembered(tmp_path, "key", _never), other)
+        _same(load_or_encode(tmp_path, "key", lambda other=other: other), other)
+        _same(load_or_encode(tmp_path, "key", _never), other)
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path):
     (tmp_path / "file").touch()
     for length in (2, 3):
         made = _made([length])
-        _same(remembered(tmp_path / "file", "key", lambda made=made: made), made)
+        _same(load_or_encode(tmp_path / "file", "key", lambda made=made: made), made)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outpace.data.padded import FILLER, IGNORED, PaddedDataset, ragged, shape_multiple
+from outpace.data.padded import FILLER, IGNORED, PaddedDataset, concatenate_samples, shape_multiple
 
 LENGTHS = (3, 8, 9, 17, 1)
 
@@ -11,7 +11,7 @@ LENGTHS = (3, 8, 9, 17, 1)
 @pytest.fixture
 def samples():
     made = [{"tokens": [n] * n, "targets": [n] * (n - 1) + [IGNORED]} for n in LENGTHS]
-    return ragged(made, {"tokens": 0, "targets": IGNORED})
+    return concatenate_samples(made, {"tokens": 0, "targets": IGNORED})
 
 
 def test_a_gpu_has_few_lengths_and_a_compiler_fewer():
@@ -46,7 +46,7 @@ def test_what_is_held_out_comes_once_each_and_is_filled_up(samples):
 
 
 def test_labels_of_fillers_do_not_count():
-    data = PaddedDataset(ragged([{"tokens": [1]}], {"tokens": 0}, [1]), 8, once_in=2)
+    data = PaddedDataset(concatenate_samples([{"tokens": [1]}], {"tokens": 0}, [1]), 8, once_in=2)
     assert data.__getitems__(data.locate(0, np.arange(2)))["targets"].tolist() == [1, IGNORED]
 
 
@@ -54,7 +54,7 @@ def test_labels_of_fillers_do_not_count():
 def test_work_is_what_batches_hold(samples, fixed):
     data = PaddedDataset(samples, 24, fixed)
     places = np.arange(40)
-    work = data.work(3, places, micro_batch=2)
+    work = data.sample_lengths(3, places, micro_batch=2)
     keys = data.locate(3, places)
     batches = [data.__getitems__(keys[i : i + 2])["tokens"] for i in range(0, 40, 2)]
     assert work.lengths.sum() == sum(LENGTHS) * 8

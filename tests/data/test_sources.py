@@ -793,7 +793,7 @@ def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, 
     assert tokens(without) == [[2, 3, 1, 3, 1]]
     opened = tokenizers.Tokenizer.from_str(inner.to_str())
     opened.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.changed(opened, {}))
+    corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.replace(opened, {}))
     assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1]]
     assert corpus.fingerprint != without.fingerprint
 

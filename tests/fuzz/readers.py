@@ -279,13 +279,13 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.data.shards": ("read_index",), "outpace.data.index": ("Index._whole",),
             "outpace.data.stream": ("cached_stream",)}, keeps=False),
         Reader("text", documents.tables, _text, {
-            "outpace.data.text": ("pieces", "_plain", "_decoded", "_border", "_all_in_pieces",
+            "outpace.data.text": ("pieces", "_plain", "_decode", "_border", "_all_in_pieces",
                                   "_in_pieces", "_checked", "_json_lines", "_parquet")}),
         Reader("rows", documents.tables, _rows, {
             "outpace.data.rows": ("read_table", "_of_files", "_json_list", "_json_lines",
-                                  "_parquet", "_delimited", "_tabbed", "_quoted", "_is_cola",
+                                  "_parquet", "_delimited", "_read_tabs", "_read_csv", "_is_cola",
                                   "fingerprint", "_content", "_plain"),
-            "outpace.data.chat": ("messages_of", "_listed", "_message", "_text", "_show")}),
+            "outpace.data.chat": ("messages_of", "_require_list", "_message", "_text", "_show")}),
         Reader("checkpoint", results.checkpoints, _checkpoint, {
             "outpace.training.checkpoint": (
                 "damage", "step_of", "whole_checkpoints", "newest_intact", "_checksum",
@@ -309,7 +309,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
             "outpace.data.tokenizer": ("load_tokenizer", "_load", "_config_of", "_content",
                                        "_byte_pairs", "_word_pieces", "Tokenizer.__init__",
-                                       "Tokenizer._named", "Tokenizer.chat_template"),
+                                       "Tokenizer._find_roles", "Tokenizer.chat_template"),
             "outpace.data.words": ("words_of", "_pattern_of")}),
         Reader("report", results.reported, _report, {
             "outpace.cli.report": ("_read_subject", "_record", "_document")}),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from outpace.data.loader import pinned
+from outpace.data.loader import pin_batch
 from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in
 from outpace.records.errors import BadInputError
 
@@ -29,7 +29,7 @@ def test_dataclasses_are_structures_of_their_fields(monkeypatch):
     assert second["pair"].x.tolist() == [2, 3] and second["pair"].inner.name == "all"
     assert second["pair"].inner.y.tolist() == [4, 6]
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
-    moved = pinned(batch)["pair"]
+    moved = pin_batch(batch)["pair"]
     assert moved.inner.y.tolist() == [1, 3, 5, 7] and batch["pair"].inner.y[0] == 0
 
 

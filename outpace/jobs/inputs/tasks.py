@@ -13,18 +13,18 @@ import xxhash
 
 from outpace.data import classify
 from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
-from outpace.data.encoded import remembered
+from outpace.data.encoded import load_or_encode
 from outpace.data.misread import unknown_hints
-from outpace.data.padded import MULTIPLE, PaddedDataset, Ragged, rounded, shape_multiple
+from outpace.data.padded import MULTIPLE, PaddedDataset, Ragged, round_up, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.row_files import Row
 from outpace.data.rows import (
     Table,
     fingerprint,
-    held_out,
     nul_hints,
     overlap_hints,
     read_tables,
+    split_rows,
     splits_of,
     unread_file_hints,
 )
@@ -130,7 +130,7 @@ def load_task_inputs(
     seq_len = resolve_seq_len(settings, positions)
     # Each length is shared by the ranks of tensor parallelism.
     tp = 1 if plan is None else plan.tp
-    most = rounded(seq_len, math.lcm(MULTIPLE, tp))
+    most = round_up(seq_len, math.lcm(MULTIPLE, tp))
     if positions is not None and most > positions:
         most = positions // tp * tp
     seq_len = min(seq_len, most)
@@ -173,7 +173,7 @@ def read_source(settings: TrainSettings) -> TaskRows:
     if others:
         train, validation = rows, _rows(others)
     else:
-        train, validation = held_out(rows, settings.eval_fraction)
+        train, validation = split_rows(rows, settings.eval_fraction)
     return TaskRows(train, validation, tables[0], (*hints, *overlap_hints(train, validation)))
 
 
@@ -339,7 +339,7 @@ def _classify(
     more = json.dumps([1, columns.texts, columns.label, labels, list(classes), seq_len, segments,
                        encoder, tokenizer.pad_id, tokenizer.truncation_side])  # fmt: skip
     encoded = [
-        remembered(
+        load_or_encode(
             cache_dir,
             xxhash.xxh3_128_hexdigest(f"{of}|{more}".encode()),
             partial(classify.encode, tokenizer, part, labels, seq_len, segments),
@@ -439,7 +439,7 @@ def step_costs(
 
     def costs_of(step: int) -> Costs:
         slots = np.arange(settings.global_batch) + (step - 1) * settings.global_batch
-        work = dataset.work(settings.seed, slots, plan.samples_read)
+        work = dataset.sample_lengths(settings.seed, slots, plan.samples_read)
         model = hardware = None
         if spec is not None:
             model = _flops(spec, work.lengths, labels, adapters)

@@ -540,7 +540,7 @@ def _evaluate(
         most = job.settings.eval_batches * job.settings.global_batch
     batch = job.plan.samples_read * job.plan.readers
     if isinstance(data, (PaddedDataset, TokenDataset)):
-        data = data.each_once(most, batch)
+        data = data.single_pass(most, batch)
         most = len(data)
     batches = max(1, min(most, len(data)) // batch)
     loader = _loader(job, data, 0, batches, batch)

@@ -85,7 +85,7 @@ class _Run:
     def _make(self) -> Callable[[], list[Ids]]:
         """Encoders that have seen nothing yet."""
         self.close()
-        fresh = self._tokenizer.changed(self._tokenizer.inner, {})
+        fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0
         self._encoders = self._open.enter_context(Encoders(fresh, self._processes, 0))
         return self._encode

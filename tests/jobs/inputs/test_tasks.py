@@ -503,7 +503,7 @@ def test_answers_without_an_end_are_said(home, tmp_path):
     body += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     for end, told in (("", True), ("{{ eos_token }}", False)):
         tokenizer = train_tokenizer(["user assistant is and"] * 9, 400)
-        changed = tokenizer.changed(tokenizer.inner, {"chat_template": body.replace("END", end)})
+        changed = tokenizer.replace(tokenizer.inner, {"chat_template": body.replace("END", end)})
         changed.save(tmp_path / "tokenizer")
         found = materials_of(home, talk, task="chat", family="llama",
                              tokenizer=str(tmp_path / "tokenizer"))  # fmt: skip
