@@ -56,8 +56,8 @@ class MemoryAccount(Record):
     allocator had given out, kernels' own included; `resident_bytes` by how much the process grew.
     `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` what no tensor shows
     (contexts, libraries), `library_bytes` the same by the planner's formula; None where it is not
-    known. `flops` are of matrix products in one step on this rank, recomputation included; `bytes_moved` is what
-    its operators read and write.
+    known. `flops` are of matrix products in one step on this rank, recomputation included;
+    `bytes_moved` is what its operators read and write.
     """
 
     source: Source
