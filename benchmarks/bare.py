@@ -1,8 +1,8 @@
 """Training loops as a person would write them with PyTorch's own engines, to compare with.
 
 The same model class, loss kernel, optimizer and batches as outpace's, and nothing around them.
-Each maker is given a prepared job (`outpace.jobs.train.build.Prepared`) and returns a function that
-turns a batch into gradients and their norm, clipped, and says the loss.
+Each maker is given a prepared job (`outpace.jobs.train.build.PreparedRun`) and returns a function
+that turns a batch into gradients and their norm, clipped, and says the loss.
 """
 
 from collections.abc import Callable, Iterator

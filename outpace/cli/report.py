@@ -15,8 +15,8 @@ from outpace.records.certificate import Certificate
 from outpace.records.comparison import Comparison
 from outpace.records.errors import BadInputError, harmless
 from outpace.records.estimate import Plans
+from outpace.records.hang_report import HangReport
 from outpace.records.machine import Machine
-from outpace.records.standstill import HangReport
 from outpace.records.tuning import Tuning
 
 if TYPE_CHECKING:

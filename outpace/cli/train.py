@@ -17,7 +17,7 @@ from typing import NoReturn
 from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
 from outpace.interop.user_file import require_named
-from outpace.jobs.train.prefault import touching
+from outpace.jobs.train.prefault import prefault_memory
 from outpace.launch.fork import can_fork, name_rank
 from outpace.launch.launcher_env import ranks_from
 from outpace.launch.lazy_imports import import_quickly
@@ -235,10 +235,10 @@ def _replan(asked: _Request, ranks: Ranks) -> _Request:
     """Choose a layout for the present ranks if the run that is resumed had another number."""
     if not asked.settings.resume or asked.trial:
         return asked
-    from outpace.jobs.planning.replan import refit
+    from outpace.jobs.planning.replan import replan
 
     say = _say if ranks.rank == 0 else _say_nothing
-    settings, origins = refit(asked.settings, asked.origins, ranks, say)
+    settings, origins = replan(asked.settings, asked.origins, ranks, say)
     return replace(asked, settings=settings, origins=origins)
 
 
@@ -271,7 +271,7 @@ def _train_here(
     end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
-    ahead = touching(asked.settings, ranks, environ)  # while torch loads
+    ahead = prefault_memory(asked.settings, ranks, environ)  # while torch loads
     with import_quickly():
         from outpace.jobs.train import job
         from outpace.jobs.train.auto_micro_batch import trier
@@ -293,7 +293,7 @@ def _train_here(
 
 def _explain(path: Path) -> None:
     """A page beside a file that says how ranks stood, and where it is on standard error."""
-    from outpace.records.standstill import HangReport
+    from outpace.records.hang_report import HangReport
     from outpace.reporting.documents.hang import hang_document
     from outpace.reporting.page import page
 

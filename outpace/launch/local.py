@@ -26,9 +26,9 @@ from outpace.launch.fork import Begin, fork_ranks
 from outpace.launch.network_interfaces import LOOPBACK, require_address
 from outpace.launch.parent_watch import child_environment
 from outpace.records.errors import (
+    EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_OUT_OF_MEMORY,
-    EXIT_STANDSTILL,
     BadInputError,
     DivergedError,
     InterruptedRunError,
@@ -332,7 +332,7 @@ def conclude(ended: RanksEnd) -> None:
         raise WorkerError(sentence, 128 + signum, lost=not signals)
     if reports:
         first = min(reports, key=_blame)
-        lost = first.exit_code in (1, EXIT_STANDSTILL) and not signals
+        lost = first.exit_code in (1, EXIT_HANG) and not signals
         raise WorkerError(_attribute(first, ended), first.exit_code, lost)
     if not failures:
         return
@@ -354,7 +354,7 @@ def _attribute(first: RankReport, ended: RanksEnd) -> str:
     who = ended.format_rank(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"
-    if first.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_STANDSTILL):
+    if first.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_HANG):
         return first.message  # it names the rank that is to blame
     if first.rank == 0 or any(r.rank == 0 and r.message == first.message for r in ended.reports):
         return first.message

@@ -13,7 +13,7 @@ from outpace.records.aliases import translate_alias
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
 EXIT_OUT_OF_MEMORY = 4
-EXIT_STANDSTILL = 5  # a rank was stopped, or did not come to what the others waited for
+EXIT_HANG = 5  # a rank was stopped, or did not come to what the others waited for
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
 # Of a run that was out of memory: it said so, or the system killed it, or one of its ranks.
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)

@@ -17,13 +17,13 @@ from outpace.catalog.models import preset
 from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.comparison import Arm, ArmResult, Comparison, Experiment, Outcome
 from outpace.records.comparison import Verdict as Claim
+from outpace.records.hang_report import CollectiveEvent, HangReport, RankSnapshot, State
 from outpace.records.measurement import PARTS, Evaluation, Measurement, StepRecord, TimeParts
 from outpace.records.memory import MemoryAccount, MemoryUse, Moment
 from outpace.records.pipelines import traced_name
 from outpace.records.plan import Plan
 from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.records.standstill import CollectiveEvent, HangReport, RankSnapshot, State
 from outpace.records.tuning import PlanTrial, Tuning
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, series
 

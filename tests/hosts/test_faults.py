@@ -94,7 +94,7 @@ def test_a_host_that_is_lost_is_gone_on_without_and_taken_in_again(cluster, tmp_
     cluster.cut("host-b")
     errors = ""
     try:
-        while "goes on with 1" not in errors:
+        while "resumes with 1" not in errors:
             line = process.stderr.readline()
             assert line, errors
             errors += line
@@ -102,7 +102,7 @@ def test_a_host_that_is_lost_is_gone_on_without_and_taken_in_again(cluster, tmp_
         at_step(process, tmp_path / "run", went_on + 5)
     finally:
         cluster.mend("host-b")
-    while "goes on with 2" not in errors:
+    while "resumes with 2" not in errors:
         line = process.stderr.readline()
         assert line, errors
         errors += line

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from outpace.data.samples import IGNORED
-from outpace.jobs.train.job import prepared, train
+from outpace.jobs.train.job import prepare_run, train
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -42,7 +42,7 @@ def run(settings):
 
 def losses_of_windows(home, settings):
     """The mean over all held-out targets, by transformers."""
-    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
         data = ready.job.inputs.eval_data
         windows = [data[n] for n in range(len(data))]
     model = transformers.AutoModelForCausalLM.from_pretrained(settings.out.parent / "4" / "model")
@@ -100,7 +100,7 @@ def test_the_part_that_is_too_little_is_named(home):
 def test_every_masked_sample_has_a_target(home):
     (home / "bert.json").write_text(json.dumps({**SPEC, "family": "bert"}))
     settings = asked(home, "masked", model=str(home / "bert.json"), seq_len=4, global_batch=1)
-    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
         data = ready.job.inputs.train_data
         batch = data.__getitems__([(0, n, n) for n in range(min(60, len(data)))])
         found = (batch["targets"] != IGNORED).sum(1)

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.jobs.ranks.hang_watchdog import blamed
+from outpace.jobs.ranks.hang_watchdog import find_culprits
 from outpace.launch.ssh_agent import MARK
+from outpace.records.hang_report import CollectiveEvent, HangReport, RankSnapshot
 from outpace.records.hosts import HostCommand
 from outpace.records.interpreter import PYTHON
 from outpace.records.ranks import RANK_NAME
-from outpace.records.standstill import CollectiveEvent, HangReport, RankSnapshot
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import faults
@@ -167,7 +167,7 @@ def test_who_is_held_up_in_another_group_is_not_blamed():
         standing(2, "waits", dp_0=8, tp_1=50),
         standing(3, "works", dp_1=8, tp_1=49),
     ]
-    assert [one.rank for one in blamed(found)] == [3]
+    assert [one.rank for one in find_culprits(found)] == [3]
 
 
 @pytest.mark.slow
@@ -209,11 +209,11 @@ def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
     more = (*TINY, "--steps", 8, "--nproc", 1, "--out", "run", "--auto-resume", "--json")
     code, output, errors = run(*more, cwd=tmp_path)
     assert code == 0, errors
-    assert "the run had 2 ranks and goes on with 1: it is planned anew" in errors
+    assert "the run had 2 ranks and resumes with 1: it is planned again" in errors
     assert json.loads(output)["strategy"] == "single" and steps(tmp_path / "run") == 8
     code, _, errors = run(*words, "--steps", 12, "--auto-resume", cwd=tmp_path)
     assert code == 0, errors
-    assert "the run had 1 ranks and goes on with 2: the layout stays as it was asked for" in errors
+    assert "the run had 1 ranks and resumes with 2: the layout stays as it was asked for" in errors
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_plan_is_of_a_runs_beginning(tmp_path):
     assert code == 0, errors
     code, _, errors = run(*words, "--steps", 8, "--nproc", 1, cwd=tmp_path)
     assert code == 0, errors
-    assert "the run had 2 ranks and goes on with 1" in errors and steps(tmp_path / "run") == 8
+    assert "the run had 2 ranks and resumes with 1" in errors and steps(tmp_path / "run") == 8
 
 
 @pytest.mark.slow

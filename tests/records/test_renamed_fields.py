@@ -7,9 +7,9 @@ import pytest
 
 from outpace.records.base import Record
 from outpace.records.certificate import ParityVerdict
+from outpace.records.hang_report import RankSnapshot
 from outpace.records.measurement import Measurement
 from outpace.records.network import Need, NetworkReport
-from outpace.records.standstill import RankSnapshot
 
 EVENT = {"group": "0", "number": 3, "name": "all_reduce", "state": "started"}
 SNAPSHOT = {"rank": 1, "host": "a", "pid": 7, "state": "waits", "place": "?", "exchanges": [EVENT]}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outpace.jobs.ranks.process_groups import Groups
-from outpace.jobs.train.job import prepared, train
+from outpace.jobs.train.job import prepare_run, train
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -186,7 +186,7 @@ def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monk
 
     def train():
         settings = TrainSettings.parse(values, "test")
-        with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
             ready.loop.around = around
             ready.run()
 
@@ -222,7 +222,7 @@ def test_the_message_of_the_end_is_set_before_ranks_wait_for_each_other(tmp_path
     """A rank that has passed that may end this one there, which has saved as well."""
     settings = TrainSettings.parse(small_run(tmp_path, 400), "test")
     said, wait = [], Groups.wait_for_all
-    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
 
         def note(groups):
             said.append(ready.loop.stop.message)
@@ -252,7 +252,9 @@ def test_a_signal_within_a_long_evaluation_is_not_left_until_its_end(tmp_path, m
     monkeypatch.setattr("outpace.jobs.train.build.evaluate", measure)
     with (
         pytest.raises(InterruptedRunError, match="saved after step 2 of 4"),
-        prepared(TrainSettings.parse(values, "test"), ranks=Ranks(), origins={}, command=[]) as run,
+        prepare_run(
+            TrainSettings.parse(values, "test"), ranks=Ranks(), origins={}, command=[]
+        ) as run,
     ):
         run.run()
     assert 10 <= len(measured) < 30

@@ -111,7 +111,7 @@ def gather(
     plan: Plan | None = None,
     device_type: str = "cpu",
 ) -> TrainingInputs:
-    """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
+    """Open the model and prepare the data. Raises BadInputError if something does not fit."""
     opened = None if live is not None else open_model(settings.model, cache_dir)
     custom_model = _custom_model(opened, live, settings.seed)
     _require_read_weights(opened, settings)
@@ -121,7 +121,7 @@ def gather(
     name = opened.name if opened is not None else "own"
     if custom_model is not None and settings.init is not None:
         raise BadInputError(
-            f"--init {settings.init}: the weights of a person's own model come from its own "
+            f"--init {settings.init}: the weights of a custom model come from its own "
             "function. Leave --init out; to start from stored weights, name a run's directory."
         )
     if custom_model is not None and custom_model.dataset is not None:
@@ -200,7 +200,7 @@ def gather(
 
 
 def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
-    """Have in the cache what trainings with these settings will read. Raises BadInputError.
+    """Fill the cache with what training with these settings reads. Raises BadInputError.
 
     Not for a custom model, whose code is run where it trains.
     """

@@ -251,7 +251,7 @@ def _chat_hints(
         (sum(part.empty for part in parts), "have no answer to learn and were left out"),
         (
             sum(part.partial for part in parts),
-            "are changed by the chat template as they go on: only their last answer is learnt",
+            "are changed by the chat template as they grow: only their last answer is learnt",
         ),
         (
             len(altered),

@@ -73,7 +73,7 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
 
-class Fitting:
+class MemoryFit:
     """Comparison of what plans need on this job's ranks with what these have.
 
     `account` gives the memory of a rank; None, or no `spec`, where nothing can be predicted.
@@ -120,7 +120,7 @@ class Fitting:
             )
         return self._predict
 
-    def asked(self, plan: Plan) -> list[Ask]:
+    def asks(self, plan: Plan) -> list[Ask]:
         """Return whose memory to ask for; nobody's if it cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []

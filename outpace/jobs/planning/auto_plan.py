@@ -263,7 +263,7 @@ def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
             what = f"--{name.replace('_', '-')}"
     if what is not None:
         raise BadInputError(
-            f"the planner does not reckon with {what} yet. Leave it out, or say how to train with "
+            f"the planner does not support {what} yet. Leave it out, or say how to train with "
             "--strategy, --micro-batch and --checkpointing; outpace memory shows what fits."
         )
 
@@ -276,10 +276,10 @@ def question(
     per_node: int | None = None,
     measured: HostRates | None = None,
 ) -> Job:
-    """For the planner: what `settings` leave open, on so many processes of machines like this one.
+    """Ask the planner for what `settings` leave open, on `world` processes of machines like this.
 
-    `per_node`: so many on each; None: all on one. `measured` are this host's rates, where it was
-    not probed.
+    `per_node` is the number of processes on each host; None: all on one. `measured` are this
+    host's rates, if it was not probed.
     """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
@@ -343,7 +343,7 @@ def _cluster(
     per_node: int,
     measured: HostRates | None,
 ) -> Cluster:
-    """As probed, where machine.json is here and of a machine like this one."""
+    """Return the cluster as probed if this host has a machine.json of such a machine."""
     if world % per_node:
         raise BadInputError(
             f"--plan auto: {per_node} of {world} ranks are on this host, and others have another "

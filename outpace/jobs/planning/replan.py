@@ -17,23 +17,23 @@ from outpace.training.run_dir import RUN_FILE, RunDir
 _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micro_batch")
 
 
-def refit(
+def replan(
     settings: TrainSettings,
     origins: Mapping[str, str],
     ranks: Ranks,
     say: Callable[[str], None],
 ) -> auto_plan.Settings:
-    """Settings with which the run in `settings.out` can go on with these ranks.
+    """Return settings with which the run in `settings.out` can resume on these ranks.
 
-    What was asked for is kept where it can be; else the planner picks anew, for the same global
-    batch, samples and precision. Raises BadInputError where there is no layout for these ranks.
+    The requested layout is kept if possible; otherwise the planner picks another one, for the same
+    global batch, samples and precision. Raises BadInputError if there is no layout for these ranks.
     """
     assert settings.out is not None
     before = RunDir(settings.out).require_run().plan.world_size
     if before == ranks.world_size or not settings.resume:
         return settings, dict(origins)
-    moved = f"the run had {before} ranks and goes on with {ranks.world_size}"
-    # What a person gives now counts more than what the run was trained with last.
+    moved = f"the run had {before} ranks and resumes with {ranks.world_size}"
+    # What the user gives now counts more than what the run was trained with last.
     of_run = [name for name in _LAYOUT if origins.get(name) == RUN_FILE]
     typed = any(origins.get(name) not in (None, auto_plan.DEFAULT, RUN_FILE) for name in _LAYOUT)
     why = None
@@ -43,7 +43,7 @@ def refit(
             say(f"{moved}: the layout stays as it was asked for")
             return asked, dict(origins)
         why = why or found
-    say(f"{moved}: it is planned anew ({why})")
+    say(f"{moved}: it is planned again ({why})")
     opened = _drop_settings(settings, _LAYOUT).model_copy(update={"plan": "auto"})
     left = {**origins, **dict.fromkeys(_LAYOUT, auto_plan.DEFAULT)}
     return auto_plan.settle(opened, left, ranks, say)

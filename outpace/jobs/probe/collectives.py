@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from outpace.jobs.ranks.hang_watchdog import Doing, watched
+from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.probing.collectives.advice import (
     network_advice,
@@ -58,7 +58,7 @@ class _Run:
     nodes: Nodes
     quick: bool
     budget_s: float
-    doing: Doing
+    doing: RankActivity
     progress: Callable[[float], None]
 
     @property
@@ -106,8 +106,8 @@ def probe_collectives(
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
     if groups.ranks.world_size < 2:
         return ProbeSection(notes=("one rank: nothing lies between ranks, and no collective ran",))
-    doing = Doing()
-    with watched(groups, doing):
+    doing = RankActivity()
+    with hang_watchdog(groups, doing):
         run = _begin(groups, device, quick, budget_s, doing, progress)
         found = ProbeSection(notes=tuple(world_notes(run.nodes)))
         if only is not None:
@@ -128,7 +128,7 @@ def probe_collectives(
 
 
 def _begin(
-    groups: Groups, device: torch.device, quick: bool, budget_s: float, doing: Doing,
+    groups: Groups, device: torch.device, quick: bool, budget_s: float, doing: RankActivity,
     progress: Callable[[float], None],
 ) -> _Run:  # fmt: skip
     ranks = groups.ranks
@@ -216,7 +216,7 @@ def free_bytes() -> int:
     return max(0, min(free, group.limit_bytes - group.used_bytes()))
 
 
-def _note_case(doing: Doing, case: Case) -> Case:
+def _note_case(doing: RankActivity, case: Case) -> Case:
     """The case, which says of itself when it begins."""
 
     def make() -> Callable[[], object]:

@@ -174,7 +174,7 @@ def _on_first(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]
     """Run on rank 0 while the others wait; give the result to all."""
     try:
         while True:
-            found = groups.once(lambda: _next(turns))
+            found = groups.run_on_rank_0(lambda: _next(turns))
             if found is not None:
                 return found
             yield

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from outpace.catalog.references import Kind, Reference, references
 from outpace.jobs.probe.collectives import free_bytes
-from outpace.jobs.ranks.hang_watchdog import Doing, watched
+from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
@@ -35,8 +35,8 @@ def probe_steps(
     One rank has all cores of the host, as a training of one process has. Raises RankLostError
     where a rank dies or hangs.
     """
-    doing = Doing()
-    with watched(groups, doing):
+    doing = RankActivity()
+    with hang_watchdog(groups, doing):
         everyone = dist.group.WORLD
         assert everyone is not None
         clock = RanksClock(patient_clock(device, everyone), groups.control)
@@ -51,7 +51,7 @@ def probe_steps(
 
 
 def _cases(
-    groups: Groups, device: torch.device, quick: bool, doing: Doing
+    groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
     """Return the cases that fit together into half of the memory, and what the others lack."""
     cases, notes = [], []
@@ -73,7 +73,7 @@ def _cases(
 
 
 def _case_or_refusal(
-    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: Doing
+    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
 ) -> tuple[Case | None, str | None]:
     """Return the case if all ranks can run it, or why one cannot. Collective."""
     case, own = None, None
@@ -108,7 +108,9 @@ def _kind(device: torch.device) -> Kind:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def _case(one: Reference, ranks: int, groups: Groups, device: torch.device, doing: Doing) -> Case:
+def _case(
+    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: RankActivity
+) -> Case:
     course = SyntheticTraining(one.spec, one.global_batch, one.seq_len)
 
     @contextmanager

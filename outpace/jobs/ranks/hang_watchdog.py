@@ -1,8 +1,8 @@
-"""Who holds the others up: asked when an exchange fails on a rank, or takes too long.
+"""Watchdog that finds the rank at fault when a collective fails or takes too long.
 
-Every rank has a thread that says in the store how it stands when one asks. So a rank is found that
-is gone, that was stopped, or that hangs in a line of Python while the others wait for it in a
-collective.
+Every rank has a thread that writes a snapshot of it to the store when another rank asks. This
+finds a rank that is gone, that was stopped, or that hangs in a line of Python while the others wait
+for it in a collective.
 """
 
 import json
@@ -25,22 +25,22 @@ from outpace.jobs.ranks.process_groups import Groups
 from outpace.jobs.ranks.rank_snapshot import Position, find_position, process_state, snapshot_rank
 from outpace.launch.exit_deadline import ExitDeadline
 from outpace.records.errors import (
+    EXIT_HANG,
     EXIT_INTERRUPTED,
-    EXIT_STANDSTILL,
     InterruptedRunError,
     OutpaceError,
 )
-from outpace.records.standstill import HangReport, RankSnapshot
+from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
 _LISTEN_S = 0.5
 # Several times as long, so that a rank that waits for a core is not taken for dead.
 _LOOK_S = 4.0
-# Of the time limit of exchanges: a step that takes longer is looked at, before the limit ends it.
+# Share of the time limit of collectives: ranks are queried if a step takes longer.
 _LONG = 0.8
 # Heartbeats in each time limit, and the most seconds between two.
 _BEATS, _MOST_BETWEEN_S = 8, 10.0
-# After an exchange has failed because of another rank, the process has so long to end by itself:
+# After a collective has failed because of another rank, the process has this long to end by itself:
 # the time limit, but between these.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
 # What the kernel calls a process that does nothing any more, in words.
@@ -64,7 +64,7 @@ _INTERRUPTED_S = 4.0
 # gloo raises plain RuntimeErrors, as DDP does of what its hook raised; where a connection failed,
 # they name one of these.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
-# What tells a person nothing.
+# Parts of a message that tell the user nothing.
 _SOURCE = re.compile(
     r"^(\[[^\]]*\.cc:\d+\]|Got the following error when running the callback: DistNetworkError:) "
 )
@@ -73,47 +73,47 @@ _SOURCE = re.compile(
 class RankLostError(OutpaceError):
     """A rank died, or did not answer in time, while others waited for it.
 
-    `standing`: its process is there all the same.
+    `is_running`: its process still exists.
     """
 
-    def __init__(self, message: str, standing: bool) -> None:
+    def __init__(self, message: str, is_running: bool) -> None:
         super().__init__(message)
-        self.exit_code = EXIT_STANDSTILL if standing else 1
+        self.exit_code = EXIT_HANG if is_running else 1
         self.on_all_ranks = "rank 0 on " not in message  # which would not say it itself
 
 
 @dataclass
-class Doing:
-    """What this rank is at, in words for a person.
+class RankActivity:
+    """The present activity of this rank, in words for the user.
 
-    `limited`: since when it is at something that takes no longer than exchanges may. `kept` is
-    given how all stand where ranks wait in vain, on one of them.
+    `limited_s` is when it began something that takes no longer than collectives may. When ranks
+    hang, `on_hang` is called on one of them with a report on all.
     """
 
     what: str = "the beginning"
     limited_s: float | None = None
-    kept: Callable[[HangReport], None] = lambda found: None
+    on_hang: Callable[[HangReport], None] = lambda found: None
     number: int = 0  # of what has begun
 
-    def at(self, what: str, limited: bool = False) -> None:
-        """Something else begins."""
+    def begin(self, what: str, limited: bool = False) -> None:
+        """Begin another activity."""
         self.what, self.limited_s = what, time.monotonic() if limited else None
         self.number += 1
 
 
 @contextmanager
-def watched(
+def hang_watchdog(
     groups: Groups,
-    doing: Doing,
+    doing: RankActivity,
     timeout_s: float = 300.0,
     deadline: ExitDeadline | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[None]:
-    """While ranks communicate: every rank says in the store how it stands when one asks.
+    """Watch the ranks while they communicate: each answers in the store when another asks.
 
-    A rank that is stopped, gone or cut off is found within `timeout_s`, too, where others wait for
-    it without a limit of their own: while a checkpoint is saved, or rank 0 does something for all.
-    The process is ended through `deadline` then, for nothing else interrupts that waiting.
+    A rank that is stopped, gone or cut off is also found within `timeout_s` if others wait for it
+    without a time limit: while a checkpoint is saved, or rank 0 does something for all. Then the
+    process is ended through `deadline`, since nothing else interrupts that wait.
 
     Where a signal ends a rank before its first step is done, or after its last (`stop`), all others
     end as well, those that compile or wait in a collective, too.
@@ -128,7 +128,7 @@ def watched(
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
-    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident(), deadline, stop)
+    watcher = _Watchdog(groups, doing, timeout_s, threading.get_ident(), deadline, stop)
     watcher.start()
     try:
         yield
@@ -143,9 +143,9 @@ def watched(
         why = next(iter(_SOURCE.sub("", str(error)).strip().splitlines()), type(error).__name__)
         verdict = watcher.verdict(lost, why)
         if verdict is None:
-            watcher.own(f"{type(error).__name__}: {why}")
+            watcher.report_failure(f"{type(error).__name__}: {why}")
             raise
-        lost_rank = RankLostError(f"{doing.what}: {verdict} ({why})", _is_standing(verdict))
+        lost_rank = RankLostError(f"{doing.what}: {verdict} ({why})", _is_process_running(verdict))
         grace_s = min(max(timeout_s, _LEAST_UNWIND_S), _MOST_UNWIND_S)
         deadline.start(str(lost_rank), lost_rank.exit_code, grace_s)
         raise lost_rank from error
@@ -154,8 +154,8 @@ def watched(
         own.leave()
 
 
-def _is_standing(verdict: str) -> bool:
-    """Whether a verdict is of a rank whose process is there."""
+def _is_process_running(verdict: str) -> bool:
+    """Whether a verdict is about a rank whose process exists."""
     return not any(words in verdict for words in _OVER)
 
 
@@ -167,10 +167,10 @@ def _communication(error: RuntimeError) -> bool:
 
 @dataclass
 class _Look:
-    """A look at all ranks, since this one has been at something for long, and what came of it.
+    """A query of all ranks by one that has waited for long, and its verdict.
 
-    `number`: of what was being done, and `position` where. `is_author`: the verdict was its own,
-    and not just written by another one that waits.
+    `number` is that of the activity, `position` its line. `is_author`: this rank reached the
+    verdict, rather than another one that waits.
     """
 
     number: int
@@ -181,11 +181,11 @@ class _Look:
 
 
 @dataclass
-class _Watcher:
-    """The threads of a rank, and what the thread that trains asks when an exchange has failed."""
+class _Watchdog:
+    """Threads that watch a rank, and the query of its main thread after a failed collective."""
 
     groups: Groups
-    doing: Doing
+    doing: RankActivity
     timeout_s: float
     trains: int  # the thread
     deadline: ExitDeadline
@@ -226,7 +226,7 @@ class _Watcher:
             thread.join(_LOOK_S)  # or it waits for a host that is cut off
 
     def _run(self) -> None:
-        """Answer, and look around where a step takes long, or a rank is not heard of."""
+        """Answer queries, and query all ranks if a step takes long or a rank is silent."""
         store: Any = self.store.clone()  # type: ignore[attr-defined]  # torch's stub
         verdicts = HangVerdicts(store)
         with suppress(RuntimeError):  # without the store's rank, those that wait find out
@@ -237,7 +237,7 @@ class _Watcher:
                     self._answer(store, asks)
                 if self._long():
                     self._look_at_wait(store)
-                elif self.beats.missed(store):
+                elif self.beats.send_and_check(store):
                     self._look_for_lost(store)
                 self._heed_verdict(verdicts)
                 self._heed_interruption(store)
@@ -288,7 +288,7 @@ class _Watcher:
         elif look.is_author and self.ends_silently and not look.verdict.final:
             if look.age_s > (1 - _LONG) * self.timeout_s - 2 * _LISTEN_S:
                 look.verdict = verdicts.settle(look.verdict) or look.verdict
-        elif not look.is_author and verdicts.read() is None:  # its rank goes on, this one does not
+        elif not look.is_author and verdicts.read() is None:  # its rank is free, this one is not
             self.look = None
             self._restart_clock(look, self.timeout_s)
 
@@ -298,7 +298,7 @@ class _Watcher:
             self.doing.limited_s = time.monotonic() - ago_s
 
     def _withdraw(self, verdicts: HangVerdicts) -> None:
-        """Take the own verdict back, unless a rank has ended by it."""
+        """Withdraw this rank's verdict, unless a rank has ended by it."""
         look, self.look = self.look, None
         if look is not None and look.is_author:
             verdicts.replace(look.verdict, None)
@@ -350,12 +350,12 @@ class _Watcher:
             with suppress(RuntimeError):
                 self._heed_interruption(self.store)
 
-        _within(hear, _LOOK_S)
+        _run_with_limit(hear, _LOOK_S)
         return self.interrupted
 
     def _end(self, verdict: HangVerdict) -> None:
         sentence = verdict.sentence
-        lost = RankLostError(f"{self.doing.what}: {sentence}", _is_standing(sentence))
+        lost = RankLostError(f"{self.doing.what}: {sentence}", _is_process_running(sentence))
         self.deadline.end_now(str(lost), lost.exit_code)
 
     def _long(self) -> bool:
@@ -363,12 +363,12 @@ class _Watcher:
         return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
 
     def _answer(self, store: Any, asks: int) -> None:
-        """Say how this rank stands, once for each time that all are asked."""
+        """Write a snapshot of this rank, once for each query."""
         self.answered = asks
         ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
         first = self.rank - ranks.local_rank
         for rank in range(first, first + ranks.local_world_size):
-            who = _who(store, rank)
+            who = _read_process(store, rank)
             if who.get("host") == host:
                 neighbours[rank] = int(who["pid"])
         found = snapshot_rank(self.rank, self.trains, self.doing.what, neighbours, self.failed)
@@ -376,18 +376,18 @@ class _Watcher:
         store.set(f"alive/answered/{self.rank}", str(asks))
 
     def verdict(self, lost: bool, why: str) -> str | None:
-        """Who is to blame, where an exchange has failed here.
+        """Return who is to blame for a collective that has failed here.
 
-        None where nobody is, and it is not known otherwise that something is `lost`.
+        None if nobody is, and nothing else shows that a rank is `lost`.
         """
-        self.failed = f"an exchange that failed: {why}"
+        self.failed = f"a collective that failed: {why}"
         found: list[HangVerdict | None] = []
 
         def look() -> None:
             with suppress(RuntimeError):
                 found.append(self._look_around(self.store, doubtful=not lost, final=True))
 
-        _within(look, 4 * _LOOK_S)
+        _run_with_limit(look, 4 * _LOOK_S)
         if not found:
             return _STORE_LOST if lost else None
         (verdict,) = found
@@ -400,8 +400,8 @@ class _Watcher:
             time.sleep(_LOOK_S)  # it may have the store, which others still ask
         return verdict.sentence
 
-    def own(self, error: str) -> None:
-        """Say to those that will wait for this rank in vain that the fault is its own."""
+    def report_failure(self, error: str) -> None:
+        """Tell the ranks that will wait for this one that the fault is its own."""
         sentence = f"rank {self.rank} on {socket.gethostname()} {_FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
@@ -409,13 +409,13 @@ class _Watcher:
             with suppress(RuntimeError):
                 HangVerdicts(self.store).put(fault, unless=lambda one: one.final)
 
-        _within(tell, _LOOK_S)
+        _run_with_limit(tell, _LOOK_S)
 
     def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
-        """Ask all, and say who is to blame; the first to ask says it to the others.
+        """Query all ranks and return who is to blame; the first to ask tells the others.
 
-        None where all go on, or where it is `doubtful` and all are there. `final`: this rank ends
-        by the verdict, and so takes none that nobody has ended by: its rank may have come since.
+        None if all make progress, or if it is `doubtful` and all answer. `final`: this rank ends by
+        the verdict, and so takes none that no rank has ended by: the late rank may have come since.
         """
         verdicts = HangVerdicts(store)
 
@@ -425,7 +425,7 @@ class _Watcher:
         known = verdicts.read()
         if known is not None and stands(known):
             return known
-        asks, found = self._asked_all(store)
+        asks, found = self._query_all(store)
         known = verdicts.read()
         if known is not None and stands(known):
             return known
@@ -435,12 +435,12 @@ class _Watcher:
             settled = None if known is None else verdicts.settle(known)
             if settled is not None:
                 return settled
-            guilty = blamed(found)
+            guilty = find_culprits(found)
         # An error that may be a rank's own is another's fault only where that one is gone.
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
         verdict = HangVerdict(
-            sentence=_describe_lost(guilty),
+            sentence=_format_culprits(guilty),
             by=self.rank,
             blamed=tuple(one.rank for one in guilty),
             number=asks,
@@ -451,11 +451,11 @@ class _Watcher:
             when = datetime.now(UTC).isoformat(timespec="seconds")
             with suppress(Exception):  # how all stand is worth less than an end in order
                 report = HangReport(sentence=verdict.sentence, when=when, ranks=tuple(found))
-                self.doing.kept(report)
+                self.doing.on_hang(report)
         return standing
 
-    def _asked_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
-        """The number of the question, and how all ranks stand."""
+    def _query_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
+        """Return the number of the query, and the snapshots of all ranks."""
         asks = store.add(_ASKS, 1)
         self._answer(store, asks)  # its thread may be the one that asks
         until_s = time.monotonic() + _LOOK_S
@@ -463,7 +463,7 @@ class _Watcher:
         while missing and time.monotonic() < until_s:
             time.sleep(0.1)
             missing = [rank for rank in missing if not _has_answered(store, rank, asks)]
-            if all(_never(_who(store, rank)) for rank in missing):
+            if all(_has_exited(_read_process(store, rank)) for rank in missing):
                 break
         found = {
             rank: RankSnapshot.model_validate_json(store.get(f"alive/stands/{rank}"))
@@ -471,7 +471,7 @@ class _Watcher:
             if rank not in missing
         }
         for rank in missing:
-            found[rank] = _silent(rank, _who(store, rank), found.values())
+            found[rank] = _silent_snapshot(rank, _read_process(store, rank), found.values())
         return asks, [found[rank] for rank in self.everyone]
 
 
@@ -490,8 +490,8 @@ class _Heartbeats:
         self._number, self._since_own_s, self._since_next_s = 0, self._every_s, 0.0
         self._last: bytes | None = None
 
-    def missed(self, store: Any) -> bool:
-        """Give the own sign of life when it is due; whether the next rank's is overdue."""
+    def send_and_check(self, store: Any) -> bool:
+        """Send this rank's heartbeat when it is due; return whether the next rank's is overdue."""
         if self._alone:
             return False
         self._since_own_s += _LISTEN_S
@@ -507,11 +507,11 @@ class _Heartbeats:
         return self._since_next_s >= self._limit_s
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Start counting from zero."""
         self._since_next_s = 0.0
 
     def end(self, store: Any) -> None:
-        """No more are to come, and nothing is wrong."""
+        """Say that no more heartbeats will come, and that nothing is wrong."""
         if not self._alone:
             store.set(self._own, _ENDED)
 
@@ -519,15 +519,15 @@ class _Heartbeats:
 _ENDED = b"ended"
 
 
-def _within(ask: Callable[[], None], limit_s: float) -> None:
-    """Ask the store, which waits without limit for a host that is cut off."""
+def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
+    """Ask the store with a time limit: it would wait forever for a host that is cut off."""
     asking = threading.Thread(target=ask, name="asking the store", daemon=True)
     asking.start()
     asking.join(limit_s)
 
 
-def _never(who: dict[str, Any]) -> bool:
-    """Whether a rank will not answer, as far as can be told from its process on this host."""
+def _has_exited(who: dict[str, Any]) -> bool:
+    """Whether a rank will not answer, as far as its process on this host shows."""
     here = who.get("host") == socket.gethostname()
     return here and process_state(int(who["pid"])) in _NOT_RUNNING
 
@@ -537,14 +537,16 @@ def _has_answered(store: Any, rank: int, asks: int) -> bool:
     return store.check([key]) and int(store.get(key)) >= asks
 
 
-def _who(store: Any, rank: int) -> dict[str, Any]:
+def _read_process(store: Any, rank: int) -> dict[str, Any]:
     key = f"alive/who/{rank}"
     found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return found
 
 
-def _silent(rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]) -> RankSnapshot:
-    """What those on its host say of the process of a rank that does not answer."""
+def _silent_snapshot(
+    rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]
+) -> RankSnapshot:
+    """Make a snapshot of a rank that does not answer, from what its neighbours see of it."""
     host, pid = str(who.get("host", "")), int(who.get("pid", 0))
     if host == socket.gethostname():
         seen = process_state(pid)
@@ -561,8 +563,8 @@ def _is_lost(one: RankSnapshot) -> bool:
     return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), _UNSEEN}
 
 
-def blamed(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Those that are silent; else those that have begun fewer exchanges than others, or none."""
+def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Return silent ranks; else those that have begun fewer collectives than others, or none."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent
@@ -583,7 +585,7 @@ def blamed(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     return working if len(working) < len(found) else []
 
 
-def _describe_lost(guilty: Sequence[RankSnapshot]) -> str:
+def _format_culprits(guilty: Sequence[RankSnapshot]) -> str:
     if not guilty:
         return (
             "all ranks are alive, but not all came to it in time: one hangs, or a connection "

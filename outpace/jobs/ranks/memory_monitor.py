@@ -16,7 +16,7 @@ _JOIN_S = 5.0
 class Reading:
     """Bytes that may grow to `soft_bytes`; above `hard_bytes` there is no time left for anything.
 
-    `limit` says which limit it is, as a person knows it, `limit_bytes` how much that is, and
+    `limit` is the limit's name as the user knows it, `limit_bytes` how much that is, and
     `ranks` how many share it.
     """
 

@@ -1,10 +1,10 @@
-"""Out of memory as an end in order: on all ranks, with the reason and what would fit.
+"""An orderly end when memory runs out: on all ranks, with the reason and what would fit.
 
 A rank that needs too much is noticed in one of two ways: an allocator raises, or a thread that
 looks at this process's memory finds it above a limit. Then the thread that trains is interrupted as
 soon as it is back in Python, and its unwinding leaves nothing half-written. Through the job's
 store the other ranks hear of it: their threads interrupt them too. A rank that cannot be
-interrupted, since it waits inside an exchange or computes on without end, is ended by its thread,
+interrupted, since it waits in a collective or computes without end, is ended by its thread,
 where the process is ours to end (`end`).
 """
 
@@ -41,7 +41,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where memory ran out, and what held it. `used_bytes`: a rank's share of what is limited."""
+    """A lack of memory on a rank, and what held it. `used_bytes`: its share of what is limited."""
 
     rank: int
     sentence: str
@@ -51,7 +51,7 @@ class Shortage:
 
 
 def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
-    """What to look at on this rank: its own memory on the host, and its control group's."""
+    """Return the readings of this rank: its own memory on the host, and its control group's."""
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
@@ -67,10 +67,10 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 
 
 class Guard:
-    """Around all that a rank does with memory: raises OutOfMemoryError for whatever runs out.
+    """Context in which a rank that runs out of memory raises OutOfMemoryError, as all others do.
 
     `answer` makes the message of a shortage, and `look_inside` lists what holds memory; both are
-    set as soon as a job knows them. `relieve` frees memory that training does without, where there
+    set as soon as a job knows them. `relieve` frees memory that training can do without, if there
     is any. `tidy` is told why, then `end` ends this process with a message and an exit code.
     """
 
@@ -101,7 +101,7 @@ class Guard:
             self._watch = Watch(self._look)
 
     def close(self) -> None:
-        """The end of the job: nothing is looked at any more."""
+        """Stop looking at memory, at the end of the job."""
         if self._watch is not None:
             self._watch.close()
 
@@ -124,7 +124,7 @@ class Guard:
             if own is not None:
                 shortage = self._agree(own)
             elif error is not None and not isinstance(error, OutpaceError):
-                shortage = self._heard()  # an exchange breaks when another rank ends
+                shortage = self._read_shortage()  # a collective fails when another rank ends
             if shortage is None:
                 return
         traceback.clear_frames(trace)  # activations of the step that failed
@@ -132,7 +132,7 @@ class Guard:
         raise OutOfMemoryError(self._message(shortage)) from None
 
     def _of_exception(self, error: BaseException) -> Shortage | None:
-        """A shortage that an allocator has noticed."""
+        """Return the shortage that an allocator has noticed, None for another error."""
         if isinstance(error, torch.OutOfMemoryError) and self._device.type == "cuda":
             return self._on_cuda(error)
         on_host = isinstance(error, RuntimeError) and any(w in str(error) for w in _SHORT_ON_HOST)
@@ -168,16 +168,16 @@ class Guard:
         if self._shortage is None:
             over = first_too_high(self._readings)
             if over is not None and not self.relieve():
-                self._begin(self._agree(self._above(over)))
+                self._begin(self._agree(self._limit_shortage(over)))
             elif self._looks % _HEAR_EVERY == 0:
-                heard = self._heard()
+                heard = self._read_shortage()
                 if heard is not None:
                     self._begin(heard)
             self._looks += 1
             return False
         return self._see_to_the_end()
 
-    def _above(self, over: Reading) -> Shortage:
+    def _limit_shortage(self, over: Reading) -> Shortage:
         used, kept = over.now(), over.limit_bytes - over.soft_bytes
         rest = f" less {show_bytes(kept)} to end in order" if kept else ""
         return Shortage(
@@ -216,21 +216,21 @@ class Guard:
             self.tidy(message)
         end(message, EXIT_OUT_OF_MEMORY)
 
-    def _agree(self, own: Shortage) -> Shortage:
-        """The first shortage of the job: this one, or one that another rank has told before."""
+    def _agree(self, shortage: Shortage) -> Shortage:
+        """Return the job's first shortage: this one, or one that another rank told before."""
         if self._store is None:
-            return own
+            return shortage
         with suppress(Exception):  # a store that is gone has nobody left to tell
-            told = self._other_end().compare_set(_SHORT, "", json.dumps(asdict(own)))
-            return _parsed(told)
-        return own
+            told = self._other_end().compare_set(_SHORT, "", json.dumps(asdict(shortage)))
+            return _parse_shortage(told)
+        return shortage
 
-    def _heard(self) -> Shortage | None:
+    def _read_shortage(self) -> Shortage | None:
         if self._store is None:
             return None
         try:
             store = self._other_end()
-            return _parsed(store.get(_SHORT)) if store.check([_SHORT]) else None
+            return _parse_shortage(store.get(_SHORT)) if store.check([_SHORT]) else None
         except RuntimeError:
             return None
 
@@ -244,16 +244,16 @@ class Guard:
         return store
 
     def _message(self, shortage: Shortage) -> str:
-        """What every rank says: made by the one that ran out, and waited for by the others."""
+        """Return the message that every rank shows, which the one that ran out makes."""
         if shortage.rank == self._ranks.rank:
-            message = self._own_message(shortage)
+            message = self._make_message(shortage)
         else:
-            message = self._others_message(shortage)
+            message = self._await_message(shortage)
         with self._lock:
             self._answered = message
         return message
 
-    def _own_message(self, shortage: Shortage) -> str:
+    def _make_message(self, shortage: Shortage) -> str:
         try:
             message = self.answer(shortage)
         except Exception as error:  # the answer is worth less than an end in order
@@ -268,7 +268,7 @@ class Guard:
                     time.sleep(0.05)
         return message
 
-    def _others_message(self, shortage: Shortage) -> str:
+    def _await_message(self, shortage: Shortage) -> str:
         with suppress(Exception):
             store = self._other_end()
             until_s = time.monotonic() + END_S - GRACE_S
@@ -281,7 +281,7 @@ class Guard:
         return shortage.sentence
 
 
-def _parsed(told: bytes) -> Shortage:
+def _parse_shortage(told: bytes) -> Shortage:
     values = json.loads(told)
     return Shortage(**{**values, "anatomy": tuple(values["anatomy"])})
 
@@ -293,7 +293,7 @@ def expandable_segments(device: torch.device) -> bool:
 
 
 def fragmentation_advice(used_bytes: int, reserved_bytes: int, expandable: bool) -> str:
-    """What helps where the allocator has much that no tensor could use; "" where it has not."""
+    """Return advice if the allocator holds much that no tensor could use, else ""."""
     unused = reserved_bytes - used_bytes
     if expandable or unused < max(256 * _MIB, reserved_bytes // 10):
         return ""

@@ -1,4 +1,4 @@
-"""The processes of a job as one: process groups, and doing a thing once for all."""
+"""Process groups of a job, and actions that one rank does for all."""
 
 import os
 import re
@@ -50,8 +50,8 @@ class Groups:
     patient: dist.ProcessGroup
     variables: frozenset[str] = frozenset()
 
-    def once(self, action: Callable[[], Result]) -> Result:
-        """Do `action` on rank 0 and give its result to all; its OutpaceError is raised on all."""
+    def run_on_rank_0(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on rank 0 and return its result, or raise its OutpaceError, on all."""
         outcome: list[object] = [None, None]
         if self.ranks.rank == 0:
             try:
@@ -150,12 +150,12 @@ def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> Non
         dist.destroy_process_group()
 
 
-def _meet(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
-    """Where the ranks met: at their launcher's store, or at one that rank 0 has.
+def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
+    """Return the rendezvous store: the launcher's, or one that rank 0 serves.
 
     Rank 0 listens on MASTER_ADDR alone, as far as it is clear which address that is to the others.
-    Raises BadInputError where its port is another program's, and OutpaceError where the ranks do
-    not meet within `timeout`.
+    Raises BadInputError if another program uses the port, and OutpaceError if the ranks do not
+    connect within `timeout`.
     """
     url = init_method(os.environ)
     host, port = _place(url)
@@ -283,7 +283,7 @@ def process_groups(
         store: Store = HashStore()
         backend = "gloo"
     else:
-        shared = _meet(ranks, timeout, apart)
+        shared = _open_store(ranks, timeout, apart)
         name = _in_time(partial(agree_on_session, shared, ranks, timeout_s), ranks, timeout)
         store = PrefixStore(f"outpace-{name}", shared)
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from outpace.nn.torch_versions import flight_recorder_dumps
-from outpace.records.standstill import CollectiveEvent, RankSnapshot
+from outpace.records.hang_report import CollectiveEvent, RankSnapshot
 
 _LAST = 20  # exchanges that are kept
 _OPEN = "started"  # gloo's stay "scheduled", also when they are over

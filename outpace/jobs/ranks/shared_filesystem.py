@@ -48,7 +48,7 @@ def _token(groups: Groups, folder: Path) -> Iterator[str]:
         return token.name
 
     try:
-        yield groups.once(write)
+        yield groups.run_on_rank_0(write)
     finally:
         if groups.ranks.rank == 0:
             with suppress(OSError):

@@ -3,8 +3,8 @@
 A trial is a job of its own with as many ranks, beside this one: each rank starts a child, and the
 children do two steps together and save. When one of them runs out of memory all of them end (see
 `oom`), or break off when it is killed. The ranks of this job wait for children and never for each
-other's steps, and agree on the outcome over a group of their own. So no rank ever waits in an
-exchange that another has left.
+other's steps, and agree on the outcome over a group of their own. So no rank ever waits in a
+collective that another has left.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from outpace.jobs.memory.fit import Fitting
+from outpace.jobs.memory.fit import MemoryFit
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.launch import slurm_env
 from outpace.launch.launcher_env import free_port
@@ -48,8 +48,8 @@ def with_size(plan: Plan, size: int) -> Plan:
     return plan.model_copy(update={"micro_batch": size})
 
 
-def predicted(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """The largest that fits by the prediction, found by halving; all where there is none."""
+def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
+    """Return the largest size that is predicted to fit, by bisection; all without a prediction."""
     known = sizes(plan)
     if predict is None:
         return known[0]
@@ -67,7 +67,7 @@ def predicted(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
 def find(
     plan: Plan,
     settings: TrainSettings,
-    fitting: Fitting,
+    fitting: MemoryFit,
     groups: Groups,
     attempt: Try | None,
     callbacks: Sequence[Callback],
@@ -79,12 +79,12 @@ def find(
     """
     tell(callbacks, "on_stage", "predicting the largest micro-batch")
     limit = fitting.limit.bytes
-    size = groups.once(lambda: predicted(plan, fitting.predict, limit))
+    size = groups.run_on_rank_0(lambda: predict_largest(plan, fitting.predict, limit))
     if attempt is None:
         return with_size(plan, size)
     for size in [known for known in sizes(plan) if known <= size]:
         tell(callbacks, "on_stage", f"trying micro-batch {size}")
-        port = groups.once(free_port)
+        port = groups.run_on_rank_0(free_port)
         code, words = attempt(_trial(settings, with_size(plan, size)), port)
         outcomes: list[tuple[int, str]] = [(0, "")] * groups.ranks.world_size
         dist.all_gather_object(outcomes, (code, words), group=groups.patient)

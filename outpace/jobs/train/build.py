@@ -23,13 +23,13 @@ from outpace.jobs.inputs.inputs import build_objective, weights_of
 from outpace.jobs.inputs.tasks import step_costs
 from outpace.jobs.ranks.oom_guard import Guard
 from outpace.jobs.ranks.shared_filesystem import require_shared
-from outpace.jobs.train.comm_stats import Weighing
+from outpace.jobs.train.comm_stats import CommStats
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.export import finish
-from outpace.jobs.train.oom_message import Answer
+from outpace.jobs.train.oom_message import OomMessage
 from outpace.jobs.train.restore import continue_run, restore
 from outpace.jobs.train.run_record import claim, run_info, run_record
-from outpace.jobs.train.step_time_check import Promised
+from outpace.jobs.train.step_time_check import StepTimeMonitor
 from outpace.jobs.train.stragglers import Stragglers
 from outpace.jobs.train.utilisation import Recording
 from outpace.nn.compilation import compile_time_s
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A job with everything live and ready for its first step."""
 
     job: Job
@@ -89,7 +89,7 @@ class Prepared:
     measure: Callable[[int], Evaluation | None]
     looker: "Looker | None"
     recording: Recording
-    weighing: Weighing | None
+    comm_stats: CommStats | None
     stragglers: Stragglers
     began_s: float
     compiled_s: float  # in the compiler, by this process before
@@ -109,15 +109,15 @@ class Prepared:
                 for step in self.loop.iterate():
                     if not seen:
                         seen |= self._first_step()
-                    self.stragglers.after(self.loop.stepper.heard)
-                    if self.weighing is not None:
-                        self.weighing.after(step)
+                    self.stragglers.after_step(self.loop.stepper.heard)
+                    if self.comm_stats is not None:
+                        self.comm_stats.after_step(step)
             train_s = time.perf_counter() - began_s
         finally:
             self.recording.close()
         seen["utilisation"] = self.recording.averages()
-        if self.weighing is not None:
-            seen |= self.weighing.figures()
+        if self.comm_stats is not None:
+            seen |= self.comm_stats.figures()
         if self.looker is not None:
             self.looker.finish()
         # A rank that has passed this may be ended by a signal, and ends the others: all have saved
@@ -129,7 +129,7 @@ class Prepared:
     def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
         """Measure the final loss, write the model and sum up. Collective."""
         tell(self.job.callbacks, "on_stage", "measuring the final loss")
-        self.job.doing.at("the final evaluation")
+        self.job.doing.begin("the final evaluation")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
 
@@ -145,7 +145,7 @@ class Prepared:
         )
 
     def _first_step(self) -> dict[str, Any]:
-        """What it took to come to the end of the first step; said where some was compiling."""
+        """Return the times until the end of the first step, and say so if some was compiling."""
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
@@ -159,7 +159,7 @@ class Prepared:
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Where masks may not be given to compiled kernels, or not to torch's choice of a kernel."""
+    """Keep masks away from compiled kernels, or from kernels of torch's that are faulty."""
     if job.settings.compile is False:
         hold_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
@@ -174,10 +174,10 @@ def assemble(
     stop: StopSignal,
     stack: ExitStack,
     guard: Guard,
-    answer: Answer,
+    answer: OomMessage,
     looker: "Looker | None",
     began_s: float,
-) -> Prepared:
+) -> PreparedRun:
     """Build what trains, on every rank: after this the first step can begin.
 
     `began_s` is when the job began. A run that fails before its first step is done leaves nothing
@@ -197,7 +197,7 @@ def assemble(
     whole_values = lower_weights(objective, mixed)
     parameters, trained = parameter_counts(objective.model)
     record = run_record(job, origins, command, threads, parameters)
-    record = job.groups.once(lambda: claim(job, record, stack))
+    record = job.groups.run_on_rank_0(lambda: claim(job, record, stack))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     guard.tidy = partial(_tidy, job)
     if not settings.measure_only:
@@ -226,7 +226,7 @@ def assemble(
     guard.tidy = partial(_tidy, job, recording=recording)
     guard.look_inside = partial(answer.anatomy, layout, optimizer)
     layout.resume_from(start_step)
-    job.groups.once(lambda: continue_run(job, record, start_step))
+    job.groups.run_on_rank_0(lambda: continue_run(job, record, start_step))
     if settings.resume:
         _open_logs(job, record, start_step)
     stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
@@ -261,23 +261,25 @@ def assemble(
         device=device,
         # Unknown code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
-        at=job.doing.at,
+        at=job.doing.begin,
         look=_make_look(first, layout, stepper, device, start_step),
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,
     )
     if settings.expect_step_time_s is not None and job.ranks.rank == 0:
-        job.callbacks.append(Promised(loop.ledger, settings.expect_step_time_s, job.callbacks))
-    weighing = Weighing(job, start_step) if settings.measure_only else None
+        job.callbacks.append(
+            StepTimeMonitor(loop.ledger, settings.expect_step_time_s, job.callbacks)
+        )
+    comm_stats = CommStats(job, start_step) if settings.measure_only else None
     if looker is not None:
         looker.follow(stepper, layout, optimizer, start_step)
-        loop.around = looker.around  # what is counted then would be looked at, too
-    elif weighing is not None:
-        loop.around = weighing.around
+        loop.around = looker.step_context  # what is counted then would be looked at, too
+    elif comm_stats is not None:
+        loop.around = comm_stats.step_context
     stragglers = Stragglers(job, recording)
-    return Prepared(
-        job, loop, parameters, initial, measure, looker, recording, weighing, stragglers, began_s,
+    return PreparedRun(
+        job, loop, parameters, initial, measure, looker, recording, comm_stats, stragglers, began_s,
         compiled_s,
     )  # fmt: skip
 
@@ -285,7 +287,7 @@ def assemble(
 def _lay_out(
     job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
 ) -> tuple[Layout, FirstBatch | StateCheck | None]:
-    """The objective with the plan's levers, on its ranks; of a user's model a look. Collective."""
+    """Lay out the objective with the plan's options, and check a custom model. Collective."""
     own, plan = job.inputs.custom_model, job.plan
     first: FirstBatch | StateCheck | None = None
     if own is not None:
@@ -354,7 +356,7 @@ def _look(
 
 
 def _dropout(job: Job) -> float:
-    """Of the package's own models."""
+    """Return the dropout rate of a model of this package."""
     spec = job.inputs.spec
     return 0.0 if spec is None else spec.dropout
 
@@ -411,7 +413,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
-    """What is left to do where a process is ended in the midst of training."""
+    """Close what is open when a process is ended in the middle of training."""
     tell(job.callbacks, "close")
     if recording is not None:
         recording.close()
@@ -448,8 +450,8 @@ def _require_known_targets(job: Job) -> None:
     if job.inputs.targets_per_sample is None:
         raise BadInputError(
             "--optimizer-in-backward: how many targets a batch has, by which gradients are "
-            "divided, is known after its backward only with masked tokens and with losses of one's "
-            "own. Leave it out."
+            "divided, is known only after its backward with masked tokens and with losses of "
+            "yours. Leave it out."
         )
 
 
@@ -527,7 +529,7 @@ def _loader(
 def _evaluate(
     job: Job, layout: Layout, mixed: Mixed, step: int, stop: StopSignal | None
 ) -> Evaluation | None:
-    """The held-out loss, and a task's metrics; None where there is no held-out data, or no wish.
+    """Return the held-out loss and a task's metrics; None without held-out data or evaluation.
 
     Of outpace's own data each sample is used once, whatever the global batch and the ranks are; of
     a user's data set what does not fill a batch of all ranks is left out.
@@ -561,12 +563,12 @@ def _evaluate(
 def _initial_evaluation(
     job: Job, start_step: int, measure: Callable[[int], Evaluation | None], layout: Layout
 ) -> Evaluation | None:
-    """Before the first step; a resumed run finds it among its evaluations.
+    """Evaluate before the first step; a resumed run finds that among its evaluations.
 
     What it moves in a user's module is put back: the look before step 1 has copied it before.
     """
     if start_step > 0:
-        return job.groups.once(lambda: job.run_dir.evaluation(0))
+        return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))
     tell(job.callbacks, "on_stage", "measuring the initial loss")
     own = job.inputs.custom_model is not None
     with preserved(layout.objective, job.device) if own else nullcontext():

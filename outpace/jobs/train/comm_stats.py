@@ -1,7 +1,7 @@
-"""What a step of a run sends, and for how long its ranks wait: for runs that are only measured.
+"""Bytes that a step sends and the time that ranks wait, for runs that are only measured.
 
-The steps that figures are of are not touched: the last step of the warm-up is counted, and clocks
-are read after it and after the last step of all.
+The measured steps are left alone: the last step of the warm-up is counted, and clocks are read
+after it and after the very last step.
 """
 
 import time
@@ -19,8 +19,8 @@ from outpace.training.timing import thread_busy_s
 from outpace.training.wire import Wire
 
 
-class Weighing:
-    """Of one run on this rank; its first step here is the one after `start_step`."""
+class CommStats:
+    """Communication of one run on this rank, whose first step here comes after `start_step`."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -37,8 +37,8 @@ class Weighing:
         return begun and not plan.compile and plan.strategy != "horovod"
 
     @contextmanager
-    def around(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Around each step of the run."""
+    def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
+        """Count what a step sends; a context around each step of the run."""
         if step != self._warm or not self._can_count:
             yield
             return
@@ -47,8 +47,8 @@ class Weighing:
             yield
         self._sent_bytes = wire.tally.bytes
 
-    def after(self, step: int) -> None:
-        """A step of the run is done."""
+    def after_step(self, step: int) -> None:
+        """Read the clocks after a step of the run."""
         # The main thread of a run on an accelerator launches work, and does none.
         if self._job.device.type != "cpu" or step not in (self._warm, self._job.total_steps):
             return
@@ -59,7 +59,7 @@ class Weighing:
         self._began = now
 
     def figures(self) -> dict[str, Any]:
-        """Of all ranks, by their names in a Measurement. Collective."""
+        """Return figures over all ranks, by their names in a Measurement. Collective."""
         said: list[Any] = [None] * self._job.ranks.world_size
         mine = (self._sent_bytes, self._idle_share)
         dist.all_gather_object(said, mine, group=self._job.groups.control)

@@ -29,7 +29,7 @@ _SAVED_SHARE = 0.12
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to compile, and a sentence for a person, where there is something to say."""
+    """Whether to compile, and a sentence for the user if there is something to say."""
 
     compile: bool
     sentence: str | None = None
@@ -49,10 +49,10 @@ def decide(
     total_steps: int,
     layers: int | None,
 ) -> Decision:
-    """For a plan that compiles by default: as before where a run is resumed, else by what it saves.
+    """Decide whether a plan that may compile does: as before in a resumed run, else by time saved.
 
     `layers` is None for a model that the planner does not know. A run that only measures is
-    compiled, as it stands for a longer one, and so is fp8, which is slow otherwise.
+    compiled, since it stands for a longer one, and so is fp8, which is slow otherwise.
     """
     if settings.resume and settings.out is not None:
         earlier = RunDir(settings.out).require_run()
@@ -71,7 +71,7 @@ def decide(
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
-    """By the seconds of a step, eager and compiled, and what compiling takes `once`."""
+    """Decide by the seconds of a step, eager and compiled, and what compiling takes `once`."""
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (
@@ -95,7 +95,7 @@ def _of_unknown(total_steps: int) -> Decision:
 def _step_times_s(
     settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine, ranks: Ranks
 ) -> tuple[float, float] | None:
-    """Of the plan eager and compiled, as planned; None for what the planner does not know."""
+    """Predict the plan's step time, eager and compiled; None if the planner does not know it."""
     asked = settings.model_copy(update={"plan": None})
     try:
         job = question(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from outpace.jobs.inputs.inputs import TrainingInputs
-from outpace.jobs.ranks.hang_watchdog import Doing
+from outpace.jobs.ranks.hang_watchdog import RankActivity
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
@@ -29,4 +29,4 @@ class Job:
     total_steps: int
     run_dir: RunDir
     callbacks: list[Callback]
-    doing: Doing
+    doing: RankActivity

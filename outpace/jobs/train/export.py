@@ -45,7 +45,7 @@ def finish(
     `seen`: fields of it that were measured around the loop. Once the measurement is written the run
     is complete, and a signal does not end it any more.
     """
-    job.doing.at("writing the model")
+    job.doing.begin("writing the model")
     if job.plan.precision in MASTERS:
         loop.layout.raise_weights(loop.optimizer)
     model = loop.layout.whole_model(job.ranks.rank == 0)
@@ -75,14 +75,14 @@ def finish(
         measurement.save(job.run_dir.path / RESULT_FILE)
         return measurement
 
-    measurement = job.groups.once(sum_up)
+    measurement = job.groups.run_on_rank_0(sum_up)
     loop.stop.disarm()
-    job.groups.once(lambda: tell(job.callbacks, "on_end", measurement))
+    job.groups.run_on_rank_0(lambda: tell(job.callbacks, "on_end", measurement))
     return measurement
 
 
 def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
-    """What each rank's own clock says of a step. Collective."""
+    """Gather the parts of a step's time by each rank's clock. Collective."""
     said: list[Any] = [None] * job.ranks.world_size
     dist.all_gather_object(said, loop.ledger.median_parts(), group=job.groups.control)
     return tuple(said)
@@ -95,7 +95,7 @@ def _export(job: Job, model: nn.Module) -> None:
         write_classifier(directory, model, model.state_dict(), job.inputs.labels, tokenizer.save)
         return
     if isinstance(model, Transformer):
-        save, origin = _kept(job)
+        save, origin = _kept_files(job)
         if job.plan.lora_rank is not None:
             write_adapter(directory, model, job.plan, _base_weights(job), save)
             return
@@ -110,11 +110,11 @@ def _export(job: Job, model: nn.Module) -> None:
         tokenizer.save(directory)
 
 
-def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
-    """What writes the run's tokenizer, and the folder whose special ids and settings are kept.
+def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
+    """Return what writes the run's tokenizer, and the folder whose ids and settings are kept.
 
-    A tokenizer that came from a folder is copied as it is, a model's own also where the data are
-    tokens already; of another tokenizer nothing of the model's folder is kept.
+    A tokenizer that came from a folder is copied as it is, a model's own even if the data are
+    tokens already. With another tokenizer, nothing of the model's folder is kept.
     """
     tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
     folder = None if opened is None else opened.folder
@@ -132,7 +132,7 @@ def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
 
 
 def _stop_ids(job: Job) -> tuple[int, ...]:
-    """What ends an answer, where the model has learnt to answer."""
+    """Return the ids that end an answer, if the model has learnt to answer."""
     tokenizer = job.inputs.tokenizer
     if tokenizer is None or not isinstance(job.inputs.train_data, PaddedDataset):
         return ()

@@ -25,17 +25,17 @@ from outpace.jobs.defaults import (
 )
 from outpace.jobs.inputs.inputs import TrainingInputs, gather
 from outpace.jobs.inputs.tasks import check_task
-from outpace.jobs.memory.fit import Fitting, limit_device
+from outpace.jobs.memory.fit import MemoryFit, limit_device
 from outpace.jobs.memory.trace_worker import Tracer
-from outpace.jobs.ranks.hang_watchdog import Doing, watched
+from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.oom_guard import End, Guard, readings
 from outpace.jobs.ranks.process_groups import Groups, process_groups, resolve_backend
 from outpace.jobs.train import auto_micro_batch
 from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS, Try
-from outpace.jobs.train.build import Prepared, assemble
+from outpace.jobs.train.build import PreparedRun, assemble
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
-from outpace.jobs.train.oom_message import Answer
+from outpace.jobs.train.oom_message import OomMessage
 from outpace.jobs.train.run_record import with_earlier_precision
 from outpace.jobs.train.sample_check import check_samples
 from outpace.launch.exit_deadline import ExitDeadline
@@ -46,6 +46,7 @@ from outpace.parallel import why_not
 from outpace.parallel.offload import require
 from outpace.probing.hardware.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
+from outpace.records.hang_report import HangReport
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
 from outpace.records.model import ModelSpec
@@ -53,7 +54,6 @@ from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.standstill import HangReport
 from outpace.training.callbacks import Callback, tell
 from outpace.training.cuda_allocator import grow_segments
 from outpace.training.guards import StopSignal, deterministic_kernels
@@ -81,12 +81,12 @@ def train(
     """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
 
     `model` is a live module or a function that builds one, in place of `settings.model`.
-    `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise;
-    `attempt` tries settings in another; `explain` shows, of a file in the run's folder, how ranks
-    stood when some waited in vain; `ahead` is touching memory that this will use. Raises
-    BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError, RankLostError.
+    `callbacks` are called on rank 0. `end` ends this process if it cannot be ended otherwise;
+    `attempt` tries settings in another process; `explain` shows a hang report in the run's folder;
+    `ahead` pre-faults memory that training will use. Raises BadInputError, DivergedError,
+    InterruptedRunError, OutOfMemoryError, RankLostError.
     """
-    with prepared(
+    with prepare_run(
         settings,
         ranks=ranks,
         origins=origins,
@@ -103,13 +103,15 @@ def train(
 
 def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
     """Do a few steps and save, as `train` would, in a place of its own. Raises what it raises."""
-    with prepared(settings, ranks=ranks, origins={}, command=[], end=end, foresee=False) as ready:
+    with prepare_run(
+        settings, ranks=ranks, origins={}, command=[], end=end, foresee=False
+    ) as ready:
         assert settings.steps == TRIAL_STEPS  # after the last of them it saves
         ready.loop.run()
 
 
 @contextmanager
-def prepared(
+def prepare_run(
     settings: TrainSettings,
     *,
     ranks: Ranks,
@@ -122,8 +124,8 @@ def prepared(
     explain: Explain | None = None,
     foresee: bool = True,
     ahead: PagePrefaulter | None = None,
-) -> Iterator[Prepared]:
-    """Everything up to the first step, as `train` does it, for who drives the loop by hand.
+) -> Iterator[PreparedRun]:
+    """Prepare a run up to its first step, as `train` does, for callers that drive the loop.
 
     `foresee`: predict whether it fits.
     """
@@ -154,8 +156,8 @@ def prepared(
         if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):
             raise BadInputError(
                 "--micro-batch auto tries sizes in processes of their own, where a live model "
-                "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
-                "file, or use gloo or nccl."
+                "cannot be carried, and MPI cannot be started again. Give a number, name the "
+                "model by its file, or use gloo or nccl."
             )
         stack.enter_context(fp32_products(plan.precision, device))
         is_custom = model is not None or names_code(settings.model)
@@ -172,8 +174,8 @@ def prepared(
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, backend)
         )
-        doing = Doing("the preparation")
-        with watched(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
+        doing = RankActivity("the preparation")
+        with hang_watchdog(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = inputs.spec, inputs.seq_len
@@ -182,12 +184,12 @@ def prepared(
             guard.relieve = tracer.give_up
             account = tracer if foresee else None
             with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
-                fitting = Fitting(
+                fitting = MemoryFit(
                     settings, ranks, device, machine, spec, seq_len, account, ahead_bytes
                 )
             if ahead is not None:
                 ahead.hand_over()
-            plan = groups.once(lambda: fitting.with_budget(plan))
+            plan = groups.run_on_rank_0(lambda: fitting.with_budget(plan))
             plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
             stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             if settings.micro_batch == "auto":
@@ -202,18 +204,18 @@ def prepared(
                     plan = auto_micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             _require_same(groups, settings, device, plan, total_steps, inputs)
-            doing.at("comparing samples of the ranks' data sets")
+            doing.begin("comparing samples of the ranks' data sets")
             check_samples(groups, settings, inputs.custom_model, heard)
-            doing.at("the preparation")
-            run_dir = RunDir(groups.once(lambda: resolve_out(settings, inputs.name)))
-            doing.kept = partial(_keep, run_dir, explain)
+            doing.begin("the preparation")
+            run_dir = RunDir(groups.run_on_rank_0(lambda: resolve_out(settings, inputs.name)))
+            doing.on_hang = partial(_keep, run_dir, explain)
             job = Job(
                 settings, ranks, groups, device, machine, plan, inputs, total_steps, run_dir,
                 heard, doing,
             )  # fmt: skip
-            answer = Answer(job, fitting, origins, command)
-            guard.answer = answer.of
-            groups.once(answer.beforehand)
+            answer = OomMessage(job, fitting, origins, command)
+            guard.answer = answer.format
+            groups.run_on_rank_0(answer.check_fit)
             looker = None
             if settings.memory:
                 # For who asks for it: a trace is 30 MiB of code.
@@ -265,7 +267,7 @@ def _with_compile(
     from outpace.jobs.train.compile_decision import decide
 
     layers = None if spec is None else spec.layers
-    decision = groups.once(
+    decision = groups.run_on_rank_0(
         lambda: decide(settings, plan, device, machine, groups.ranks, total_steps, layers)
     )
     if decision.sentence is not None:
@@ -305,7 +307,7 @@ def _require_same(
     """Refuse ranks that would not train the same."""
     groups.require_same(
         {
-            "answer to whether the run goes on": settings.resume,
+            "answer to whether the run resumes": settings.resume,
             "device": device.type,
             "plan": plan.model_dump_json(),
             "number of steps": total_steps,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from outpace.jobs.memory.fit import Fitting
+from outpace.jobs.memory.fit import MemoryFit
 from outpace.jobs.memory.trace_worker import Tracer
 from outpace.jobs.train.context import Job
 from outpace.parallel import Layout
@@ -36,10 +36,12 @@ _LOOK_EVERY_S = 0.02
 class Looker:
     """Follows the memory of one run on this rank, from before its model is built."""
 
-    def __init__(self, job: Job, fitting: Fitting, tracer: Tracer, stack: ExitStack) -> None:
+    def __init__(self, job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> None:
         self._job = job
         self._grown = stack.enter_context(resident_growth(_LOOK_EVERY_S))
-        self._traced: MemoryAccount | None = job.groups.once(lambda: _trace(job, fitting, tracer))
+        self._traced: MemoryAccount | None = job.groups.run_on_rank_0(
+            lambda: _trace(job, fitting, tracer)
+        )
         self._watched: MemoryAccount | None = None
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
@@ -48,14 +50,14 @@ class Looker:
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
     ) -> None:
-        """The live parts of the run, which is about to begin."""
+        """Take the live parts of the run, which is about to begin."""
         self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
         self._step = min(start_step + _SETTLED, self._job.total_steps)
 
     @contextmanager
-    def around(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Around each step of the run; one of them is watched."""
-        # What is compiled does not pass by who watches operators.
+    def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
+        """Trace the allocations of one step; a context around each step of the run."""
+        # Compiled code calls no operators that could be traced.
         if step != self._step or self._job.plan.compile:
             yield
             return
@@ -80,7 +82,7 @@ class Looker:
         """Gather what the ranks measured; show and write the fullest one's. Collective."""
         job = self._job
         said: list[MemoryAccount | None] = [None] * job.ranks.world_size
-        dist.all_gather_object(said, self._measured(), group=job.groups.control)
+        dist.all_gather_object(said, self._measure(), group=job.groups.control)
         if job.ranks.rank != 0:
             return
         there = [account for account in said if account is not None]
@@ -91,7 +93,7 @@ class Looker:
         write_atomic(job.run_dir.path / MEMORY_FILE, use.model_dump_json(indent=2) + "\n")
         tell(job.callbacks, "on_memory", job.plan, use)
 
-    def _measured(self) -> MemoryAccount | None:
+    def _measure(self) -> MemoryAccount | None:
         if self._watched is None:
             return None
         device = self._job.device
@@ -107,7 +109,7 @@ class Looker:
         return self._watched.model_copy(update=seen)
 
 
-def _trace(job: Job, fitting: Fitting, tracer: Tracer) -> MemoryAccount | None:
+def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
     """The fullest rank's account; None where there is none."""
     if job.inputs.custom_model is not None:
         tell(
@@ -117,7 +119,7 @@ def _trace(job: Job, fitting: Fitting, tracer: Tracer) -> MemoryAccount | None:
         )  # fmt: skip
         return None
     try:
-        found = [tracer.whole(ask) for ask in fitting.asked(job.plan)]
+        found = [tracer.whole(ask) for ask in fitting.asks(job.plan)]
     except BadInputError as error:
         tell(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
         return None

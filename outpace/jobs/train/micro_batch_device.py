@@ -65,9 +65,9 @@ def device_steps(
 def find_on_device(
     plan: Plan, settings: TrainSettings, take: Steps, callbacks: Sequence[Callback]
 ) -> Plan:
-    """The plan with the largest micro-batch that fits. Raises OutOfMemoryError where none does.
+    """Return the plan with the largest micro-batch that fits. Raises OutOfMemoryError if none does.
 
-    Tries are eager: each size would be compiled anew, and what is compiled needs no more memory.
+    Trials are eager: each size would be compiled again, and compiled code needs no more memory.
     """
     for size in sizes(plan):
         tell(callbacks, "on_stage", f"trying micro-batch {size}")

@@ -1,4 +1,4 @@
-"""What is said when memory does not suffice: what holds it, and what would fit, to paste."""
+"""Message for a lack of memory: what holds it, and settings that would fit, to paste."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outpace.jobs.memory.fit import SEARCH_BEFORE_S, SEARCH_S, Fitting
+from outpace.jobs.memory.fit import SEARCH_BEFORE_S, SEARCH_S, MemoryFit
 from outpace.jobs.ranks.oom_guard import Shortage
 from outpace.jobs.train.context import Job
 from outpace.parallel import Layout
@@ -21,11 +21,11 @@ _LARGEST = 4
 PYTHON = "python"  # the origin of settings that come from outpace.train
 
 
-class Answer:
-    """Answers for one job: to a shortage, and to a prediction of one."""
+class OomMessage:
+    """Messages of one job, for a shortage and for a predicted one."""
 
     def __init__(
-        self, job: Job, fitting: Fitting, origins: Mapping[str, str], command: Sequence[str]
+        self, job: Job, fitting: MemoryFit, origins: Mapping[str, str], command: Sequence[str]
     ) -> None:
         self._job = job
         self._fitting = fitting
@@ -33,33 +33,33 @@ class Answer:
         self._command = command
         self._before_bytes = fitting.held_bytes
 
-    def beforehand(self) -> None:
-        """Warn of a plan that is predicted not to fit; raise OutOfMemoryError where it cannot."""
+    def check_fit(self) -> None:
+        """Warn of a plan that is predicted not to fit; raise OutOfMemoryError if it cannot."""
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
-        text = self.of(short, search_s=SEARCH_BEFORE_S)
+        text = self.format(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
         tell(self._job.callbacks, "on_hint", f"this may run {text}")
 
-    def of(self, short: Shortage, search_s: float = SEARCH_S) -> str:
-        """The message of a shortage."""
+    def format(self, short: Shortage, search_s: float = SEARCH_S) -> str:
+        """Format the message of a shortage."""
         run = self._job.run_dir.path if self._job.run_dir.has_steps else None
         proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
-        return sentence(short, proposals, self._command, self._origins, run)
+        return format_oom(short, proposals, self._command, self._origins, run)
 
     def anatomy(
         self, layout: Layout, optimizer: torch.optim.Optimizer, used_bytes: int
     ) -> tuple[str, ...]:
-        """What holds this rank's memory now."""
+        """List what holds this rank's memory now."""
         return anatomy(layout, optimizer, self._before_bytes, used_bytes)
 
 
 def anatomy(
     layout: Layout, optimizer: torch.optim.Optimizer | None, before_bytes: int, used_bytes: int
 ) -> tuple[str, ...]:
-    """Lines: memory by kind, and the largest tensors that outlive a step.
+    """List memory by kind, and the largest tensors that outlive a step.
 
     `before_bytes` were there before the model. What is left is of the step itself: activations,
     temporary and communication buffers.
@@ -79,21 +79,21 @@ def anatomy(
     return (*lines, *([f"  largest that outlive a step: {named}"] if named else []))
 
 
-def sentence(
+def format_oom(
     short: Shortage,
     proposals: Sequence[Proposal],
     command: Sequence[str],
     origins: Mapping[str, str],
     run: Path | None,
 ) -> str:
-    """The whole answer. `run` is the directory to go on in; None where nothing was trained."""
+    """Format the whole message. `run` is the run to resume; None if nothing was trained."""
     lines = [f"out of memory: {short.sentence}.", *short.anatomy]
     lines += [short.advice] if short.advice else []
     if not proposals:
         return "\n".join([*lines, _without_proposals()])
     lines.append("What would fit, the cheapest first, as predicted:")
     for number, proposal in enumerate(proposals, 1):
-        lines.append(f"{number}. {_described(proposal)}")
+        lines.append(f"{number}. {_format_proposal(proposal)}")
         lines.append(f"   {changed_command(command, origins, proposal.settings, run)}")
     return "\n".join(lines)
 
@@ -106,7 +106,7 @@ def _without_proposals() -> str:
     )
 
 
-def _described(proposal: Proposal) -> str:
+def _format_proposal(proposal: Proposal) -> str:
     what = " and ".join(f"{name.replace('_', '-')} {v}" for name, v in proposal.settings.items())
     slower = f"{abs(proposal.slowdown):.0%} {'slower' if proposal.slowdown >= 0 else 'faster'}"
     return f"{what}: {show_bytes(proposal.peak_memory_bytes)}, {slower}{_caution(proposal)}"
@@ -131,19 +131,19 @@ def changed_command(
     if PYTHON in origins.values():
         words = [f"{name}={value!r}" for name, value in values.items()]
         return f"outpace.train(…, {', '.join(words)})"
-    words = _without(command, [flag(name) for name in values])
+    words = _drop_flags(command, [flag(name) for name in values])
     for name, value in values.items():
         words += [flag(name)] if value is True else [flag(name), str(value)]
     return shlex.join(words)
 
 
 def flag(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
-def _without(command: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """A command's words without some flags and their values."""
+def _drop_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return a command's words without some flags and their values."""
     kept: list[str] = []
     dropping = False
     for word in command:

@@ -23,12 +23,12 @@ _OF_FREE = 0.5
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
 
 
-def touching(
+def prefault_memory(
     settings: TrainSettings, ranks: Ranks, environment: Mapping[str, str]
 ) -> PagePrefaulter | None:
-    """Touch what training in this process will surely need, beginning now.
+    """Begin to touch the memory that training in this process will need.
 
-    On a CPU alone, by a core that would be idle: not beside other ranks.
+    Only on a CPU, by a core that would be idle: not beside other ranks.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
@@ -39,10 +39,10 @@ def touching(
 
 
 def needed_bytes(settings: TrainSettings) -> int:
-    """Of fp32 weights with gradients and AdamW's moments, on a CPU; 0 where there are others.
+    """Return bytes of fp32 weights, gradients and AdamW's moments on a CPU; 0 for other setups.
 
-    Of a preset, or of a directory with weights, whose files are in fp32 or smaller. The head that a
-    classifier leaves out of what it reads counts as well.
+    The model is a preset, or a directory with weights in fp32 or smaller. The head that a
+    classifier does not read counts as well.
     """
     precision = settings.precision or "fp32"
     others = (

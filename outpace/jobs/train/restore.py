@@ -38,7 +38,7 @@ def restore(
     if not job.settings.resume:
         return None
     say = partial(tell, job.callbacks, "on_hint")
-    folder = job.groups.once(lambda: _checkpoint(job, say))
+    folder = job.groups.run_on_rank_0(lambda: _checkpoint(job, say))
     if folder is None:
         say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
         return None
@@ -77,13 +77,13 @@ def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
     model = f"start another run from its model with --model {run}, " if history.has_model else ""
     raise BadInputError(
         f"{job.run_dir.checkpoints} holds no checkpoint, but {sign}: to resume would begin at step "
-        f"0 and write over that. Bring the checkpoints back, {model}or start anew with another "
-        "--out."
+        f"0 and overwrite that. Bring the checkpoints back, {model}or start another run with "
+        "another --out."
     )
 
 
 def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
-    """In words, what shows that the run had a checkpoint, or came to its end without."""
+    """Say what shows that the run had a checkpoint, or was finished without one."""
     if history.is_finished:
         return "the run was finished once"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)

@@ -43,11 +43,11 @@ _USEFUL_PASSES = 4
 
 
 def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
-    """On rank 0: make the directory this run's, or see that it can be taken up again.
+    """Lock the run's directory on rank 0, and check that a run to resume can be resumed.
 
-    Until `stack` is closed no other training can. Returns the run's record. That of a resumed run
-    is not written yet: more may stand against it. Its command, and who gave what, stay those of its
-    start, as that is what repeats it.
+    Until `stack` is closed, no other training can use the directory. Returns the run's record. That
+    of a resumed run is not written yet, since more may be wrong. Its command and the origins of its
+    settings stay those of its start, which repeat it.
     """
     if not job.settings.resume:
         job.run_dir.require_free()
@@ -100,7 +100,7 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
 
 
 def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
-    """The model, with what of it is another now."""
+    """Name the model, with the fields that have changed."""
     if was is None or now is None:
         return "the model"
     earlier, later = was.model_dump(), now.model_dump()
@@ -113,7 +113,7 @@ def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
 
 
 def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | None:
-    """What a resumed run does otherwise from here on, and what that makes of its learning rate."""
+    """Say what a resumed run changes from here on, and how that changes its learning rate."""
     before, now = earlier.settings, job.settings
     changes = [
         f"--{name.replace('_', '-')} was {getattr(before, name)}, is {getattr(now, name)}"
@@ -147,13 +147,13 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
         raise BadInputError(
             f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
             "them keeps weights in 16 bits only, the other in fp32. "
-            "Leave --precision out to go on, or start another run from its weights with --model "
+            "Leave --precision out to resume, or start another run from its weights with --model "
             f"{run_dir.path}."
         )
 
 
 def _base(job: Job) -> Path | None:
-    """The directory of the weights that adapters are trained beside; None of random ones."""
+    """Return the directory of the weights that adapters are trained beside; None if random."""
     opened = job.inputs.opened
     assert opened is not None
     return opened.weights if job.inputs.starts_from_stored(job.settings) else None
@@ -167,7 +167,7 @@ def _base_fingerprint(job: Job) -> str | None:
 def run_record(
     job: Job, origins: dict[str, str], command: list[str], threads: int, parameters: int
 ) -> RunRecord:
-    """Everything that determines the run."""
+    """Return the record of all that determines the run."""
     inputs, (head, dirty) = job.inputs, commit()
     return RunRecord(
         outpace=__version__,
@@ -201,7 +201,7 @@ def run_record(
 
 
 def _computation(job: Job, parameters: int) -> list[str]:
-    """What another size or precision would make faster on this device."""
+    """Hint at sizes and precisions that would be faster on this device."""
     hints = []
     if job.device.type != "cpu":  # whose products want no such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
@@ -215,8 +215,8 @@ def _computation(job: Job, parameters: int) -> list[str]:
     return hints
 
 
-def _unlikely(settings: TrainSettings, plan: Plan) -> list[str]:
-    """What was asked for and does nothing, or hardly ever trains."""
+def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
+    """Hint at settings that have no effect, or with which training rarely succeeds."""
     hints = []
     if plan.world_size == 1 and settings.strategy not in (None, "single"):
         hints.append(
@@ -262,10 +262,10 @@ def _origin_of_weights(job: Job) -> tuple[Path, RunRecord] | None:
 
 
 def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
-    """What is about to be trained, with hints on what may be better otherwise."""
+    """Describe what is about to be trained, with hints on what may be better."""
     parameters = record.parameters
     hints = [*job.inputs.hints, *_repetitions(job)]
-    hints += _computation(job, parameters) + _unlikely(job.settings, job.plan)
+    hints += _computation(job, parameters) + _unlikely_settings(job.settings, job.plan)
     hints += _low_rate(job, record, start_step)
     if job.plan.lora_rank is not None:
         form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
@@ -286,8 +286,8 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
     if job.plan.compress_gradients == "powersgd" and start_step:
         hints.append(
-            "what PowerSGD had left out of the gradients so far is not in checkpoints: it begins "
-            f"anew, after {POWERSGD_LEAST_START} steps that exchange whole gradients at least"
+            "what PowerSGD had left out of the gradients so far is not in checkpoints: it starts "
+            f"again after at least {POWERSGD_LEAST_START} steps that all-reduce whole gradients"
         )
     if job.device.type == "cpu" and "cpu" in (
         job.plan.offload_parameters, job.plan.offload_optimizer
@@ -326,7 +326,7 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
 
 
 def _repetitions(job: Job) -> list[str]:
-    """What of the data is used more often than its share of a run looks like."""
+    """Hint at data that are used more often than their share of the run suggests."""
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
     if batch > len(data):

@@ -7,8 +7,8 @@ from outpace.training.accounting import OPENING_STEPS, Ledger
 from outpace.training.callbacks import Callback, tell
 
 
-class Promised(Callback):
-    """Looks once, as soon as enough steps are done; the end of the run says it in any case."""
+class StepTimeMonitor(Callback):
+    """Compare step times with the plan's once, as soon as enough steps are done."""
 
     def __init__(self, ledger: Ledger, expected_s: float, heard: Sequence[Callback]) -> None:
         self._ledger, self._expected_s, self._heard = ledger, expected_s, heard

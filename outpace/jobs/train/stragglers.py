@@ -25,7 +25,7 @@ _SLOWER_CLOCK = 0.93
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a rank, what may make it slow. `others_cores`: what other programs use of its host."""
+    """Facts that may make a rank slow. `others_cores`: cores that other programs use."""
 
     host: str
     processor: str
@@ -35,19 +35,19 @@ class Facts:
 
 
 class Stragglers:
-    """Of one run. Every rank hears the same, and finds the same at the same step."""
+    """Stragglers of one run. All ranks have the same data and find the same at the same step."""
 
     def __init__(self, job: Job, recording: Recording) -> None:
         self._job = job
         self._recording = recording
-        self._alike = alike(job.plan)
+        self._alike = equal_ranks(job.plan)
         self._steps: list[tuple[float, ...]] = []
         self._looks: list[tuple[float, ...]] = []
         self._before: set[int] = set()
         self._told: set[int] = set()
 
-    def after(self, heard: RankReports | None) -> None:
-        """A step is done. Collective where a straggler is found."""
+    def after_step(self, heard: RankReports | None) -> None:
+        """Look at times after a step. Collective if a straggler is found."""
         if heard is None or not heard.busy_s or not self._alike:
             return
         self._steps.append(heard.busy_s)
@@ -88,8 +88,8 @@ class Stragglers:
         return Facts(socket.gethostname(), at, torch.get_num_threads())
 
 
-def alike(plan: Plan) -> list[tuple[int, ...]]:
-    """Ranks that do the same work: those of one pipeline stage. Servers do other work."""
+def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
+    """Group ranks that do the same work: those of one pipeline stage. Servers do other work."""
     if plan.servers:
         return []
     size = plan.world_size // plan.pp
@@ -114,7 +114,7 @@ def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
 
 
 def cause(its: Facts, others: list[Facts]) -> str:
-    """What is likely to make it slow: in what its host differs from the others'."""
+    """Say what is likely to make a rank slow: how its host differs from the others'."""
     used = its.others_cores
     elsewhere = [one.others_cores for one in others if one.others_cores is not None]
     if used is not None and elsewhere and used > median(elsewhere) + _MORE_CORES:

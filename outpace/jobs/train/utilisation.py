@@ -43,7 +43,7 @@ class Recording:
 
     @property
     def latest(self) -> Load | None:
-        """What this rank's host did of late; None on all but its first rank."""
+        """The latest utilisation of this rank's host; None on all but its first rank."""
         return None if self._recorder is None else self._recorder.latest
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Recording:
             self._recorder.close()
 
     def averages(self) -> tuple[Load, ...]:
-        """Of each host over the run, on all ranks. Collective; after `close`."""
+        """Return the mean utilisation of each host, on all ranks. Collective; after `close`."""
         found = self._recorder.series if self._recorder is not None else None
         said: list[Any] = [None] * self._job.ranks.world_size
         dist.all_gather_object(

@@ -1,6 +1,6 @@
 """The report of a hang: the rank that held the others up, and the state of every rank."""
 
-from outpace.records.standstill import HangReport, RankSnapshot
+from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.reporting.render.document import (
     Code,
     DataTable,

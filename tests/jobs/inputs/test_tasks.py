@@ -16,7 +16,7 @@ from outpace.data.tokenizer import load_tokenizer, train_tokenizer
 from outpace.jobs import inference
 from outpace.jobs.inputs import tasks
 from outpace.jobs.inputs.inputs import gather
-from outpace.jobs.train.job import prepared, train
+from outpace.jobs.train.job import prepare_run, train
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -126,7 +126,7 @@ def test_costs_are_of_the_samples_that_a_step_has(home):
         global_batch=8,
         out=home / "costs",
     )
-    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
         batches = next(iter(ready.loop.steps))
         costs = ready.loop.ledger.costs_of(1)
         real = sum(int(batch["padding_mask"].sum()) for batch in batches)
@@ -166,7 +166,7 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
         home, task="classify", data=[str(tmp_path / "data.jsonl")], steps=1, global_batch=4,
         seq_len=16, out=tmp_path / "run",
     ).model_copy(update={"model": str(tmp_path / "in")})  # fmt: skip
-    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
         weight = ready.loop.layout.objective.model.classifier.weight
         kept = torch.equal(weight, stored.classifier.weight)
         assert kept == (given != "others")
@@ -273,7 +273,7 @@ def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
 
     def said(out, **more):
         settings = asked(home, **asked_for, out=tmp_path / out, **more)
-        with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
             return " ".join(ready.job.inputs.hints)
 
     told = said("a")
@@ -327,7 +327,7 @@ def test_what_adapters_are_trained_beside_costs_no_gradients(home, chatted):
             out=home / "adapters", **adapters,
         )  # fmt: skip
         settings = settings.model_copy(update={"model": str(chatted[0].out)})
-        with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
             flops.append(ready.loop.ledger.costs_of(1).model_flops)
         shutil.rmtree(home / "adapters", ignore_errors=True)
     assert 0.6 < flops[1] / flops[0] < 0.8
@@ -395,7 +395,7 @@ def test_rows_that_are_learnt_and_held_out_are_said(home, tmp_path):
         more = {} if eval_data is None else {"eval_data": [eval_data]}
         settings = asked(home, task="chat", data=[data], steps=1, global_batch=2, family="llama",
                          out=tmp_path / f"out{len(list(tmp_path.iterdir()))}", **more)  # fmt: skip
-        with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
             return " ".join(ready.job.inputs.hints)
 
     assert "2 of 3 rows held out for validation are among those to train on" in hints(train, held)

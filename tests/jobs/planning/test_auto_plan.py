@@ -184,7 +184,7 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"lora_rank": 4}, "does not reckon with --lora-rank"),
+        ({"lora_rank": 4}, "does not support --lora-rank"),
         ({"global_batch": 7, "nproc": 2, "strategy": "ddp"}, "no plan can be laid out"),
         ({"nproc": 2, "pp_schedule": "zb"}, "no plan can be laid out"),
         ({"plan": "nowhere.json"}, "nowhere.json"),

@@ -12,7 +12,7 @@ import outpace
 from outpace.catalog.models import preset
 from outpace.cli.main import main
 from outpace.jobs.train import micro_batch_device
-from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS, find, predicted, sizes
+from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS, find, predict_largest, sizes
 from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.planner.fit.cost import Cost
 from outpace.records.errors import BadInputError, OutOfMemoryError
@@ -37,8 +37,8 @@ def test_sizes_keep_the_global_batch():
 
 @pytest.mark.parametrize(("limit", "size"), [(5000, 12), (1200, 12), (1199, 6), (250, 2), (1, 1)])
 def test_the_largest_that_is_predicted_to_fit(limit, size):
-    assert predicted(PLAN, predict, limit) == size
-    assert predicted(PLAN, None, limit) == 12
+    assert predict_largest(PLAN, predict, limit) == size
+    assert predict_largest(PLAN, None, limit) == 12
 
 
 class Alone:
@@ -47,7 +47,7 @@ class Alone:
     ranks = Ranks()
     patient = None
 
-    def once(self, action):
+    def run_on_rank_0(self, action):
         return action()
 
 

@@ -149,7 +149,7 @@ def test_what_turns_the_compiler_off_is_heard(tmp_path, corpus, token_cache, mon
         job, "resolve_plan",
         lambda *args, **more: resolve_plan(*args, **more).model_copy(update={"compile": True}),
     )  # fmt: skip
-    with job.prepared(settings, ranks=Ranks(), origins={}, command=["test"]) as ready:
+    with job.prepare_run(settings, ranks=Ranks(), origins={}, command=["test"]) as ready:
         assert ready.loop.settings.compile is None
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["plan"]["compile"] is False

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from outpace.catalog.models import preset
-from outpace.jobs.train.prefault import needed_bytes, touching
+from outpace.jobs.train.prefault import needed_bytes, prefault_memory
 from outpace.planner.model.flops import parameter_count
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -62,23 +62,23 @@ def test_nothing_is_touched_for_what_will_not_fit(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 42)
     huge = asked(model=str(tmp_path))
-    assert needed_bytes(huge) == 4 << 42 and touching(huge, Ranks(), {}) is None
+    assert needed_bytes(huge) == 4 << 42 and prefault_memory(huge, Ranks(), {}) is None
 
 
 def test_only_alone_and_only_on_a_cpu():
-    assert touching(asked(device="cuda"), Ranks(), {}) is None
+    assert prefault_memory(asked(device="cuda"), Ranks(), {}) is None
     two = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2)
-    assert touching(asked(), two, {}) is None
+    assert prefault_memory(asked(), two, {}) is None
 
 
 SEEN = """
 import os, sys
-from outpace.jobs.train.prefault import touching
+from outpace.jobs.train.prefault import prefault_memory
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 settings = TrainSettings.parse({"model": "gpt2", "device": "cpu"}, "test")
-touching(settings, Ranks(), os.environ).end()
+prefault_memory(settings, Ranks(), os.environ).end()
 print("torch" in sys.modules)
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outpace.jobs.train.step_time_check import Promised
+from outpace.jobs.train.step_time_check import StepTimeMonitor
 from outpace.records.measurement import StepTimeCheck
 from outpace.training.accounting import OPENING_STEPS, Costs, Ledger
 from outpace.training.callbacks import Callback
@@ -24,7 +24,7 @@ def hints(took_s: float, expected_s: float) -> list[str]:
     heard = Heard()
     ledger = Ledger(Costs(1, 1, None, None, None), tokens=0, samples=0)
     ledger.opening_s.extend([took_s] * OPENING_STEPS)
-    Promised(ledger, expected_s, [heard]).on_step(None)  # type: ignore[arg-type]
+    StepTimeMonitor(ledger, expected_s, [heard]).on_step(None)  # type: ignore[arg-type]
     return heard.hints
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outpace.jobs.train.stragglers import Facts, alike, cause
+from outpace.jobs.train.stragglers import Facts, cause, equal_ranks
 from outpace.records.plan import Plan
 
 USUAL = Facts("b", "a processor", 8, others_cores=0.1, clock_hz=3e9)
@@ -32,4 +32,6 @@ def test_the_cause_is_what_differs(its, said):
     ],
 )
 def test_ranks_of_a_stage_are_compared(values, groups):
-    assert alike(Plan.parse({"micro_batch": 1, "precision": "fp32", **values}, "test")) == groups
+    assert (
+        equal_ranks(Plan.parse({"micro_batch": 1, "precision": "fp32", **values}, "test")) == groups
+    )

@@ -1,4 +1,4 @@
-"""Hang report: what each rank was doing when the job hung; standstill.json in a run's folder."""
+"""Hang report: what each rank did when the job hung; standstill.json in a run's folder."""
 
 from typing import ClassVar, Literal
 
