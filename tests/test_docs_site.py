@@ -21,7 +21,7 @@ CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), N
 SOURCES = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [str(path.relative_to(ROOT / "docs").with_suffix(".html")) for path in SOURCES]
 # One of each kind: tables, long tables, figures, code, generated. The others are slow.
-LOOKED_AT = {"index.html", "guides/plan.html", "results/accuracy.html"}
+LOOKED_AT = {"index.html", "guides/plan.html", "results/accuracy.html", "reference/python.html"}
 WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
 PATH_IN_TEXT = re.compile(r"(?<![\w./-])docs/[\w/-]+\.(?:md|svg|png)\b")
 
@@ -64,6 +64,14 @@ class _Anchors(HTMLParser):
 @functools.cache
 def anchors(path):
     return _Anchors(path.read_text(encoding="utf-8"))
+
+
+def test_reference_pages_say_what_the_code_declares():
+    done = subprocess.run(
+        [sys.executable, "scripts/reference.py", "--check"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_page_is_in_the_navigation():
