@@ -46,7 +46,7 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.transformer import Transformer
 from outpace.optim import build
 from outpace.optim.build import leave_compiler_out, make_optimizer
-from outpace.parallel import Request, apply
+from outpace.parallel import LayoutRequest, apply
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, fill_axes
 from outpace.records.ranks import Ranks
@@ -139,7 +139,7 @@ def make_stepper(case: Case, ranks: Ranks, control: dist.ProcessGroup | None) ->
     objective = LanguageModelObjective(model, "plain", mixed.dtype)
     objective.runs_on = "cuda"
     apply_options(model, plan)
-    layout = apply(Request(objective, plan, ranks, CPU))
+    layout = apply(LayoutRequest(objective, plan, ranks, CPU))
     leave_compiler_out()
     settings = TrainSettings(lr=LR)
     optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings)

@@ -99,7 +99,7 @@ def computing(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]
 
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.transformer import Transformer
-    from outpace.parallel import Request, apply
+    from outpace.parallel import LayoutRequest, apply
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
 
@@ -109,7 +109,7 @@ def computing(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]
     plan = Plan(strategy=strategy, pp=ranks, pp_microbatches=count, micro_batch=whole // count)
     spec = ModelSpec.parse({**SPEC, "layers": LAYERS[shape]}, "idle")
     objective = LanguageModelObjective(Transformer(spec), "plain")
-    layout = apply(Request(objective, plan, groups.ranks, device))
+    layout = apply(LayoutRequest(objective, plan, groups.ranks, device))
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, spec.vocab, (whole, SEQ_LEN), generator=drawn)
     batch = {"tokens": tokens, "targets": tokens}

@@ -63,7 +63,7 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.model_options import apply_checkpointing
     from outpace.nn.transformer import Transformer
-    from outpace.parallel import Pass, Request, apply
+    from outpace.parallel import LayoutRequest, StepHooks, apply
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
     from outpace.trace.allocations import Allocations
@@ -75,17 +75,17 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     objective = LanguageModelObjective(Transformer(spec), "plain")
     if checkpointing != "none":
         apply_checkpointing(objective.model, checkpointing)
-    layout = apply(Request(objective, plan, groups.ranks, torch.device("cpu")))
+    layout = apply(LayoutRequest(objective, plan, groups.ranks, torch.device("cpu")))
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens}
     saved = Saved(layout.model.parameters())
     with saved:
-        layout.gradients([batch], Pass())
+        layout.gradients([batch], StepHooks())
     gradients = sum(p.grad.nbytes for p in layout.model.parameters() if p.grad is not None)
     for parameter in layout.model.parameters():
         parameter.grad = None
     with Allocations() as allocated:
-        layout.gradients([batch], Pass())
+        layout.gradients([batch], StepHooks())
     return {
         "saved_bytes": saved.peak_bytes,
         "peak_bytes": allocated.peak_bytes,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
-from outpace.parallel import Layout, Pass, Request, apply
+from outpace.parallel import Layout, LayoutRequest, StepHooks, apply
 from outpace.planner.pipeline.simulator import Action, StageTime, Timeline, idle_share_formula, play
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -78,7 +78,7 @@ def waiting_pipeline(
     if plan.stages != len(times):
         raise BadInputError(f"{strategy} has {plan.stages} stages here, but {len(times)} times")
     objective = LanguageModelObjective(model, "plain")
-    layout = apply(Request(objective, plan, groups.ranks, torch.device("cpu")))
+    layout = apply(LayoutRequest(objective, plan, groups.ranks, torch.device("cpu")))
     tokens = torch.zeros(microbatches, 4, dtype=torch.int64)
     return layout, {"tokens": tokens, "targets": tokens}
 
@@ -97,7 +97,7 @@ def watch(
 ) -> StepObservation:
     """Take a step and see what each rank did when. Every rank of the job calls this."""
     marks: list[tuple[str, float]] = []
-    given = Pass(
+    given = StepHooks(
         scale=lambda loss_sum: loss_sum / batch["targets"].numel(),
         mark=lambda part: marks.append((part, time.perf_counter())),
     )

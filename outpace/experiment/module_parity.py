@@ -27,8 +27,8 @@ from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import by_micro_batch, commit
 from outpace.parallel.comparison import explain, mismatch, relative, scales
 from outpace.parallel.kept_state import KeptState, find_kept_state
-from outpace.parallel.layout import Pass, divisor
-from outpace.parallel.module_state import kept_attributes, preserved
+from outpace.parallel.layout import StepHooks, divisor
+from outpace.parallel.module_state import kept_attributes, preserve_state
 from outpace.parallel.moved_parameters import (
     NEEDED_BEFORE,
     MovedParameters,
@@ -37,7 +37,7 @@ from outpace.parallel.moved_parameters import (
     keep_values,
 )
 from outpace.parallel.offload import place_optimizer
-from outpace.parallel.own import lay_out, synchronise_statistics
+from outpace.parallel.parallelize import lay_out, synchronise_statistics
 from outpace.parallel.plain import (
     NarrowResults,
     floating_dtypes,
@@ -137,7 +137,8 @@ def reference(
     course = ReferenceCourse(parameters=tuple(named))
     facts = course.facts
     facts.state, facts.state_of_ranks = [
-        find_kept_state(objective, trial.batch(1), Pass(), alone=alone) for alone in (True, False)
+        find_kept_state(objective, trial.batch(1), StepHooks(), alone=alone)
+        for alone in (True, False)
     ]
     for step in range(1, STEPS + 1):
         with ExitStack() as stack:
@@ -188,7 +189,7 @@ def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
     Buffers, counters, and parameters that the forward moves are each rank's own.
     """
     parameters = list(objective.parameters())
-    with preserved(objective, CPU), keep_values(objective.named_parameters()):
+    with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
         totals = _pass(objective, share, pieces)
         made = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, made, strict=True):
@@ -292,7 +293,9 @@ class PlannedRun:
                 now = kept_attributes(self.layout.objective)
                 self.found.attributes = {n for n, v in now.items() if begin.get(n, v) != v}
                 self._at(f"saving a checkpoint after step {step}")
-                self._checkpointer.save(*self.layout.saved(self._optimizer), self._progress(step))
+                self._checkpointer.save(
+                    *self.layout.checkpoint_state(self._optimizer), self._progress(step)
+                )
                 self._checkpointer.settle()
         self._compare_state("")
         self._checkpointer.close()
@@ -301,7 +304,7 @@ class PlannedRun:
         """The steps after the checkpoint, from it."""
         self._at("reading the checkpoint")
         folder = self._folder / "checkpoints" / f"step-{SAVED_STEP}"
-        self._checkpointer.load(folder, *self.layout.saved(self._optimizer))
+        self._checkpointer.load(folder, *self.layout.checkpoint_state(self._optimizer))
         self.layout.resume_from(SAVED_STEP)
         for step in range(SAVED_STEP + 1, STEPS + 1):
             self._take(step, " after resuming")

@@ -45,7 +45,7 @@ from outpace.parallel.kept_state import (
     name_attributes,
 )
 from outpace.parallel.moved_parameters import explain_writes
-from outpace.parallel.own import refused_strategy
+from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.plain import has_dropout
 from outpace.parallel.plain_pass import explain_new_parameters
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients

@@ -26,8 +26,8 @@ from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, stream
 from outpace.optim.build import Build, make_optimizer
 from outpace.optim.master import master_weights
-from outpace.parallel import Layout, Request, apply
-from outpace.parallel.fill import parts_of
+from outpace.parallel import Layout, LayoutRequest, apply
+from outpace.parallel.deferred_init import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
@@ -221,7 +221,7 @@ def train_under_plan(
     whole_values = lower_weights(objective, mixed)
     scratch = Scratch()
     apply_options(objective.model, plan, scratch=scratch)
-    layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
+    layout = apply(LayoutRequest(objective, plan, ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
     wide_values = parts_of(layout, whole_values)
     optimizer = trial.optimizer(layout.named_parameters(), place, plan.optimizer, wide_values)
@@ -270,7 +270,7 @@ def _checkpoint_parts(
     layout: Layout, optimizer: torch.optim.Optimizer
 ) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
     """Return this rank's parameters and optimizer, if a checkpoint would have them from it."""
-    model, holder = layout.saved(optimizer)
+    model, holder = layout.checkpoint_state(optimizer)
     return (() if model is None else layout.named_parameters()), holder
 
 

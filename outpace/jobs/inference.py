@@ -40,7 +40,7 @@ from outpace.nn.classifier import ClassificationObjective
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import Mixed, lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
-from outpace.parallel import Layout, Pass
+from outpace.parallel import Layout, StepHooks
 from outpace.parallel.kept_state import explain_evaluated_state, find_kept_state
 from outpace.probing.hardware.machine import usable_cores
 from outpace.records.errors import BadInputError
@@ -206,7 +206,7 @@ def evaluate(
     steps = _batches(dataset, size, batches, settings.seed, target)
     if opened.build is not None:
         first = next(steps)
-        state = find_kept_state(objective, first[0], Pass(mixed.cast), alone=True)
+        state = find_kept_state(objective, first[0], StepHooks(mixed.cast), alone=True)
         said = explain_evaluated_state(state)
         if said is not None:
             on_hint(said)

@@ -23,8 +23,8 @@ def fingerprint(tensor: Tensor) -> int | None:
     The same for the same bits at the same places, whatever the strides. None where there are no
     values (meta, fake tensors, what is being compiled) or they do not lie densely (sparse tensors).
     """
-    hollow = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
-    if hollow or tensor.layout != torch.strided or tensor.is_quantized:
+    has_no_data = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
+    if has_no_data or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():

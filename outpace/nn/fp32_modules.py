@@ -1,7 +1,7 @@
 """Norms and embeddings over gathered weights of 16 bits, computed in fp32 as autocast has them.
 
 Autocast expects weights in fp32: it casts those of products and leaves the others. Ranks that split
-parameters gather them in 16 bits (`parallel.shards`), which torch's norms refuse beside an input in
+parameters gather them in 16 bits (`parallel.fsdp`), which torch's norms refuse beside an input in
 fp32, and which would make a transformer's residual stream one of 16 bits from its embedding on.
 """
 

@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import _world
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.torch_versions import split_backward_refusal
 from outpace.parallel.gradient_use import ranks_may_differ
-from outpace.parallel.layout import Layout, Pass, Request
+from outpace.parallel.layout import Layout, LayoutRequest, StepHooks
 from outpace.parallel.offload import gathers, require, to_disk
 from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.tensors import make_equal
@@ -19,11 +19,11 @@ from outpace.records.plan import Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.strategies import TRAITS
 
-__all__ = ["Layout", "Pass", "Request", "apply", "why_not"]
+__all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
-def apply(request: Request) -> Layout:
-    """Lay the objective (on its device, or on meta: see `fill`) out as the plan's strategy says."""
+def apply(request: LayoutRequest) -> Layout:
+    """Lay an objective out by its plan; it is on its device or on meta (see `deferred_init`)."""
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(
@@ -34,12 +34,12 @@ def apply(request: Request) -> Layout:
     lacking = _split_backward_refusal(strategy, request.device)
     if lacking is not None:
         raise BadInputError(f"{lacking}.")
-    own = not isinstance(request.objective, LanguageModelObjective)
+    is_custom = not isinstance(request.objective, LanguageModelObjective)
     traits = TRAITS[strategy]
-    if own and request.plan.world_size > 1:
-        make_equal(request.objective)  # a person's builder may draw from anything
-    # A person's own model is cut by the names of its parts.
-    file = (traits.custom_module if own else None) or traits.module
+    if is_custom and request.plan.world_size > 1:
+        make_equal(request.objective)  # the user's builder may draw from anything
+    # A custom model is cut by the names of its parts.
+    file = (traits.custom_module if is_custom else None) or traits.module
     if strategy == "single" and gathers(plan, request.device):
         file = "sharded"
     module = import_module(f"outpace.parallel.{file}")
@@ -66,7 +66,7 @@ def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -
 
 
 def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | None:
-    """What a strategy lacks on this machine, as a sentence; None where nothing."""
+    """Explain why a strategy cannot run on this machine; None where it can."""
     if strategy != "horovod":
         return _split_backward_refusal(strategy, device)
     reason: str | None = import_module("outpace.parallel.horovod").why_not(ranks)
@@ -74,7 +74,7 @@ def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | Non
 
 
 def _split_backward_refusal(strategy: Strategy, device: torch.device) -> str | None:
-    """Why this torch cannot run a zero-bubble schedule on a CPU; None where it can."""
+    """Explain why this torch cannot run a zero-bubble schedule on a CPU; None where it can."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None or not schedule.splits_backward or device.type != "cpu":
         return None

@@ -1,6 +1,6 @@
 """Lists and dicts that a user's forward hands to blocks are the caller's own, under `fully_shard`.
 
-Its hooks build the arguments of a unit anew, around inputs that have a gradient: what a block
+Its hooks rebuild the arguments of a unit around inputs that have a gradient: what a block
 appends to a list that it is given would be lost to the caller.
 """
 
@@ -25,8 +25,8 @@ def keep_argument_lists(unit: nn.Module) -> None:
         if len(first) != len(args) or set(named) != set(kwargs):  # by hooks of the user's
             return None
         return (
-            tuple(_refilled(old, new) for old, new in zip(first, args, strict=True)),
-            {name: _refilled(named[name], new) for name, new in kwargs.items()},
+            tuple(_refill(old, new) for old, new in zip(first, args, strict=True)),
+            {name: _refill(named[name], new) for name, new in kwargs.items()},
         )
 
     unit.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
@@ -37,17 +37,17 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, list | tuple | dict)
 
 
-def _refilled(old: Any, new: Any) -> Any:
+def _refill(old: Any, new: Any) -> Any:
     """The old list or dict, with what is in the new one."""
     if old is new or type(old) is not type(new):
         return new
     if isinstance(old, list) and len(old) == len(new):
-        old[:] = [_refilled(a, b) for a, b in zip(old, new, strict=True)]
+        old[:] = [_refill(a, b) for a, b in zip(old, new, strict=True)]
         return old
     if isinstance(old, dict) and old.keys() == new.keys():
         for key, value in new.items():
-            old[key] = _refilled(old[key], value)
+            old[key] = _refill(old[key], value)
         return old
     if type(old) is tuple and len(old) == len(new):
-        return tuple(_refilled(a, b) for a, b in zip(old, new, strict=True))
+        return tuple(_refill(a, b) for a, b in zip(old, new, strict=True))
     return new

@@ -105,7 +105,7 @@ class MicroBatchNorm(_Changed):
     seen: tuple[int, Tensor, Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """As nn.BatchNorm's, but that `commit` moves the averages on."""
+        """Normalise as nn.BatchNorm does, but leave the averages to `commit`."""
         if not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -114,7 +114,7 @@ class MicroBatchNorm(_Changed):
 
     def _see(self, input: Tensor) -> None:
         part = _statistics(to_fp32(input))
-        self.seen = part if self.seen is None else _merged(self.seen, part)
+        self.seen = part if self.seen is None else _merge_statistics(self.seen, part)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -126,16 +126,16 @@ class MicroBatchNorm(_Changed):
 
 
 def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """How many values a channel has, their mean, and the sum of squares about it."""
+    """Return the number of values in a channel, their mean, and the sum of squares about it."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     mean_C = x.mean(dims)
     return x.numel() // x.shape[1], mean_C, (x - _wide(mean_C, x)).square().sum(dims)
 
 
-def _merged(
+def _merge_statistics(
     one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]
 ) -> tuple[int, Tensor, Tensor]:
-    """The statistics of two sets together (Chan, Golub and LeVeque, 1979), without cancellation."""
+    """Merge the statistics of two sets (Chan, Golub and LeVeque, 1979), without cancellation."""
     count, apart_C = one[0] + other[0], other[1] - one[1]
     mean_C = one[1] + apart_C * (other[0] / count)
     return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
@@ -151,11 +151,11 @@ class SynchronisedBatchNorm(_Changed):
     members: Members
 
     def forward(self, input: Tensor) -> Tensor:
-        """As nn.BatchNorm's. Collective while training."""
+        """Normalise as nn.BatchNorm does. Collective while training."""
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        y, mean_C, variance_C, count = Normalised.apply(  # type: ignore[no-untyped-call]
+        y, mean_C, variance_C, count = NormaliseAcrossRanks.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.members.group
         )
         if self.training and self.running_mean is not None:
@@ -165,13 +165,13 @@ class SynchronisedBatchNorm(_Changed):
         return normalised
 
 
-class Normalised(torch.autograd.Function):
+class NormaliseAcrossRanks(torch.autograd.Function):
     """(x − mean)/√(variance + eps) · weight + bias, with statistics of all ranks of a group.
 
-    One exchange in each direction, 2C + 1 and 2C numbers. The input's gradient has the two sums
-    over the batch of Ioffe and Szegedy 2015, §3, and these run over all ranks, since every rank's
-    loss depends on every rank's samples; weight's and bias's are of this rank's samples, and
-    added up with all others' by whatever exchanges gradients.
+    One collective in each direction, of 2C + 1 and 2C numbers. The input's gradient has the two
+    sums over the batch of Ioffe and Szegedy 2015, §3, and these run over all ranks, since every
+    rank's loss depends on every rank's samples; weight's and bias's are of this rank's samples, and
+    added up with the others' by whatever reduces gradients.
     """
 
     @staticmethod
@@ -183,7 +183,7 @@ class Normalised(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is normalised; mean, variance (biased) and number of values, of all ranks."""
+        """Return the normalised input, and mean, biased variance and count over all ranks."""
         x = to_fp32(input)
         count, mean_C, variance_C = _statistics_of_all(x, group)
         scale_C = (variance_C + eps).rsqrt()

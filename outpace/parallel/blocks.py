@@ -1,4 +1,4 @@
-"""Which parts of a model are its blocks: named by a person, or found."""
+"""Blocks of a model: the parts that the user names, or those that repeat."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from outpace.nn.model_options import find_blocks
-from outpace.parallel.layout import Request
+from outpace.parallel.layout import LayoutRequest
 from outpace.records.errors import BadInputError, nearest
 
 Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
 
 
-def blocks_of(request: Request) -> list[nn.Module]:
+def blocks_of(request: LayoutRequest) -> list[nn.Module]:
     """The blocks of a request's model. Raises BadInputError for unknown names, or none found."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None:
@@ -60,7 +60,7 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [known[name] for name in names]
 
 
-def outside(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of a model that no block has."""
+def parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model that are in no block."""
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in inside}

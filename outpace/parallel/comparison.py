@@ -1,7 +1,8 @@
 """Comparison of two computations of a user's module: tolerances, and what shows a difference.
 
 Used by the look before the first step (first_batch.py), by a pipeline's look at its first
-micro-batch (own_look.py) and by `outpace.verify`. docs/concepts/parity.md has the tolerances'
+micro-batch (pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md has the
+tolerances'
 reasons.
 """
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.nn.spread import local, split_rows
-from outpace.parallel.fill import part_of
+from outpace.parallel.deferred_init import part_of
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 

@@ -7,7 +7,7 @@ much; so a sequence is cut into 2N chunks, and rank i has chunks i and 2N−1−
 Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work at every turn.
 
 Parameters are replicas, and the loss is a sum over each rank's targets: for gradients the ranks of
-a sequence are what the ranks of a batch are, so they are exchanged as `ddp` does.
+a sequence are what the ranks of a batch are, so they are reduced as `ddp` does.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -26,16 +26,16 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.nn.transformer import Transformer
 from outpace.parallel.ddp import Replicas
-from outpace.parallel.layout import Layout, Request
+from outpace.parallel.layout import Layout, LayoutRequest
 from outpace.parallel.ring_kernels import Dropout, RingKernel, choose_ring_kernel
-from outpace.parallel.tensors import hollow
+from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError
 
 _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 
 @dataclass(frozen=True)
-class Ring:
+class SequenceRing:
     """The ranks of one sequence; `rank` is the place of this one among them.
 
     `runs_on`: the kind of device to choose kernels for, where it is not that of the tensors.
@@ -59,7 +59,7 @@ class Ring:
         return received, works
 
     def turns(self, causal: bool, length: int) -> Iterator["Turn"]:
-        """What to compute while the keys of this rank, then those before it, are at hand.
+        """Yield what to compute while the keys of this rank, then those before it, are at hand.
 
         Each rank's part is chunk i, then chunk 2N−1−i. Those of a rank before this one: its first
         chunk lies before both chunks here, its second after both. Of a rank behind: both lie
@@ -80,7 +80,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Turn:
-    """Which of this rank's queries see which of the keys at hand."""
+    """Slices of this rank's queries and of the keys at hand that these see."""
 
     queries: slice
     keys: slice
@@ -88,7 +88,7 @@ class Turn:
 
 
 def ring_attention(
-    ring: Ring,
+    ring: SequenceRing,
     q_BHSC: Tensor,
     k_BKSC: Tensor,
     v_BKSC: Tensor,
@@ -111,7 +111,13 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, causal: bool, kernel: RingKernel
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ring: SequenceRing,
+        causal: bool,
+        kernel: RingKernel,
     ) -> Tensor:
         """Each turn's attention is merged by its log-sum-exp (Milakov and Gimelshein, 2018)."""
         held = own = torch.stack((k, v))
@@ -179,7 +185,7 @@ def _wait(works: list[dist.Work]) -> None:
 class PartOfSequence(nn.Module):
     """An objective on this rank's chunks of each sequence."""
 
-    def __init__(self, objective: LanguageModelObjective, ring: Ring) -> None:
+    def __init__(self, objective: LanguageModelObjective, ring: SequenceRing) -> None:
         super().__init__()
         self.objective = objective
         self._ring = ring
@@ -190,7 +196,7 @@ class PartOfSequence(nn.Module):
         return self.objective.model
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """As the objective's, of this rank's targets."""
+        """Return the objective's totals for this rank's targets."""
         outcome: tuple[Tensor, Tensor] = self.objective(self.part_of(batch))
         return outcome
 
@@ -228,33 +234,35 @@ class PartOfSequence(nn.Module):
 
 
 class ContextParallel(Replicas):
-    """Replicas whose ranks share samples. `hollow` is the model with the attention of one rank."""
+    """Replicas whose ranks share samples. `meta_model` has the attention of one rank."""
 
-    def __init__(self, request: Request, hollow: nn.Module) -> None:
+    def __init__(self, request: LayoutRequest, meta_copy: nn.Module) -> None:
         super().__init__(request)
-        self._hollow = hollow
+        self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """The model as it computes without the other ranks of the ring."""
         if wanted:
-            self._hollow.load_state_dict(self.model.state_dict(), assign=True)
-        return self._hollow if wanted else None
+            self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
+        return self._meta_model if wanted else None
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Split sequences over the plan's cp axis."""
-    copied = hollow(request.objective.model)  # type: ignore[arg-type]
+    copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
     group, _ = dist.new_subgroups(request.plan.cp)
-    part = share_sequences(request.objective, Ring(group, dist.get_rank(group), group.size()))
+    part = share_sequences(
+        request.objective, SequenceRing(group, dist.get_rank(group), group.size())
+    )
     return ContextParallel(replace(request, objective=part), copied)
 
 
-def share_sequences(objective: nn.Module, ring: Ring) -> PartOfSequence:
+def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
     """Have the model attend round the ring, in place. Raises BadInputError for another's model."""
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy cp replaces the attention of outpace's own transformers; it does not know "
-            "that of a person's own model. Use ddp or zero3."
+            "that of a custom model. Use ddp or zero3."
         )
     ring = replace(ring, runs_on=objective.runs_on)
     for block in objective.model.blocks:

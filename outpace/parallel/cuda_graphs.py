@@ -6,7 +6,7 @@ the device waits for it. A CUDA graph launches all of a forward, or of a backwar
 time: a batch is copied to where the graph reads it, and gradients lie where the graph writes them.
 
 What a graph is captured from must not wait for the device and must do the same each time, so this
-is for the package's own models, whose shapes are static. A pass that waits, or a capture that
+is for the package's models, whose shapes are static. A pass that waits, or a capture that
 fails, ends it: passes are launched kernel by kernel from there on.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outpace.parallel.layout import Batch, Layout, Pass, totals_of
+from outpace.parallel.layout import Batch, Layout, StepHooks, totals_of
 from outpace.records.errors import BadInputError
 
 # Passes of a shape before it is captured: compilers, libraries and allocators settle in the first,
@@ -31,7 +31,7 @@ MOST_SHAPES = 8
 
 
 class Recorder(Protocol):
-    """What captures work of a device. `CudaRecorder` is one."""
+    """Interface of what captures the work of a device, such as `CudaRecorder`."""
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Entered around passes before a capture, which then finds everything of its stream."""
@@ -53,7 +53,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Of a CUDA device. All graphs share one pool of memory, as they never run at once."""
+    """Recorder of a CUDA device. All graphs share one pool of memory: they never run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class CudaRecorder:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """On the stream of captures."""
+        """Run on the stream of captures."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -71,7 +71,7 @@ class CudaRecorder:
 
     @contextmanager
     def refuse_waits(self) -> Iterator[None]:
-        """By torch's own watch."""
+        """Raise in the body where it waits for the device, by torch's own check."""
         before = torch.cuda.get_sync_debug_mode()
         _set_sync_debug_mode("error")
         try:
@@ -91,7 +91,7 @@ class CudaRecorder:
         """A graph, whose replay is queued in the current stream.
 
         Raises BadInputError where CUDA itself refuses what was captured: torch's allocator and
-        random numbers cannot go on in this process then.
+        random numbers no longer work in this process then.
         """
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
@@ -126,7 +126,7 @@ class CudaRecorder:
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
-    """Without torch's word that its watch is a prototype."""
+    """Set the mode without torch's warning that it is a prototype."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode(mode)
@@ -144,22 +144,22 @@ class CapturedPass:
     adds_to: Tensor | None  # the first gradient that was there before
     addresses: list[int]  # of the parameters that it reads
 
-    def run(self, batch: Mapping[str, Tensor], given: Pass) -> Tensor:
-        """As `Layout._forward_backward`; the totals are written over by the next run."""
+    def run(self, batch: Mapping[str, Tensor], hooks: StepHooks) -> Tensor:
+        """Replay the pass (see `Layout._forward_backward`); the next run overwrites the totals."""
         for name, tensor in self.inputs.items():
             tensor.copy_(batch[name])
         self.forward()
-        given.mark("forward")
+        hooks.mark("forward")
         self.backward()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-        given.mark("backward")
+        hooks.mark("backward")
         return self.totals
 
 
 @dataclass
 class _Shape:
-    """What is known of the passes of one shape."""
+    """Passes of one shape so far, and their capture."""
 
     passes: int = 0
     captured: CapturedPass | None = None
@@ -199,52 +199,52 @@ class GraphedLayout(Layout):
         """Whether any pass has been captured."""
         return any(shape.captured is not None for shape in self._shapes.values())
 
-    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+    def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
         held = self._held_gradient()
         if held is not None or not self.replays:
-            return self._pass(batch, given, held)
+            return self._pass(batch, hooks, held)
         try:
-            return self._pass(batch, given, held)
+            return self._pass(batch, hooks, held)
         except torch.OutOfMemoryError as error:
             self._give_up(error)
         for parameter in self._parameters():
             parameter.grad = None
-        return self._pass(batch, given, None)
+        return self._pass(batch, hooks, None)
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
-        """As every layout's; it may take the memory that graphs hold."""
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Evaluate as every layout does; may free the memory that graphs hold."""
         if not self.replays:
-            return super().evaluate(batch, given)
+            return super().evaluate(batch, hooks)
         try:
-            return super().evaluate(batch, given)
+            return super().evaluate(batch, hooks)
         except torch.OutOfMemoryError as error:
             self._give_up(error)
-        return super().evaluate(batch, given)
+        return super().evaluate(batch, hooks)
 
-    def _pass(self, batch: Batch, given: Pass, held: Tensor | None) -> Tensor:
+    def _pass(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
         """A forward and backward: replayed, captured, or kernel by kernel.
 
         `held` is the first of the gradients that it adds to; None where it makes them.
         """
         key = self._key(batch, held) if self._works else None
         if key is None:
-            return super()._forward_backward(batch, given)
+            return super()._forward_backward(batch, hooks)
         shape = self._shapes.setdefault(key, _Shape())
         if shape.captured is None and shape.passes >= WARMUP_PASSES and self._adds_in_place(held):
-            shape.captured = self._capture(batch, given, held)
+            shape.captured = self._capture(batch, hooks, held)
         if shape.captured is not None and shape.captured.adds_to is held:
             if shape.captured.addresses == self._addresses():
-                return shape.captured.run(batch, given)
+                return shape.captured.run(batch, hooks)
             self._give_up("a parameter was given other memory than the graphs read, p.data = …")
-            return super()._forward_backward(batch, given)
+            return super()._forward_backward(batch, hooks)
         shape.passes += 1
         with self._recorder.warm_up():
             if shape.passes == WARMUP_PASSES and held is None:
-                return self._watched(batch, given)
-            return super()._forward_backward(batch, given)
+                return self._run_refusing_waits(batch, hooks)
+            return super()._forward_backward(batch, hooks)
 
     def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
-        """What a graph is made for; None where passes are not to be captured.
+        """Return what identifies a graph; None where passes are not to be captured.
 
         Whoever watches operators sees none of a graph's.
         """
@@ -272,21 +272,21 @@ class GraphedLayout(Layout):
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 
-    def _watched(self, batch: Batch, given: Pass) -> Tensor:
-        """A step's first pass, which is done anew, and ends all of this, if it waits."""
+    def _run_refusing_waits(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Run a step's first pass; if it waits for the device, give up graphs and run it again."""
         try:
             with self._recorder.refuse_waits():
-                return super()._forward_backward(batch, given)
+                return super()._forward_backward(batch, hooks)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self._give_up(error)
         for parameter in self._parameters():
             parameter.grad = None
-        return super()._forward_backward(batch, given)
+        return super()._forward_backward(batch, hooks)
 
     def _capture(
-        self, batch: Mapping[str, Tensor], given: Pass, adds_to: Tensor | None
+        self, batch: Mapping[str, Tensor], hooks: StepHooks, adds_to: Tensor | None
     ) -> CapturedPass | None:
         if not self._recorder.has_room():
             self._give_up("their memory would be more than is free")
@@ -297,9 +297,9 @@ class GraphedLayout(Layout):
         work = _Work()
 
         def forward() -> list[Tensor]:
-            with given.cast():
+            with hooks.cast():
                 loss_sum, count = self.module(inputs)
-            work.loss = given.scale(loss_sum)
+            work.loss = hooks.scale(loss_sum)
             work.outputs = [totals_of(loss_sum.detach(), count)]
             return work.outputs
 
@@ -325,7 +325,7 @@ class GraphedLayout(Layout):
         )
 
     def _give_up(self, why: Exception | str) -> None:
-        """Go on without graphs, and without what they hold."""
+        """Continue without graphs, and free what they hold."""
         self._works = False
         self._shapes.clear()
         self._recorder.release()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from outpace.parallel.batches import concatenate, cut, samples_in, take_first
 from outpace.parallel.comparison import difference, largest, relative
 from outpace.parallel.kept_state import Totals
-from outpace.parallel.layout import Batch, Pass
-from outpace.parallel.module_state import preserved
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import keep_values
 from outpace.parallel.plain import without_dropout
 from outpace.parallel.plain_copy import model_of
@@ -61,7 +61,7 @@ def compare_cut(
     plan: Plan,
     first: First | None,
     passes: Sequence[Batch],
-    given: Pass,
+    hooks: StepHooks,
     synchronised: bool,
     tolerance: float,
 ) -> CutDifference:
@@ -76,7 +76,7 @@ def compare_cut(
         return CutDifference()
     if first is None:
         return CutDifference()
-    mean_of = partial(_mean_of, plain, given, first.drops)
+    mean_of = partial(_mean_of, plain, hooks, first.drops)
     ways: tuple[Callable[[], float | None], ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
@@ -98,7 +98,7 @@ def compare_cut(
     read = _find_read(mean_of, plain, first.buffers, take_first(first.piece, _FEW))
     if not read:
         return CutDifference(apart)
-    return CutDifference(apart, _compare_buffers(plain, first, given, tolerance), read)
+    return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
 
 
 def _find_read(
@@ -111,7 +111,7 @@ def _find_read(
     device = next(plain.parameters()).device
 
     def mean_with(names: Iterable[str]) -> float:
-        with preserved(plain, device), torch.no_grad():
+        with preserve_state(plain, device), torch.no_grad():
             for name in names:
                 held[name].copy_(moved[name])
             return mean_of([few])
@@ -127,7 +127,7 @@ def _find_read(
         return ()
 
 
-def _compare_buffers(plain: nn.Module, first: First, given: Pass, tolerance: float) -> Names:
+def _compare_buffers(plain: nn.Module, first: First, hooks: StepHooks, tolerance: float) -> Names:
     """Return the floating-point buffers that the first piece moves otherwise than its halves.
 
     Counters of calls are moved once by the one, and twice by the other.
@@ -137,7 +137,7 @@ def _compare_buffers(plain: nn.Module, first: First, given: Pass, tolerance: flo
     device = next(plain.parameters()).device
     apart = []
     kept = keep_values(model_of(plain).named_parameters())
-    with kept, preserved(plain, device), torch.no_grad(), suppress(Exception), given.cast():
+    with kept, preserve_state(plain, device), torch.no_grad(), suppress(Exception), hooks.cast():
         for piece in cut(first.piece, 2):
             plain(piece)
         halves = dict(model_of(plain).named_buffers())
@@ -195,14 +195,14 @@ def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> fl
     return _difference(*[mean_of(one) for one in ([both], passes[:2])])
 
 
-def _mean_of(plain: nn.Module, given: Pass, drops: bool, pieces: Sequence[Batch]) -> float:
+def _mean_of(plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch]) -> float:
     """Return the mean loss of several pieces. Nothing is dropped, and all is as it was."""
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     dropping = without_dropout(plain) if drops else nullcontext()
-    with torch.no_grad(), dropping, preserved(plain, device):
+    with torch.no_grad(), dropping, preserve_state(plain, device):
         for piece in pieces:
-            with given.cast():
+            with hooks.cast():
                 loss_sum, count, *_ = plain(piece)
             totals += torch.stack((loss_sum.double(), count.double()))
     return float(totals[0] / totals[1])

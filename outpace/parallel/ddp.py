@@ -19,37 +19,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outpace.nn.torch_versions import without_buffers
 from outpace.nn.uncompiled import leave_alone, skip_compile_query
-from outpace.parallel.direct import Averaging, neighbours
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
-from outpace.parallel.layout import Batch, Layout, Pass, Request
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
+from outpace.parallel.peer_memory import Averaging, peer_memory_group
 from outpace.records.errors import BadInputError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 
 
-def exchange_in_bf16(
+def reduce_in_bf16(
     group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook under another name: by its own, DDP refuses it on gloo, where it works too."""
+    """Call torch's hook under another name: by its own, DDP refuses it on gloo, where it works."""
     return bf16_compress_hook(group, bucket)
 
 
-def exchange_low_rank(
-    state: PowerSGDState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2: a bucket's matrices as P Qᵀ.
+def reduce_low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Send a bucket's matrices as P Qᵀ (Vogels et al., "PowerSGD", NeurIPS 2019, alg. 1 and 2).
 
-    torch's hook begins its second and third exchange when the one before is done. gloo does that in
-    its own threads, among the exchanges of the next bucket: two buckets hang. So there a bucket is
-    waited for before the next one begins.
+    torch's hook begins its second and third collective when the one before is done. gloo does that
+    in its own threads, among the collectives of the next bucket: two buckets hang. So there each
+    bucket is waited for before the next one begins.
     """
-    exchanged = powerSGD_hook(state, bucket)
+    reduced = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
-        exchanged.wait()
-    return exchanged
+        reduced.wait()
+    return reduced
 
 
 def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
-    """What PowerSGD remembers from step to step. Raises BadInputError where it cannot work."""
+    """Make the state that PowerSGD keeps. Raises BadInputError where it cannot work."""
     if device.type == "cpu" and torch.cuda.is_available():
         raise BadInputError(
             "--compress-gradients powersgd: torch's PowerSGD waits for the CUDA device wherever "
@@ -66,10 +64,10 @@ class Replicas(Layout):
     low_rank: PowerSGDState | None = None
     _adds_in_fp32 = False
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: LayoutRequest) -> None:
         device, plan = request.device, request.plan
-        wrapped = _wrapped(request)
-        _outlived_by_its_group(wrapped)
+        wrapped = _wrap(request)
+        _free_before_group(wrapped)
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
         self.use: GradientUse | None = None
@@ -81,18 +79,18 @@ class Replicas(Layout):
             self._unused: set[nn.Parameter] = set()
         self.on_disk = plan.offload_parameters == "disk"
         if plan.compress_gradients == "bf16":
-            wrapped.register_comm_hook(None, exchange_in_bf16)
+            wrapped.register_comm_hook(None, reduce_in_bf16)
         elif plan.compress_gradients == "powersgd":
             self.low_rank = low_rank_state(plan, device)
-            wrapped.register_comm_hook(self.low_rank, exchange_low_rank)
+            wrapped.register_comm_hook(self.low_rank, reduce_low_rank)
         elif device.type == "cpu" and request.ranks.local_world_size == request.ranks.world_size:
-            near = neighbours(wrapped.process_group)
+            near = peer_memory_group(wrapped.process_group)
             if near is not None:
                 averaging = Averaging(near, wrapped.process_group)
                 wrapped.register_comm_hook(None, averaging.begin)
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
-        """DDP's `no_sync`."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Enter DDP's `no_sync`."""
         if self._adds_in_fp32:
             super().add_up_in_fp32()
         return self.module.no_sync()
@@ -102,7 +100,7 @@ class Replicas(Layout):
         self._adds_in_fp32 = True
 
     @torch.no_grad()
-    def prepare_exchange(self) -> None:
+    def prepare_reduction(self) -> None:
         """Round the sums so far to the dtype of DDP's buckets, in which the last is added."""
         if self._adds_in_fp32:
             self._round_sums()
@@ -111,19 +109,19 @@ class Replicas(Layout):
             self._before = {parameter: (sum_, sum_._version) for parameter, sum_ in sums}
 
     def _round_sums(self) -> None:
-        sums = [(p, p.grad) for p in self._added_up() if p.grad is not None]
+        sums = [(p, p.grad) for p in self._accumulated_parameters() if p.grad is not None]
         narrow = [torch.empty_like(sum_, dtype=p.dtype) for p, sum_ in sums]
         if sums:
             torch._foreach_copy_(narrow, [sum_ for _, sum_ in sums])
-        for parameter in self._added_up():
+        for parameter in self._accumulated_parameters():
             parameter.grad = None  # or no other dtype may follow
             parameter.grad_dtype = parameter.dtype
         for (parameter, _), gradient in zip(sums, narrow, strict=True):
             parameter.grad = gradient
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As for every layout. What no rank has used has no gradient."""
-        totals = super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients. What no rank has used has none."""
+        totals = super().gradients(batches, hooks)
         if self.use is not None:
             self.use.agree([p not in self._unused for p in self._trained])
             self._unused.clear()
@@ -145,21 +143,21 @@ class Replicas(Layout):
         if self.low_rank is not None:
             self.low_rank.iter -= 1
 
-    def _backward(self, loss: Tensor, given: Pass) -> None:
-        """The wait for exchanges that computing did not hide is communication.
+    def _backward(self, loss: Tensor, hooks: StepHooks) -> None:
+        """Run the backward, and mark the wait for collectives at its end as communication.
 
         When all gradients are computed autograd calls what was queued, in order: first the mark,
-        then what DDP queued with its last bucket, which waits for the exchanges (on a GPU by its
+        then what DDP queued with its last bucket, which waits for the collectives (on a GPU by its
         stream). torch's own account, DDP's logging data, is a sample of a step long ago.
         """
         if not self.module.require_backward_grad_sync:
-            super()._backward(loss, given)
+            super()._backward(loss, hooks)
             return
-        loss.register_hook(lambda gradient: _at_the_end(lambda: given.mark("backward")))
+        loss.register_hook(lambda gradient: _call_after_backward(lambda: hooks.mark("backward")))
         loss.backward()
         if self.use is not None:
             self._finish_buckets()
-        given.mark("communication")
+        hooks.mark("communication")
 
     def _finish_buckets(self) -> None:
         """Give DDP zeros for what this backward did not reach, which its buckets wait for."""
@@ -168,24 +166,24 @@ class Replicas(Layout):
             return
         except RuntimeError:
             pass  # its message is of `find_unused_parameters`, which looks through every graph
-        lacking = [p for p in self._trained if not self._reached(p)]
+        lacking = [p for p in self._trained if not self._has_new_gradient(p)]
         self._unused.update(p for p in lacking if p.grad is None)
         torch.autograd.backward(lacking, [torch.zeros_like(p) for p in lacking])
 
-    def _reached(self, parameter: nn.Parameter) -> bool:
-        """Whether the last backward added to this gradient; some are there since another's."""
+    def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether the last backward added to this gradient; an earlier one may have made it."""
         before = self._before.get(parameter)
         if parameter.grad is None or before is None:
             return parameter.grad is not None
         return parameter.grad is not before[0] or before[0]._version != before[1]
 
 
-def _at_the_end(call: Callable[[], None]) -> None:
-    """Have autograd call this after the backward that is going on."""
+def _call_after_backward(call: Callable[[], None]) -> None:
+    """Have autograd call this at the end of the current backward."""
     Variable._execution_engine.queue_callback(call)
 
 
-def _wrapped(request: Request) -> DistributedDataParallel:
+def _wrap(request: LayoutRequest) -> DistributedDataParallel:
     device, plan = request.device, request.plan
     wrap = partial(
         DistributedDataParallel,
@@ -202,7 +200,7 @@ def _wrapped(request: Request) -> DistributedDataParallel:
         return wrap()
 
 
-def _outlived_by_its_group(wrapped: DistributedDataParallel) -> None:
+def _free_before_group(wrapped: DistributedDataParallel) -> None:
     """Have the module give up its reducer before its process group.
 
     A reducer that is its group's last owner, as after `destroy_process_group`, ends gloo's threads
@@ -214,6 +212,6 @@ def _outlived_by_its_group(wrapped: DistributedDataParallel) -> None:
     held["process_group"] = held.pop("process_group")
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Wrap in DistributedDataParallel. The default process group must be there."""
     return Replicas(request)

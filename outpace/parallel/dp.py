@@ -1,7 +1,7 @@
 """DataParallel: rank 0 has the data and the optimizer, the others compute for it.
 
 What `torch.nn.DataParallel` does with threads of one process, here with processes of one host; the
-"single parameter server". Each batch takes five exchanges: rank 0 (1) replicates the current
+"single parameter server". Each batch takes five collectives: rank 0 (1) replicates the current
 weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, of which it computes the
 loss, (4) scatters the loss's gradient, and (5) has the parameters' gradients added up on it. The
 output is the last hidden state: rank 0 computes the head as well as the loss. In one process it is
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from outpace.nn.loss import LanguageModelObjective
 from outpace.optim.build import Build
 from outpace.parallel.fusion import fuse
-from outpace.parallel.layout import Batch, Layout, Pass, Request
-from outpace.parallel.tensors import by_dtype, joined, norm_dtype, spread
-from outpace.parallel.witness import Witness
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
+from outpace.parallel.placeholder_parameter import PlaceholderParameter
+from outpace.parallel.tensors import by_dtype, concatenate, norm_dtype, spread
 from outpace.records.errors import BadInputError
 
 # For each tensor of a micro-batch that the model needs: name, shape and dtype.
@@ -36,79 +36,81 @@ class DataParallel(Layout):
 
     objective: LanguageModelObjective
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: LayoutRequest) -> None:
         super().__init__(request.objective)
         self._first = request.ranks.rank == 0
         self._ranks = request.ranks.world_size
         self._on = request.device
-        self._witness = Witness(request.device)
+        self._placeholder = PlaceholderParameter(request.device)
         self._form: Form | None = None
         trainable = [p for p in request.objective.parameters() if p.requires_grad]
         self._fused = fuse(trainable)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """Parameters are stepped on rank 0 only."""
-        return build(groups) if self._first else self._witness.optimizer(build)
+        return build(groups) if self._first else self._placeholder.optimizer(build)
 
-    def saved(
+    def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """All is on rank 0: the others' weights are those of the last forward."""
+        """Return the state to save, all on rank 0; others have the last forward's weights."""
         return (self.model, optimizer) if self._first else (None, None)
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As for every layout; the gradients end on rank 0."""
-        self._witness.attend()
-        return super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients, which end on rank 0."""
+        self._placeholder.attend()
+        return super().gradients(batches, hooks)
 
-    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
-        output, totals, gradient = self._forward(batch, given)
+    def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        output, totals, gradient = self._forward(batch, hooks)
         mine = self._scatter_gradient(gradient, output)
-        given.mark("communication")
+        hooks.mark("communication")
         output.backward(mine)
-        given.mark("backward")
+        hooks.mark("backward")
         for fused in self._fused:
             fused.take_all()
             dist.reduce(fused.buffer, 0)
             if self._first:
                 # The next batch's gradients are added to these, and reach the sum once again.
                 fused.give()
-        given.mark("communication")
+        hooks.mark("communication")
         return totals
 
-    def _forward(self, batch: Batch, given: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
         """This rank's output, and on rank 0 the totals and the gradient of all outputs."""
         self._replicate()
         part = self._scatter(batch)
-        given.mark("communication")
-        with given.cast():
+        hooks.mark("communication")
+        with hooks.cast():
             output = self.objective.hidden_states(part)
-        given.mark("forward")
+        hooks.mark("forward")
         gathered = self._gather(output.detach())
-        given.mark("communication")
+        hooks.mark("communication")
         if gathered is None:
             # A loss scaler makes its scale at the first call; there is no loss to scale here.
-            given.scale(torch.zeros((), device=self._on))
+            hooks.scale(torch.zeros((), device=self._on))
             return output, torch.zeros(2, dtype=torch.float64, device=self._on), None
-        totals, gradient = self._loss(gathered, batch["targets"], given)
+        totals, gradient = self._loss(gathered, batch["targets"], hooks)
         return output, totals, gradient
 
-    def _loss(self, outputs: Tensor, targets: Tensor, given: Pass) -> tuple[Tensor, Tensor | None]:
+    def _loss(
+        self, outputs: Tensor, targets: Tensor, hooks: StepHooks
+    ) -> tuple[Tensor, Tensor | None]:
         """Totals, and the gradient of the outputs where gradients are wanted. On rank 0."""
         outputs.requires_grad_(torch.is_grad_enabled())
-        with given.cast():
+        with hooks.cast():
             loss_sum, count = self.objective.loss_from_hidden(outputs, targets)
-        given.mark("forward")
+        hooks.mark("forward")
         if outputs.requires_grad:
-            given.scale(loss_sum).backward()
-            given.mark("backward")
+            hooks.scale(loss_sum).backward()
+            hooks.mark("backward")
         return torch.stack((loss_sum.detach().double(), count.double())), outputs.grad
 
     @torch.no_grad()
     def _replicate(self) -> None:
         """Give all ranks rank 0's weights, in one message for each dtype."""
         for alike in by_dtype([*self.objective.parameters(), *self.objective.buffers()]):
-            message = joined(alike)
+            message = concatenate(alike)
             dist.broadcast(message, 0)
             if not self._first:
                 spread(message, alike)
@@ -118,14 +120,14 @@ class DataParallel(Layout):
         form = self._agree_on_form(batch)
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
-        dist.scatter(mine, self._packed(batch, form) if self._first else None, 0)
+        dist.scatter(mine, self._pack_shares(batch, form) if self._first else None, 0)
         return {
             name: piece.clone().view(dtype).view(shape)
             for (name, shape, dtype), piece in zip(form, mine.split(sizes), strict=True)
         }
 
     def _agree_on_form(self, batch: Batch) -> Form:
-        """What a micro-batch looks like, as rank 0 says once. Raises BadInputError for another."""
+        """Return the micro-batches' form, told by rank 0. Raises BadInputError for another."""
         form = self._form_of(batch) if self._first else None
         if self._form is None:
             said = [form]
@@ -150,8 +152,8 @@ class DataParallel(Layout):
             if name != "targets"
         ]
 
-    def _packed(self, batch: dict[str, Tensor], form: Form) -> list[Tensor]:
-        """Each rank's bytes."""
+    def _pack_shares(self, batch: dict[str, Tensor], form: Form) -> list[Tensor]:
+        """Pack each rank's share into bytes."""
         parts = [batch[name].chunk(self._ranks) for name, _, _ in form]
         return [
             torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in of_rank])
@@ -175,12 +177,12 @@ class DataParallel(Layout):
         dist.scatter(mine, parts, 0)
         return mine
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
-        """As `gradients`: the first three exchanges."""
-        return self._forward(batch, given)[1]
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Run the first three collectives of `gradients`."""
+        return self._forward(batch, hooks)[1]
 
     def total_norm(self) -> Tensor:
-        """Rank 0's, told to the others."""
+        """Return rank 0's norm, which it tells the others."""
         dtype = norm_dtype(self._fused[0].buffer.dtype)
         norm = (
             super().total_norm() if self._first else torch.zeros((), dtype=dtype, device=self._on)
@@ -216,7 +218,7 @@ class Threads(nn.Module):
         self.parallel = nn.DataParallel(Outputs(objective))
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """As the objective's."""
+        """Return the objective's totals."""
         shared = {name: part for name, part in batch.items() if name != "targets"}
         objective: LanguageModelObjective = self.parallel.module.objective
         return objective.loss_from_hidden(self.parallel(shared), batch["targets"])
@@ -226,7 +228,7 @@ def _show(form: Form) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in form)
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Let rank 0 lead. Raises BadInputError across hosts, and for a loss that takes a batch."""
     ranks, objective = request.ranks, request.objective
     if ranks.local_world_size != ranks.world_size:
@@ -237,8 +239,8 @@ def apply(request: Request) -> Layout:
         )
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
-            "--strategy dp computes the loss on rank 0 from outputs of other ranks, but a model of "
-            "one's own computes its loss from a whole batch. Use --strategy ddp."
+            "--strategy dp computes the loss on rank 0 from outputs of other ranks, but a "
+            "custom model computes its loss from a whole batch. Use --strategy ddp."
         )
     if ranks.world_size == 1:
         if request.plan.compile:

@@ -33,8 +33,8 @@ from outpace.parallel.kept_state import (
     explain_state_of_wrong,
 )
 from outpace.parallel.later_writes import LaterWrites
-from outpace.parallel.layout import Batch, Layout, Pass
-from outpace.parallel.module_state import preserved
+from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import (
     NEEDED_BEFORE,
     MovedParameters,
@@ -42,7 +42,7 @@ from outpace.parallel.moved_parameters import (
     is_lost_value,
 )
 from outpace.parallel.plain import without_dropout
-from outpace.parallel.plain_copy import Held, held_by
+from outpace.parallel.plain_copy import Held, held_tensors
 from outpace.parallel.plain_pass import (
     PlainFailure,
     PlainPass,
@@ -58,7 +58,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
 
 Say = Callable[[str], None]
-Run = Callable[[Sequence[Batch], Pass], Tensor]  # a layout's forward and backward of passes
+Run = Callable[[Sequence[Batch], StepHooks], Tensor]  # a layout's forward and backward of passes
 
 _MOST_OF_FREE = 0.8
 _BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
@@ -99,7 +99,7 @@ class FirstBatch:
         self,
         layout: Layout,
         passes: Sequence[Batch],
-        given: Pass,
+        hooks: StepHooks,
         run: Run | None = None,
         reuse: bool = True,
         ready: Callable[[], None] = lambda: None,
@@ -114,7 +114,7 @@ class FirstBatch:
         run = layout.gradients if run is None else run
         told: list[Any] = [None] * self._ranks.world_size
         reason = self._plain.left_out or self._too_large(layout)
-        dist.all_gather_object(told, (reason, held_by(layout)))
+        dist.all_gather_object(told, (reason, held_tensors(layout)))
         holders: list[Held] = [held for _, held in told]
         reason = next((one for one, _ in told if one is not None), None)
         reason = reason or self._on_no_rank(holders)
@@ -123,11 +123,11 @@ class FirstBatch:
             return None
         device = layout._device()
         allowed = choose_tolerance(self._plan, min(held.narrowest for held in holders))
-        layout.learn_forms(passes[0] if passes else None, Pass(given.cast))
+        layout.learn_forms(passes[0] if passes else None, StepHooks(hooks.cast))
         for _, parameter in layout.named_parameters():
             parameter.grad = None
         least = halves_tolerance(self._plan, allowed)
-        found = self._plain.run(layout, passes, Pass(given.cast), holders, least)
+        found = self._plain.run(layout, passes, StepHooks(hooks.cast), holders, least)
         if isinstance(found, PlainFailure):
             if found.by_cut:
                 raise _on_all_ranks(found.reason)
@@ -138,10 +138,10 @@ class FirstBatch:
         ready()
         watch = MovedParameters(layout.named_parameters())
         kept = False
-        with preserved(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
-            totals, again = self._run_watched(layout, passes, given, run, watch, found)
+        with preserve_state(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
+            totals, again = self._run_watched(layout, passes, hooks, run, watch, found)
             again = self._require_same(found, watch, layout, allowed, again)
-            factor = self._factor(layout, given, device)
+            factor = self._factor(layout, hooks, device)
             compared = LayoutComparison(
                 found.names, found.sums, totals.to(device),
                 self._sums(layout, found, holders, factor), allowed, self._plan.pp > 1,
@@ -231,7 +231,7 @@ class FirstBatch:
         self,
         layout: Layout,
         passes: Sequence[Batch],
-        given: Pass,
+        hooks: StepHooks,
         run: Run,
         watch: MovedParameters,
         plain: PlainSums,
@@ -247,7 +247,7 @@ class FirstBatch:
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)
             with watch if watches else nullcontext():
-                return self._run_layout(layout, passes, given, run)
+                return self._run_layout(layout, passes, hooks, run)
         except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
             if has_other_cause(error):
                 raise
@@ -330,22 +330,22 @@ class FirstBatch:
         said = explain_writes(names, self._plan.strategy, why)
         return f"{said} {WAYS_OUT[self._by_command]}"
 
-    def _factor(self, layout: Layout, given: Pass, device: torch.device) -> float:
+    def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
         """Return the factor of gradients beside what the collective divides them by."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)
-        return float(given.scale(one)) / layout.averages
+        return float(hooks.scale(one)) / layout.averages
 
     def _on_no_rank(self, holders: Sequence[Held]) -> str | None:
-        """Which of the module's tensors no rank has; None where there is none."""
+        """Name the module's tensors that no rank has; None where there is none."""
         model, held = self._plain.model, set().union(*(one.dtypes for one in holders))
         named = (*model.named_parameters(), *model.named_buffers())
         lost = [name for name, _ in named if name not in held]
         return f"no rank has {first_names(lost)} of the module" if lost else None
 
     def _too_large(self, layout: Layout) -> str | None:
-        """Why there is no room for the weights that this rank does not have; None where there is.
+        """Explain why the weights that this rank lacks do not fit; None where they do.
 
         Of gradients there is never more than one at a time.
         """
@@ -366,7 +366,7 @@ class FirstBatch:
         )
 
     def _run_layout(
-        self, layout: Layout, passes: Sequence[Batch], given: Pass, run: Run
+        self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks, run: Run
     ) -> tuple[Tensor, bool]:
         """Sums of loss and count of this rank, as the layout has them; leaves gradients.
 
@@ -374,14 +374,14 @@ class FirstBatch:
         """
         averages, compiled = layout.averages, self._plan.compile
         if self._plan.precision in SCALED:
-            given = Pass(given.cast, scale=lambda loss_sum: loss_sum * averages)
+            hooks = StepHooks(hooks.cast, scale=lambda loss_sum: loss_sum * averages)
         with ExitStack() as stack:
             nothing = None
             if self._plain.ranks_per_share > 1:  # who draw otherwise than the plain module
                 nothing = stack.enter_context(without_dropout(layout.objective))
             if compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            totals = run(list(passes), given)
+            totals = run(list(passes), hooks)
         return totals, compiled or (nothing is not None and nothing.would_drop)
 
     def _sums(
@@ -394,9 +394,9 @@ class FirstBatch:
             parameter = named.get(name)
             if parameter is None or parameter.grad is None:
                 continue
-            held_by = sum(name in one.dtypes for one in holders if one.has_sums)
+            held_tensors = sum(name in one.dtypes for one in holders if one.has_sums)
             share = copies(parameter.grad, self._ranks.world_size)
-            alike = share if is_spread(parameter.grad) else held_by
+            alike = share if is_spread(parameter.grad) else held_tensors
             product = plain.projection.project_part(parameter.grad, parameter)
             sums[0, number] = product / (alike * factor)
             sums[1, number] = square(local(parameter.grad)) / (alike * factor**2)

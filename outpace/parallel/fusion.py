@@ -72,7 +72,7 @@ def fuse(
     for parameter in parameters:
         size = parameter.numel() * (dtype or parameter.dtype).itemsize
         within = limit_bytes is None or filled + size <= limit_bytes
-        if groups and within and _alike(groups[-1][0], parameter):
+        if groups and within and _same_kind(groups[-1][0], parameter):
             groups[-1].append(parameter)
             filled += size
         else:
@@ -81,5 +81,5 @@ def fuse(
     return [Fused(group, dtype) for group in groups]
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _same_kind(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device

@@ -1,7 +1,7 @@
-"""Which parameters get a gradient on any rank, where ranks may use different ones.
+"""Parameters that get a gradient on any rank, where ranks may use different ones.
 
 Experts without tokens, branches and dropped layers leave a rank without a gradient for parameters
-that others have one for. A strategy then puts zeros in their place, so that all ranks exchange the
+that others have one for. A strategy then puts zeros in their place, so that all ranks reduce the
 same tensors; and what has a gradient on no rank is to have none at the end, as in one process:
 optimizers pass it over, where zeros would still decay weights and move by momentum.
 

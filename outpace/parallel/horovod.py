@@ -2,7 +2,7 @@
 
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799. Gradients go into buffers as under `ring`, and
 each full buffer to `horovod.torch.allreduce_async_`, which chooses the algorithm (a ring over MPI
-or gloo, or NCCL's). `DistributedOptimizer` is not used: it exchanges at the optimizer's step, and
+or gloo, or NCCL's). `DistributedOptimizer` is not used: it reduces at the optimizer's step, and
 the norm is needed before; nor can it tell a gradient that no rank has from one that is zero.
 
 Written by Horovod 0.28's documented interface and tested against a stand-in of it; it has not been
@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from outpace.parallel.layout import Layout, Request
-from outpace.parallel.ring import Ring
+from outpace.parallel.layout import Layout, LayoutRequest
+from outpace.parallel.ring import RingReplicas
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
@@ -24,7 +24,7 @@ _INSTEAD = "use --strategy ring, the same algorithm built in"
 
 
 def why_not(ranks: Ranks) -> str | None:
-    """Why these ranks cannot exchange by Horovod, None where they can. Starts Horovod."""
+    """Explain why these ranks cannot use Horovod; None where they can. Starts Horovod."""
     if find_spec("horovod") is None:
         return (
             "Horovod is not installed. Install it for PyTorch (HOROVOD_WITH_PYTORCH=1 pip install "
@@ -47,7 +47,7 @@ def why_not(ranks: Ranks) -> str | None:
     return None
 
 
-class HorovodExchange:
+class HorovodReducer:
     """Adds up buffers over all ranks. `hvd` is the module `horovod.torch`, started."""
 
     def __init__(self, hvd: Any) -> None:
@@ -67,9 +67,9 @@ class HorovodExchange:
             self._hvd.synchronize(handle)
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Make replicas equal and join them by Horovod. Raises BadInputError where it cannot be."""
     reason = why_not(request.ranks)
     if reason is not None:
         raise BadInputError(f"strategy horovod: {reason}.")
-    return Ring(request, HorovodExchange(import_module("horovod.torch")))
+    return RingReplicas(request, HorovodReducer(import_module("horovod.torch")))

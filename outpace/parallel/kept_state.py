@@ -23,12 +23,12 @@ from torch import nn
 from outpace.nn.extra_state import parts_with_extra_state
 from outpace.parallel.batches import concatenate, cut, samples_in, take_first
 from outpace.parallel.comparison import difference
-from outpace.parallel.layout import Batch, Pass
+from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.module_state import (
     change_counters,
     is_generator,
     kept_attributes,
-    preserved,
+    preserve_state,
     shapes_in,
     undo_draws,
     unsaved_kind,
@@ -84,7 +84,7 @@ class _FirstForwardError(Exception):
 def find_kept_state(
     plain: nn.Module,
     piece: Batch,
-    given: Pass,
+    hooks: StepHooks,
     *,
     alone: bool,
     other: Batch | None = None,
@@ -112,7 +112,7 @@ def find_kept_state(
     halved = in_halves and samples_in(piece) % 2 == 0
     for batch, before in _choose_samples(piece, other, halved):
         try:
-            found = _Comparison(plain, given, alone, writes, drops, share)
+            found = _Comparison(plain, hooks, alone, writes, drops, share)
             state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
             halves = None if found.saw_writes or not halved else found.first_totals
             return replace(state, writes=found.saw_writes, halves=halves)
@@ -156,13 +156,13 @@ class _Comparison:
     def __init__(
         self,
         plain: nn.Module,
-        given: Pass,
+        hooks: StepHooks,
         alone: bool,
         writes: bool,
         drops: bool,
         share: tuple[int, int],
     ) -> None:
-        self._plain, self._given, self._alone = plain, given, alone
+        self._plain, self._given, self._alone = plain, hooks, alone
         self._writes, self._drops, self._share = writes, drops, share
         self._totals: list[Totals] = []
         self.first_totals: tuple[Totals, Totals] | None = None  # of samples, and of the others
@@ -335,7 +335,7 @@ class _Comparison:
         with ExitStack() as stack:
             if self._drops:
                 stack.enter_context(without_dropout(self._plain))
-            stack.enter_context(preserved(self._plain, self._device))
+            stack.enter_context(preserve_state(self._plain, self._device))
             if not self._writes:
                 self._watch = MovedParameters(self._model.named_parameters())
                 stack.callback(self._watch.put_back)

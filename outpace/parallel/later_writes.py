@@ -22,7 +22,7 @@ from outpace.nn.fingerprint import fingerprint
 from outpace.nn.spread import is_spread, local
 from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.parallel.ddp import Replicas
-from outpace.parallel.layout import Batch, Layout, Pass
+from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.moved_parameters import find_written
 from outpace.parallel.refusals import has_other_cause
 from outpace.records.errors import BadInputError, first_names
@@ -65,7 +65,7 @@ class LaterWrites:
         if self._use is not None:
             self._use.find_writes = self._find_writes
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run the layout's. Raises BadInputError for a forward that writes to parameters."""
         self._step += 1
         self._looks = self._step & (self._step - 1) == 0
@@ -76,7 +76,7 @@ class LaterWrites:
         self._seen = _Writes(self._held) if looks else None
         try:
             with self._seen or nullcontext():
-                totals = self._gradients(batches, given)
+                totals = self._gradients(batches, hooks)
         except RuntimeError as error:
             if not has_other_cause(error) and self._find_writes():
                 raise self._refusal(sorted(self._written)) from error

@@ -1,4 +1,4 @@
-"""What every strategy gives back: an objective laid out on the ranks of a plan."""
+"""Layouts: what a strategy makes of an objective on the ranks of a plan."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What a trainer brings to a forward and backward.
+class StepHooks:
+    """Functions of a trainer that a forward and backward calls.
 
     `cast()` is entered around each forward (autocast). `scale(loss_sum)` is what backward starts
     from: the loss as its share of the global mean, times the loss scale of fp16. `mark(part)` says
@@ -37,13 +37,13 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a strategy is given: an objective, and the ranks to lay it out on.
+class LayoutRequest:
+    """Request to a strategy: an objective, and the ranks to lay it out on.
 
-    It is on its device, or on meta where `fill.fills_later`.
+    It is on its device, or on meta where `deferred_init.fills_later`.
 
-    Of a person's own model: `blocks` are the names of its repeated parts, or lists of names, one
-    for each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
+    For a custom model, `blocks` are the names of its repeated parts, or lists of names, one for
+    each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
     `scratch` takes the parameters of a plan that offloads them to disk. `cuda_graphs`: passes of
     `single` are to be replayed as CUDA graphs; `on_failure` is told why they are not after all.
     """
@@ -76,16 +76,16 @@ def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
 
 
 def divisor(count: Tensor) -> Tensor:
-    """What a sum over `count` targets (or a sum of weights) is divided by for its mean; never 0."""
+    """Return what divides a sum over `count` targets (or weights) for its mean; never 0."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
 class Layout:
-    """An objective on this rank. As it stands here: whole on each rank, nothing exchanged.
+    """An objective on this rank. The base class has it whole on each rank, without communication.
 
     `module` is called in place of the objective; `model` holds this rank's parameters by the names
-    that they have in a single process. `averages` says by what the exchange divides the sum of the
-    ranks' gradients, so that the trainer can scale the loss: gradients end as those of the mean
+    that they have in a single process. `averages` is what the collective divides the sum of the
+    ranks' gradients by, so that the trainer can scale the loss: gradients end as those of the mean
     over the global batch's targets. `computes_on` is set where parameters lie elsewhere.
     """
 
@@ -147,16 +147,16 @@ class Layout:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _norms_of_stepped(self) -> list[Tensor]:
-        """Of this step's gradients that are gone already; forgets them."""
+        """Return and forget the norms of this step's gradients that are freed already."""
         norms = list(self._stepped or ())
         if self._stepped:
             self._stepped.clear()
         return norms
 
-    def saved(
+    def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """What of the run's state lies on this rank, to be saved, or filled from a checkpoint.
+        """Return the part of the run's state on this rank, to save or to fill from a checkpoint.
 
         The module with its weights and the optimizer with its state, None where it has none that
         counts. Collective.
@@ -169,22 +169,22 @@ class Layout:
             self.buffers.make_equal()
 
     def resume_from(self, start_step: int) -> None:
-        """Called once, before the first step of this process: `start_step` are done already."""
+        """Prepare for the first step of this process; `start_step` steps are done already."""
 
-    def learn_forms(self, batch: Batch, given: Pass) -> None:
+    def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
         """Find out what is kept of a first batch, before a look that puts back what it changes.
 
         Collective. Nothing in most layouts.
         """
 
     def take_back(self) -> None:
-        """Forget what collectives count, after a look's `gradients`, which are no step's."""
+        """Undo what collectives have counted in the `gradients` of a look, which is no step."""
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """Forward and backward of this rank's micro-batches of one step.
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Run forward and backward of this rank's micro-batches of one step.
 
         Returns (2,) float64: its share of the sum of losses and of the number of targets; the sum
-        over all ranks is the global batch's. Afterwards every parameter's gradient is exchanged.
+        over all ranks is the global batch's. Afterwards every parameter's gradient is reduced.
         """
         if self.buffers is not None:
             self.buffers.begin_step()
@@ -192,13 +192,13 @@ class Layout:
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             if last and number > 1:
-                self.prepare_exchange()
-            with nullcontext() if last else self.unsynchronised():
-                totals += self._forward_backward(batch, given)
+                self.prepare_reduction()
+            with nullcontext() if last else self.no_sync():
+                totals += self._forward_backward(batch, hooks)
         return totals
 
-    def prepare_exchange(self) -> None:
-        """Called before the last of several micro-batches, whose backward exchanges gradients."""
+    def prepare_reduction(self) -> None:
+        """Prepare for the last of several micro-batches, whose backward reduces gradients."""
 
     def add_up_in_fp32(self) -> None:
         """Let gradients of 16 bits be added up over micro-batches in fp32.
@@ -206,48 +206,48 @@ class Layout:
         Autograd casts each to the parameter's `grad_dtype`. `fully_shard` has a dtype of its own
         in which it adds up what it reduces, and is left alone.
         """
-        for parameter in self._added_up():
+        for parameter in self._accumulated_parameters():
             if parameter.grad_dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
 
-    def _added_up(self) -> Iterator[nn.Parameter]:
-        """The parameters that train, are of 16 bits and are not gathered for their use."""
+    def _accumulated_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the 16-bit parameters that train and are not gathered for their use."""
         gathered = _held_by_fully_shard(self.objective)
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
                 yield parameter
 
-    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
-        with given.cast():
+    def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        with hooks.cast():
             loss_sum, count = self.module(batch)
-        given.mark("forward")
-        self._backward(given.scale(loss_sum), given)
+        hooks.mark("forward")
+        self._backward(hooks.scale(loss_sum), hooks)
         return totals_of(loss_sum.detach(), count)
 
-    def _backward(self, loss: Tensor, given: Pass) -> None:
+    def _backward(self, loss: Tensor, hooks: StepHooks) -> None:
         loss.backward()
-        given.mark("backward")
+        hooks.mark("backward")
 
     def _device(self) -> torch.device:
         return self.computes_on or next(self.model.parameters()).device
 
-    def unsynchronised(self) -> AbstractContextManager[None]:
-        """Entered around the micro-batches that are not the last of a step."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return the context of micro-batches that are not a step's last."""
         return nullcontext()
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
-        """As `gradients`, of one micro-batch and without gradients.
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Run one micro-batch without gradients, and return its totals.
 
         The two totals are followed by the further sums that an objective with `sums` gives.
         """
         if self.buffers is not None:
             self.buffers.begin_evaluation()
-        with given.cast():
+        with hooks.cast():
             loss_sum, count, *sums = self.objective(batch)
         return totals_of(loss_sum, count, *sums)
 
     def free_gathered(self) -> None:
-        """After evaluations: give up what was gathered of parameters that other ranks hold."""
+        """Free what evaluations gathered of parameters that other ranks hold."""
 
     def local_gradients(self) -> list[Tensor]:
         """The parts of all gradients that lie on this rank."""
@@ -304,7 +304,7 @@ class Layout:
         """Make every rank skip an fp16 step that one of them has to skip. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""
+        """Replace the weights by the fp32 copies in `optimizer` at the end. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
@@ -354,20 +354,22 @@ class Spread(Layout):
 class Sharded(Spread):
     """Parameters are split over the ranks of `group`, the large ones at least, as DTensors.
 
-    `hollow` is the model as it was before, without memory for its weights.
+    `meta_model` is the model as it was before, without memory for its weights.
     """
 
-    def __init__(self, objective: nn.Module, hollow: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, objective: nn.Module, meta_copy: nn.Module, group: dist.ProcessGroup
+    ) -> None:
         super().__init__(objective, group, group.size())
-        self._hollow = hollow
+        self._meta_model = meta_copy
 
     def free_gathered(self) -> None:
-        """As for every layout; `named_parameters` are this rank's parts again."""
+        """Reshard; `named_parameters` are this rank's parts again."""
         for part in _fsdp_modules(self.objective):
             part.reshard()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""
+        """Replace the weights by the fp32 copies in `optimizer` at the end. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
@@ -379,5 +381,5 @@ class Sharded(Spread):
                 weights[name] = gathered.cpu() if isinstance(held, Tensor) else held
         if not wanted:
             return None
-        self._hollow.load_state_dict(weights, assign=True)
-        return self._hollow
+        self._meta_model.load_state_dict(weights, assign=True)
+        return self._meta_model

@@ -1,9 +1,9 @@
 """Strategies by which a user's module cannot be cut, told without laying it out."""
 
 from outpace.interop.custom_model import CustomModel
-from outpace.parallel.own import refused_strategy
-from outpace.parallel.own_pipeline import stages_of
-from outpace.parallel.own_tensor import layouts_of
+from outpace.parallel.custom_pipeline import stages_of
+from outpace.parallel.custom_tensor import layouts_of
+from outpace.parallel.parallelize import refused_strategy
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy

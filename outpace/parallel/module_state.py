@@ -44,11 +44,11 @@ class _Values(NamedTuple):
 
 
 @contextmanager
-def preserved(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Afterwards a module's state, and all generators, are as they were before.
+def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Restore a module's state, and all generators, at the end.
 
-    Unless what is yielded was called, by which all stays as it has become. Gradients of before are
-    out of the way in the meantime. Parameters' values are not looked after.
+    Calling what is yielded keeps the new state instead. Gradients from before are set aside in the
+    meantime. Parameters' values are not restored.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     undo = _undo_all(module)
@@ -112,7 +112,7 @@ def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[in
 def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
     """Add a value, or what an object of the user's own class holds, to `found`."""
     value = value.__self__ if isinstance(value, MethodType) else value
-    if not (isinstance(value, nn.Module) or _is_own(value)):
+    if not (isinstance(value, nn.Module) or _is_user_object(value)):
         found[path] = _comparable(value, seen)
     elif id(value) not in seen:
         seen.add(id(value))
@@ -228,7 +228,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
     """Return `_comparable` of what lies in a container, where objects have no name."""
-    if not (isinstance(value, nn.Module) or _is_own(value)):
+    if not (isinstance(value, nn.Module) or _is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:
         return type(value).__name__
@@ -250,7 +250,7 @@ def undo_draws(module: nn.Module) -> Undo:
 
 
 def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Undo]:
-    """What puts back all that is reached from a module's buffers, attributes and functions."""
+    """Return functions that restore all that a module's buffers, attributes and functions reach."""
     places = find_places(module)
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     seen: dict[int, Any] = {id(p): p for p in module.parameters()}  # held, so that ids stay theirs
@@ -260,15 +260,15 @@ def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Und
         if id(value) in seen or isinstance(value, str | int | float | bool | None | nn.Parameter):
             continue
         seen[id(value)] = value
-        found = _undo(value) if isinstance(value, only) else None
+        found = _undo_value(value) if isinstance(value, only) else None
         if found is not None:
             undo.append(found)
-        waiting.extend(_inside(value))
+        waiting.extend(_children_of(value))
     return undo
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    """What a value holds that may change."""
+def _children_of(value: Any) -> Iterable[Any]:
+    """Return the values in a value that may change."""
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]
@@ -278,11 +278,11 @@ def _inside(value: Any) -> Iterable[Any]:
         return list(value)
     if isinstance(value, MethodType):
         return [value.__self__]
-    return list(vars(value).values()) if _is_own(value) else ()
+    return list(vars(value).values()) if _is_user_object(value) else ()
 
 
-def _undo(value: Any) -> Undo | None:
-    """What puts a value back to how it is now; None for what does not change in place."""
+def _undo_value(value: Any) -> Undo | None:
+    """Return what restores a value; None for a value that does not change in place."""
     if isinstance(value, nn.Module):
         return _undo_module(value)
     if isinstance(value, Tensor):
@@ -301,10 +301,10 @@ def _undo(value: Any) -> Undo | None:
     if isinstance(value, np.random.RandomState):
         numbers = value.get_state()
         return lambda: value.set_state(numbers)
-    return _undo_attributes(value) if _is_own(value) else None
+    return _undo_attributes(value) if _is_user_object(value) else None
 
 
-def _is_own(value: Any) -> bool:
+def _is_user_object(value: Any) -> bool:
     """Whether it is an object of a class that is not of one of the libraries beneath."""
     if isinstance(value, type | ModuleType) or hasattr(value, "__code__"):
         return False

@@ -39,13 +39,13 @@ def gathers(plan: Plan, device: torch.device) -> bool:
     return plan.offload_parameters == "cpu" or from_disk
 
 
-def lies_on(plan: Plan, device: torch.device) -> torch.device:
-    """Where a rank's own parameters are when they are not gathered."""
+def parameter_device(plan: Plan, device: torch.device) -> torch.device:
+    """Return the device of a rank's own parameters while they are not gathered."""
     return torch.device("cpu") if plan.offload_parameters == "cpu" else device
 
 
-def policy(plan: Plan, device: torch.device) -> "OffloadPolicy":
-    """What `fully_shard` is told."""
+def offload_policy(plan: Plan, device: torch.device) -> "OffloadPolicy":
+    """Return the offload policy for `fully_shard`."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
     if not gathers(plan, device):
@@ -87,7 +87,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
 
     Before the first forward and, since an optimizer looks where parameters lie, before its making.
     """
-    held = _held_by_shards(layout)
+    held = _fsdp_params(layout)
     for _, parameter in layout.named_parameters():
         sharded = held.get(parameter)
         old = local(parameter) if sharded is None else sharded._sharded_param_data
@@ -103,8 +103,8 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
     _read_ahead(layout, scratch)
 
 
-def _held_by_shards(layout: Layout) -> dict[Tensor, Any]:
-    """What `fully_shard` keeps of each parameter."""
+def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
+    """Map each parameter to what `fully_shard` keeps of it."""
     from torch.distributed.fsdp import FSDPModule
 
     states = [m._get_fsdp_state() for m in layout.objective.modules() if isinstance(m, FSDPModule)]
@@ -130,13 +130,13 @@ def _read_ahead(layout: Layout, scratch: Scratch) -> None:
 
 
 def _watch(
-    block: nn.Module, before: Sequence[Region], own: Sequence[Region], after: Sequence[Region]
+    block: nn.Module, before: Sequence[Region], current: Sequence[Region], after: Sequence[Region]
 ) -> None:
-    def entered(module: nn.Module, inputs: Any) -> None:
+    def prefetch_next(module: nn.Module, inputs: Any) -> None:
         prefetch(after)
 
-    def left(module: nn.Module, inputs: Any, output: Any) -> None:
-        release(own)
+    def release_current(module: nn.Module, inputs: Any, output: Any) -> None:
+        release(current)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(in_backward)
 
@@ -144,12 +144,12 @@ def _watch(
         release(after)
         prefetch(before)
 
-    block.register_forward_pre_hook(entered)
-    block.register_forward_hook(left)
+    block.register_forward_pre_hook(prefetch_next)
+    block.register_forward_hook(release_current)
 
 
 def _blocks(model: nn.Module) -> Sequence[nn.Module]:
     try:
         return find_blocks(model)
-    except BadInputError:  # a stage without blocks, or a model of one's own that has none
+    except BadInputError:  # a stage without blocks, or a custom model that has none
         return ()

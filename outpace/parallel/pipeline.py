@@ -32,8 +32,8 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
 from outpace.nn.torch_versions import fill_missing_gradients
 from outpace.nn.transformer import Transformer
-from outpace.parallel.layout import Batch, Layout, Pass, Request, Spread
-from outpace.parallel.tensors import hollow, local, whole, widen_trained
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, Spread, StepHooks
+from outpace.parallel.tensors import local, meta_copy, whole, widen_trained
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, Kind, traced_name
@@ -58,7 +58,7 @@ _CONTEXT = ("documents", "segments", "padding_mask")
 class Stage(PipelineStage):
     """A stage that is entered as the trainer's pass says, and says what its time went to."""
 
-    given = Pass()
+    given = StepHooks()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's forward. What was done before was to wait for it."""
@@ -82,7 +82,7 @@ class Stage(PipelineStage):
         return gradients
 
 
-class Pipeline(Spread):
+class PipelineLayout(Spread):
     """This rank's stages of a transformer with its loss.
 
     `parts` are the stages of the whole pipeline, as parts of the model; `group` are its ranks,
@@ -92,12 +92,12 @@ class Pipeline(Spread):
 
     objective: LanguageModelObjective
     # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
-    _pass: Pass
+    _pass: StepHooks
     _totals: Tensor
 
     def __init__(
         self,
-        request: Request,
+        request: LayoutRequest,
         parts: Sequence[Part],
         group: dist.ProcessGroup,
         whole: Transformer,
@@ -110,11 +110,11 @@ class Pipeline(Spread):
         schedule = SCHEDULES[plan.schedule]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
         self._parts = parts
-        self._hollow = whole
+        self._meta_model = whole
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
         self.modules = {stage: take_part(model, parts[stage]) for stage in mine}
         self._twin = self._other_end(tied=model.head is None)
-        self.objective.model = take_part(model, _together([parts[stage] for stage in mine]))
+        self.objective.model = take_part(model, _merge_parts([parts[stage] for stage in mine]))
         self.averages = plan.data_parallel
         self._shape: torch.Size | None = None
 
@@ -125,16 +125,16 @@ class Pipeline(Spread):
             return None
         return first if self._rank == last else last
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
-        given.scale(torch.zeros((), device=self._device()))
+        hooks.scale(torch.zeros((), device=self._device()))
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         for batch in map(self._share, batches):
             schedule = self._schedule_for(batch["tokens"])
             for stage in self._stages:
-                stage.given = given
-            self._pass, self._totals = given, totals
+                stage.given = hooks
+            self._pass, self._totals = hooks, totals
             schedule.step(
                 batch["tokens"], target=batch["targets"], return_outputs=False, **_context(batch)
             )
@@ -142,7 +142,7 @@ class Pipeline(Spread):
         return totals
 
     def _schedule_for(self, tokens: Tensor) -> Any:
-        """The schedule for batches like this one; made anew when their shape changes."""
+        """Return the schedule for batches like this one, rebuilt when their shape changes."""
         if self._shape != tokens.shape:
             self._shape = tokens.shape
             self._stages = [self._stage(number, tokens) for number in self.modules]
@@ -153,12 +153,12 @@ class Pipeline(Spread):
         return self._schedule
 
     def _hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        """Of what goes from stage to stage for `tokens` (B, S)."""
+        """Return the shape of what goes from stage to stage for `tokens` (B, S)."""
         split = self._plan.tp if self._plan.sequence_parallel else 1
-        return len(tokens), tokens.shape[1] // split, self._hollow.spec.hidden
+        return len(tokens), tokens.shape[1] // split, self._meta_model.spec.hidden
 
     def _stage(self, number: int, tokens: Tensor) -> Stage:
-        """With the shapes of what goes in and out told, or torch would run a batch to see them."""
+        """Build a stage with the shapes of its inputs and outputs, so that torch runs no batch."""
         shape = self._hidden_shape(tokens[: self._plan.micro_batch])
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         first = tokens[: self._plan.micro_batch].to("meta")
@@ -174,11 +174,11 @@ class Pipeline(Spread):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of hidden states between blocks, whatever the products' is."""
+        """Dtype of hidden states between blocks, whatever the products' is."""
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
+        """Return what the backward starts from on the last stage, and add to the totals."""
         given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_from_hidden(hidden, targets)
@@ -206,7 +206,7 @@ class Pipeline(Spread):
             work.wait()
         mine += theirs
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Forward only, one micro-batch after the other through this rank's stages.
 
         In this order sends and receives fit on any placement of stages.
@@ -216,12 +216,14 @@ class Pipeline(Spread):
         size = self._plan.micro_batch
         for begin in range(0, len(batch["tokens"]), size):
             micro_batch = {name: part[begin : begin + size] for name, part in batch.items()}
-            totals += self._pass_on(self._share(micro_batch), given, sent)
+            totals += self._pass_on(self._share(micro_batch), hooks, sent)
         for work, _ in sent:
             work.wait()
         return totals
 
-    def _pass_on(self, batch: Batch, given: Pass, sent: list[tuple[dist.Work, Tensor]]) -> Tensor:
+    def _pass_on(
+        self, batch: Batch, hooks: StepHooks, sent: list[tuple[dist.Work, Tensor]]
+    ) -> Tensor:
         """A micro-batch through this rank's stages; what is `sent` must stay until it is there."""
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
@@ -230,7 +232,7 @@ class Pipeline(Spread):
                 shape = self._hidden_shape(batch["tokens"])
                 hidden = torch.empty(shape, dtype=self._dtype, device=self._device())
                 dist.recv(hidden, group=self._group, group_src=ranks[stage - 1])
-            with given.cast():
+            with hooks.cast():
                 hidden = module(hidden, **_context(batch))
                 if stage == last:
                     loss_sum, count = self.objective.loss_from_hidden(hidden, batch["targets"])
@@ -253,9 +255,9 @@ class Pipeline(Spread):
         return self._rank != self._ranks_of[0] and name.startswith("embed.")
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """As for every layout; so are those that other ranks send."""
+        """Raise the weights, and those that other ranks send."""
         super().raise_weights(optimizer)
-        widen_trained(self._hollow)
+        widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends the weights to the first rank one by one; it alone may want them."""
@@ -263,19 +265,19 @@ class Pipeline(Spread):
         weights: dict[str, Tensor] = {}
         for name, owner in self._owners().items():
             mine = whole(held[name]) if self._rank == owner else None
-            tensor = self._at_first(mine, self._hollow.get_parameter(name), owner)
+            tensor = self._at_first(mine, self._meta_model.get_parameter(name), owner)
             if wanted and tensor is not None:
                 weights[name] = tensor.cpu()
         if not wanted:
             return None
-        self._hollow.load_state_dict(weights, assign=True)
-        return self._hollow
+        self._meta_model.load_state_dict(weights, assign=True)
+        return self._meta_model
 
     def _owners(self) -> dict[str, int]:
         """The rank that has each parameter; the first of them, for one that two have."""
         owners: dict[str, int] = {}
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
-            for name in take_part(self._hollow, part).state_dict():
+            for name in take_part(self._meta_model, part).state_dict():
                 owners.setdefault(name, rank)
         return owners
 
@@ -293,8 +295,8 @@ class Pipeline(Spread):
         return None
 
 
-def _together(parts: Sequence[Part]) -> Part:
-    """All that the parts have."""
+def _merge_parts(parts: Sequence[Part]) -> Part:
+    """Merge parts into one."""
     return Part(
         blocks=[block for part in parts for block in part.blocks],
         first=any(part.first for part in parts),
@@ -303,7 +305,7 @@ def _together(parts: Sequence[Part]) -> Part:
 
 
 def _context(batch: Batch) -> dict[str, Tensor]:
-    """What the blocks need of a batch, by the names that the transformer has for it."""
+    """Return what the blocks need of a batch, by the names of the transformer's arguments."""
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
         held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut as they are
@@ -331,15 +333,15 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
     return parts
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Keep this rank's stages. The default process group must be there.
 
     Raises BadInputError for fewer layers than stages.
     """
     objective, plan = request.objective, request.plan
-    assert isinstance(objective, LanguageModelObjective)  # others have `own_pipeline`
+    assert isinstance(objective, LanguageModelObjective)  # others have `custom_pipeline`
     if SCHEDULES[plan.schedule].splits_backward and objective.loss == "auto":
         objective.loss = "plain"  # the chunked loss has one backward only
     group = dist.new_group()
-    copied: Transformer = hollow(objective.model)  # type: ignore[assignment]
-    return Pipeline(request, cut(plan, objective.model), group, copied)
+    copied: Transformer = meta_copy(objective.model)  # type: ignore[assignment]
+    return PipelineLayout(request, cut(plan, objective.model), group, copied)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
 from outpace.parallel.layout import Layout
-from outpace.parallel.tensors import joined, spread
+from outpace.parallel.tensors import concatenate, spread
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -37,10 +37,10 @@ class Held:
 
 
 @contextmanager
-def filled(
+def fill_copy(
     plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[Held]
 ) -> Iterator[list[str]]:
-    """Meanwhile a hollow copy has the layout's weights and buffers; yields the parameters' names.
+    """Give a copy without data the layout's weights and buffers; yield the parameters' names.
 
     Whole tensors are shared with the layout, parts are gathered, and what other ranks have they
     send; `holders` are what each rank has. Ranks without samples (servers) have no use for them.
@@ -71,8 +71,8 @@ def filled(
 
 
 @contextmanager
-def standing_for(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Meanwhile who refers to a part of the trained module, as a loss's closure, finds the copy's.
+def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
+    """Have references to the trained module's parts, as in a loss's closure, find the copy's.
 
     `trained` are the modules of which `plain` was copied, in order.
     """
@@ -89,18 +89,18 @@ def standing_for(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[Non
 def _values(
     model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[Held]
 ) -> dict[int, Tensor]:
-    """Whole values for each parameter and buffer of a hollow model, by `id`. Collective."""
+    """Return whole values for each parameter and buffer of a meta model, by `id`. Collective."""
     device = layout._device()
     held = _tensors_of(layout)
     readers = [rank for rank in range(ranks.world_size) if plan.data_rank(rank) is not None]
     values: dict[int, Tensor] = {}
     split: _Alike = {}
     sent: _Alike = {}
-    for name, hollow_tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, meta_tensor in [*model.named_parameters(), *model.named_buffers()]:
         everywhere = all(name in holders[rank].dtypes for rank in readers)
         if ranks.rank not in readers and everywhere:
             continue
-        key, mine = id(hollow_tensor), held.get(name)
+        key, mine = id(meta_tensor), held.get(name)
         rows = None if mine is None else split_rows(mine)
         if mine is not None and rows is not None:
             split.setdefault((rows.group, mine.dtype), []).append((key, mine))
@@ -111,7 +111,7 @@ def _values(
             owner = next(rank for rank, has in enumerate(holders) if name in has.dtypes)
             dtype = holders[owner].dtypes[name]
             if mine is None:
-                mine = torch.empty_like(hollow_tensor, device=device, dtype=dtype)
+                mine = torch.empty_like(meta_tensor, device=device, dtype=dtype)
             values[key] = mine.to(device)
             sent.setdefault((owner, dtype), []).append((key, values[key]))
     values |= {key: found.to(device) for key, found in _gather(split)}
@@ -137,7 +137,7 @@ def _send(sent: _Alike, rank: int) -> None:
         for some in _messages(alike):
             into = [one for _, one in some]
             if rank == owner:
-                dist.broadcast(joined(into), owner)
+                dist.broadcast(concatenate(into), owner)
             else:
                 count = sum(one.numel() for one in into)
                 message = torch.empty(count, dtype=dtype, device=into[0].device)
@@ -157,8 +157,8 @@ def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, T
         yield some
 
 
-def held_by(layout: Layout) -> Held:
-    """Return what this rank has."""
+def held_tensors(layout: Layout) -> Held:
+    """Describe the tensors that this rank holds."""
     parameters = [p for _, p in layout.named_parameters() if p.is_floating_point()]
     return Held(
         {name: tensor.dtype for name, tensor in _tensors_of(layout).items()},

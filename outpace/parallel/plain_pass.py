@@ -28,16 +28,16 @@ from outpace.parallel.comparison import Projection
 from outpace.parallel.cut_difference import CutDifference, First, compare_cut
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.kept_state import KeptState, find_kept_state
-from outpace.parallel.layout import Batch, Layout, Pass
-from outpace.parallel.module_state import preserved
+from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import MovedParameters, keep_values
 from outpace.parallel.plain import (
     random_state,
     same_random_state,
     without_dropout,
 )
-from outpace.parallel.plain_copy import Held, filled, model_of, standing_for
-from outpace.parallel.tensors import hollow
+from outpace.parallel.plain_copy import Held, fill_copy, model_of, redirect_references
+from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -93,7 +93,7 @@ class PlainPass:
             for name, parameter in model_of(objective).named_parameters()
         }
         try:
-            self._copy = hollow(objective)
+            self._copy = meta_copy(objective)
             self._trained = list(objective.modules())
         except Exception as error:
             self.left_out = f"the module cannot be copied ({type(error).__name__}: {error})"
@@ -113,7 +113,7 @@ class PlainPass:
         self,
         layout: Layout,
         passes: Sequence[Batch],
-        given: Pass,
+        hooks: StepHooks,
         holders: Sequence[Held],
         tolerance: float,
     ) -> "PlainSums | PlainFailure":
@@ -130,30 +130,30 @@ class PlainPass:
             passes = []
         state = None
         with (
-            preserved(layout.objective, device),
-            filled(plain, layout, self._plan, self._ranks, holders) as names,
-            standing_for(trained, plain),
+            preserve_state(layout.objective, device),
+            fill_copy(plain, layout, self._plan, self._ranks, holders) as names,
+            redirect_references(trained, plain),
         ):
             model = model_of(plain)
             found = PlainSums(names, model, device)
             if self.ranks_per_share > 1:  # of which each has a part of the pieces
-                state = self._find_state(plain, self._first_piece(passes), passes, given)
+                state = self._find_state(plain, self._first_piece(passes), passes, hooks)
             in_order = state is not None and self._needs_order(state)
             watch = MovedParameters(model.named_parameters())
             with watch:
-                reason = self._run_pieces(plain, found, passes, given, in_order)
+                reason = self._run_pieces(plain, found, passes, hooks, in_order)
             unseen = watch.written_unseen()
             found.moved = watch.put_back()
             found.written = watch.written
             reason = gather_first(reason)
             if reason is not None:
-                return self._explain_failure(plain, reason, passes, given)
+                return self._explain_failure(plain, reason, passes, hooks)
             if state is None:
                 piece = None if found.first is None else found.first[0]
-                state = self._find_state(plain, piece, passes, given, found.drops)
+                state = self._find_state(plain, piece, passes, hooks, found.drops)
             first = found.first and First(*found.first, state.halves, found.drops, found.buffers)
             apart = compare_cut(
-                plain, self._plan, first, passes, given, self.synchronised, tolerance
+                plain, self._plan, first, passes, hooks, self.synchronised, tolerance
             )
             made = [name for name, _ in model.named_parameters() if name not in found.names]
         named = dict(layout.named_parameters())
@@ -190,7 +190,7 @@ class PlainPass:
         plain: nn.Module,
         piece: Batch | None,
         passes: Sequence[Batch],
-        given: Pass,
+        hooks: StepHooks,
         drops: bool = True,
     ) -> KeptState:
         # A forward of some ranks alone would wait for the others' batch statistics.
@@ -201,7 +201,7 @@ class PlainPass:
             return KeptState()
         share = self._plan.data_rank(self._ranks.rank) or 0, self._plan.data_parallel
         return find_kept_state(
-            plain, piece, given, alone=False, other=other,
+            plain, piece, hooks, alone=False, other=other,
             drops=drops, in_halves=self._is_cut(passes), share=share,
         )  # fmt: skip
 
@@ -246,7 +246,7 @@ class PlainPass:
         plain: nn.Module,
         found: "PlainSums",
         passes: Sequence[Batch],
-        given: Pass,
+        hooks: StepHooks,
         in_order: bool,
     ) -> str | None:
         """Add up this rank's part of the pieces; why that cannot be, or None.
@@ -269,10 +269,10 @@ class PlainPass:
                 named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
                 apply_checkpointing(model, "full", named)
             dropping = nullcontext() if alone else without_dropout(plain)
-            with preserved(plain, device), dropping as nothing, torch.enable_grad():
+            with preserve_state(plain, device), dropping as nothing, torch.enable_grad():
                 versions = {name: _version(one) for name, one in model.named_buffers()}
                 for number, piece, mine in self._pieces(passes, in_order):
-                    with given.cast(), torch.set_grad_enabled(mine):
+                    with hooks.cast(), torch.set_grad_enabled(mine):
                         loss_sum, count, *_ = plain(piece)
                     if mine:
                         loss_sum.backward()
@@ -291,7 +291,7 @@ class PlainPass:
         return None
 
     def _explain_failure(
-        self, plain: nn.Module, reason: str, passes: Sequence[Batch], given: Pass
+        self, plain: nn.Module, reason: str, passes: Sequence[Batch], hooks: StepHooks
     ) -> PlainFailure:
         """Tell whether the module fails because tensors of a batch are not cut alike. Collective.
 
@@ -304,7 +304,7 @@ class PlainPass:
         # Ranks may be unequal in number of forwards, for which batch statistics would wait.
         asked = bool(passes) and whole is not None and not self.synchronised
         said: list[bool | None] = [None] * self._ranks.world_size
-        dist.all_gather_object(said, _runs(plain, whole, given) if asked else None)
+        dist.all_gather_object(said, _runs(plain, whole, hooks) if asked else None)
         known = {one for one in said if one is not None}
         if known == {False}:
             return PlainFailure(reason)
@@ -413,17 +413,17 @@ def _on_cpu(batch: Batch) -> Batch:
     return tree_map(partial(_move, device=torch.device("cpu")), batch)
 
 
-def _runs(plain: nn.Module, batch: Batch, given: Pass) -> bool | None:
+def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
     """Whether a forward over a batch comes to its end; None where there is no memory for it."""
     model = model_of(plain)
     device = next(model.parameters()).device
     batch = tree_map(partial(_move, device=device), batch)
     try:
         with (
-            preserved(plain, device),
+            preserve_state(plain, device),
             keep_values(model.named_parameters()),
             torch.no_grad(),
-            given.cast(),
+            hooks.cast(),
         ):
             plain(batch)
     except torch.OutOfMemoryError:

@@ -19,9 +19,16 @@ from torch import Tensor, nn
 
 from outpace.optim.build import Build
 from outpace.parallel.fusion import Fused, fuse
-from outpace.parallel.layout import Batch, Layout, Pass, Request
-from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, norm_dtype, spread
-from outpace.parallel.witness import Witness
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
+from outpace.parallel.placeholder_parameter import PlaceholderParameter
+from outpace.parallel.tensors import (
+    by_dtype,
+    concatenate,
+    drop_all_but,
+    make_equal,
+    norm_dtype,
+    spread,
+)
 from outpace.planner.communication.volume import share_by_size
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
@@ -35,7 +42,7 @@ def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list
 
 
 class Role(Layout):
-    """What workers and servers have in common.
+    """Base class of workers and servers.
 
     The norm is of the gradients where parameters are stepped: on every worker, of which rank 0 is
     one, or in parts on the servers.
@@ -43,12 +50,12 @@ class Role(Layout):
 
     steps: bool  # whether parameters are stepped on this rank
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: LayoutRequest) -> None:
         super().__init__(request.objective)
         self._plan = request.plan
         self._on = request.device
         self._dtype = norm_dtype(next(request.objective.parameters()).dtype)
-        self._witness = Witness(request.device)
+        self._placeholder = PlaceholderParameter(request.device)
         self._devices = request.plan.worker_devices
         # The first device of each.
         self._workers = range(0, request.plan.data_parallel, self._devices)
@@ -63,15 +70,15 @@ class Role(Layout):
         return self._on  # a server may have no parameters
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Over the parameters that this rank steps."""
-        optimizer = build(groups) if self.steps else self._witness.optimizer(build)
+        """Build the optimizer of the parameters that this rank steps."""
+        optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
             # Also where an fp16 step changes nothing, since that depends on the optimizer.
-            optimizer.register_step_post_hook(lambda *_: self._exchange_parameters())
+            optimizer.register_step_post_hook(lambda *_: self._sync_parameters())
         return optimizer
 
-    def _exchange_parameters(self) -> None:
-        """After the servers' step."""
+    def _sync_parameters(self) -> None:
+        """Copy the parameters from servers to workers after the servers' step."""
         raise NotImplementedError
 
     def total_norm(self) -> Tensor:
@@ -96,7 +103,7 @@ class Worker(Role):
 
     def __init__(
         self,
-        request: Request,
+        request: LayoutRequest,
         shares: Sequence[Sequence[nn.Parameter]],
         devices: dist.ProcessGroup | None,
     ) -> None:
@@ -107,16 +114,16 @@ class Worker(Role):
         self._shares = shares
         self._fused = [fuse(share) for share in shares]
 
-    def saved(
+    def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """The weights; the optimizer's state is the servers' if they step it."""
+        """Return the weights, and the optimizer unless the servers step it."""
         return self.model, optimizer if self.steps else None
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As for every layout. Gradients end on the servers if these step, else here."""
-        self._witness.attend()
-        totals = super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients, which end on the servers if these step, else here."""
+        self._placeholder.attend()
+        totals = super().gradients(batches, hooks)
         for share in self._fused:
             for fused in share:
                 fused.take_all()
@@ -148,19 +155,19 @@ class Worker(Role):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """As for every layout; where servers step, theirs."""
+        """Raise the weights, or receive the servers' where these step."""
         if self.steps:
             super().raise_weights(optimizer)
             return
         for parameter in (parameter for share in self._shares for parameter in share):
             if parameter.itemsize == 2:
                 parameter.data = torch.empty_like(parameter, dtype=torch.float32)
-        self._exchange_parameters()
+        self._sync_parameters()
 
-    def _exchange_parameters(self) -> None:
+    def _sync_parameters(self) -> None:
         for server, share in zip(self._servers, self._shares, strict=True):
             for alike in by_dtype(share):
-                message = torch.empty_like(joined(alike))
+                message = torch.empty_like(concatenate(alike))
                 if self._speaks:
                     dist.recv(message, server)
                 self._tell(message)
@@ -170,7 +177,7 @@ class Worker(Role):
 class Server(Role):
     """Adds up the workers' gradients of its share; has the share's weights if it steps them."""
 
-    def __init__(self, request: Request, share: Sequence[nn.Parameter]) -> None:
+    def __init__(self, request: LayoutRequest, share: Sequence[nn.Parameter]) -> None:
         super().__init__(request)
         self.steps = request.plan.server_updates
         self._share = share if self.steps else []
@@ -179,17 +186,17 @@ class Server(Role):
         self._sums = [one.buffer for one in fused]
         drop_all_but(self._share, request.objective)
 
-    def saved(
+    def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Its share."""
+        """Return this server's share, if it steps it."""
         return (self.model, optimizer) if self.steps else (None, None)
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """The workers' added up, in the order of their ranks; its totals are 0."""
-        self._witness.attend()
+        self._placeholder.attend()
         # A loss scaler makes its scale at the first call; there is no loss to scale here.
-        given.scale(torch.zeros((), device=self._on))
+        hooks.scale(torch.zeros((), device=self._on))
         for number, worker in enumerate(self._workers):
             for total in self._sums:
                 received = torch.empty_like(total) if number else total
@@ -200,27 +207,27 @@ class Server(Role):
             fused.give()
         if not self.steps:
             self._send_all(self._sums)
-        return self._nothing()
+        return self._zero_totals()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its share's, which it tells the workers."""
+        """Raise this server's share, and send it to the workers."""
         super().raise_weights(optimizer)
         if self.steps:
-            self._exchange_parameters()
+            self._sync_parameters()
 
     def _send_all(self, messages: Sequence[Tensor]) -> None:
-        """To every worker."""
+        """Send messages to every worker."""
         _wait([dist.isend(message, worker) for worker in self._workers for message in messages])
 
-    def _exchange_parameters(self) -> None:
-        self._send_all([joined(alike) for alike in by_dtype(self._share)])
+    def _sync_parameters(self) -> None:
+        self._send_all([concatenate(alike) for alike in by_dtype(self._share)])
 
-    def _nothing(self) -> Tensor:
+    def _zero_totals(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._on)
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Servers have nothing to evaluate."""
-        return self._nothing()
+        return self._zero_totals()
 
 
 def _wait(works: Iterable[Any]) -> None:
@@ -239,7 +246,7 @@ def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
     }
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Make workers of the first ranks and servers of the last. Raises BadInputError."""
     plan, objective = request.plan, request.objective
     make_equal(objective)

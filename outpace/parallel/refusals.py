@@ -25,8 +25,8 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 
 
 @contextmanager
-def refusing_together(world_size: int) -> Iterator[None]:
-    """Within, an error of outpace's on one rank becomes the error of all; on NCCL it ends them.
+def refuse_together(world_size: int) -> Iterator[None]:
+    """Raise an error of outpace on one rank on all ranks; on NCCL it ends them.
 
     A rank that raises one waits, when its process ends, until the others have heard it. One that
     catches it and enters this again has dealt with it: others hear of it no more.
@@ -47,7 +47,7 @@ def refusing_together(world_size: int) -> Iterator[None]:
     except torch.OutOfMemoryError:  # this rank's own, whatever others have
         raise
     except RuntimeError as error:  # of gloo, or of ranks that read each other's memory
-        sentence = _heard()
+        sentence = _hear_refusal()
         if sentence is None:
             raise
         refusal = BadInputError(sentence)
@@ -59,7 +59,7 @@ def refusing_together(world_size: int) -> Iterator[None]:
 
 
 class _Refusal:
-    """What this rank has refused, in the store, until it makes another call."""
+    """Refusal of this rank, in the store until it makes another call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -124,7 +124,7 @@ class _Refusal:
 
 
 def _heard_key(entry: str) -> str:
-    """Of the number of ranks that know of a refusal."""
+    """Return the key of the number of ranks that know of a refusal."""
     return f"{_REFUSAL}-heard-{entry.partition(chr(10))[0]}"
 
 
@@ -157,8 +157,8 @@ def _tell(sentence: str, world_size: int) -> None:
             _refusal_in(store).tell(sentence, world_size)
 
 
-def _heard() -> str | None:
-    """What another rank refused; None where none did within a moment."""
+def _hear_refusal() -> str | None:
+    """Return what another rank refused; None where none did within a moment."""
     store = _store()
     if store is None:
         return None

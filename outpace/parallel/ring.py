@@ -3,7 +3,7 @@
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799; the algorithm: Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", JPDC 2009. Gradients are put into
 buffers in the order in which backward makes them. A full buffer goes round the ring, in a thread
-of its own, while backward goes on.
+of its own, while the backward runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from outpace.parallel.fusion import fuse
-from outpace.parallel.layout import Batch, Layout, Pass, Request
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
 from outpace.parallel.tensors import make_equal
 
 
@@ -55,17 +55,17 @@ def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-class Exchanges(Protocol):
-    """Adds up buffers over all ranks while backward goes on."""
+class GradientReducer(Protocol):
+    """Sums buffers over all ranks while the backward runs."""
 
     def begin(self, buffer: Tensor) -> None:
-        """A buffer is full."""
+        """Begin with a buffer that is full."""
 
     def finish(self) -> None:
         """Return when every buffer holds its sum."""
 
 
-class Exchange:
+class RingReducer:
     """A thread that takes buffers round the ring, one after the other, by a group of its own.
 
     On every rank buffers must come in the same order.
@@ -104,14 +104,14 @@ class Exchange:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class Ring(Layout):
-    """Replicas whose gradients are added up by `exchange` during the last backward of a step."""
+class RingReplicas(Layout):
+    """Replicas whose gradients are added up by `reducer` during the last backward of a step."""
 
-    def __init__(self, request: Request, exchange: Exchanges) -> None:
+    def __init__(self, request: LayoutRequest, reducer: GradientReducer) -> None:
         super().__init__(request.objective)
         plan = request.plan
-        self._exchange = exchange
-        self._exchanging = True
+        self._reducer = reducer
+        self._reduces = True
         dtype = torch.bfloat16 if plan.compress_gradients == "bf16" else None
         trainable = [p for p in request.objective.parameters() if p.requires_grad]
         # Backward reaches the last layers first.
@@ -128,7 +128,7 @@ class Ring(Layout):
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
-            if self._exchanging:
+            if self._reduces:
                 self._take(number, index)
                 self._send_full()
 
@@ -139,36 +139,36 @@ class Ring(Layout):
         self._missing[number].remove(index)
 
     def _send_full(self) -> None:
-        """In the order of buckets, which is alike on all ranks; that of gradients need not be."""
+        """Send full buckets in their order, which all ranks share; that of gradients may differ."""
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
-            self._exchange.begin(self._buckets[self._sent].buffer)
+            self._reducer.begin(self._buckets[self._sent].buffer)
             self._sent += 1
 
     @contextmanager
-    def unsynchronised(self) -> Iterator[None]:
-        """Gradients stay where they are and add up."""
-        self._exchanging = False
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on this rank, where they add up."""
+        self._reduces = False
         try:
             yield
         finally:
-            self._exchanging = True
+            self._reduces = True
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As for every layout; returns when the last buffer has been round."""
-        totals = super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients; returns when the last buffer has been round."""
+        totals = super().gradients(batches, hooks)
         # What the last backward had no gradient for may have one of an earlier micro-batch.
         for number, missing in enumerate(self._missing):
             for index in sorted(missing):
                 self._take(number, index)
         self._send_full()
-        self._exchange.finish()
+        self._reducer.finish()
         for bucket in self._buckets:
             bucket.give()
         self._begin_step()
         return totals
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Make replicas equal and join them in a ring. The default process group must be there."""
     group: dist.ProcessGroup = dist.new_group()  # connections that no other thread uses
-    return Ring(request, Exchange(group, request.device))
+    return RingReplicas(request, RingReducer(group, request.device))

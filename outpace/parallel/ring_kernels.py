@@ -51,7 +51,7 @@ class Dropout:
     seed: int
 
     def generator(self, turn: int, device: torch.device) -> torch.Generator | None:
-        """For all masks of one turn; None where nothing is dropped."""
+        """Return the generator of all masks of one turn; None where nothing is dropped."""
         if not self.rate:
             return None
         return torch.Generator(device).manual_seed(self.seed + turn)
@@ -94,7 +94,7 @@ class Flash:
     def forward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """As `RingKernel.forward`, of operands in 16 bits; the log-sum-exp is in fp32."""
+        """Compute `RingKernel.forward` of operands in 16 bits; the log-sum-exp is in fp32."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             q, k, v, 0.0, causal, False
         )
@@ -104,7 +104,7 @@ class Flash:
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `RingKernel.backward`."""
+        """Compute `RingKernel.backward` by the flash kernel."""
         unused = q.new_zeros(2, dtype=torch.uint64)  # the state of dropout
         gradients: tuple[Tensor, Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
@@ -124,7 +124,7 @@ class Scores:
     def forward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """As `RingKernel.forward`."""
+        """Compute `RingKernel.forward` by the matrix of scores."""
         generator = self.drops.generator(number, q.device)
         return _attend(to_fp32(q), to_fp32(k), to_fp32(v), causal, self.drops, generator)
 
@@ -132,7 +132,7 @@ class Scores:
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `RingKernel.backward`."""
+        """Compute `RingKernel.backward` by the matrix of scores."""
         grad = to_fp32(grad)
         delta = (grad * to_fp32(out)).sum(-1)
         generator = self.drops.generator(number, q.device)

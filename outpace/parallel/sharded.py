@@ -17,19 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from outpace.nn.model_options import find_blocks
 from outpace.parallel.argument_lists import keep_argument_lists
 from outpace.parallel.blocks import blocks_of, refuse_scripted
+from outpace.parallel.fsdp import shard, unsplittable
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
-from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded
-from outpace.parallel.offload import group_of_one, policy
-from outpace.parallel.shards import shard, unsplittable
-from outpace.parallel.tensors import hollow, sum_gradients
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, StepHooks
+from outpace.parallel.offload import group_of_one, offload_policy
+from outpace.parallel.tensors import meta_copy, sum_gradients
 from outpace.parallel.unit_order import UnitOrder
 from outpace.parallel.whole_parameters import WholeParameters, explain_mixed
 from outpace.records.errors import BadInputError
 
 
-class OwnSharded(Sharded):
-    """As Sharded, of a user's module, of which ranks may use different parameters.
+class CustomSharded(Sharded):
+    """Sharded custom model, of which ranks may use different parameters.
 
     `replicated` are whole on each rank, which adds their gradients up after the last micro-batch.
     """
@@ -37,12 +37,12 @@ class OwnSharded(Sharded):
     def __init__(
         self,
         objective: nn.Module,
-        hollow: nn.Module,
+        meta_copy: nn.Module,
         group: dist.ProcessGroup,
         units: Sequence[nn.Module],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        super().__init__(objective, hollow, group)
+        super().__init__(objective, meta_copy, group)
         self._replicated = [p for p in replicated if p.requires_grad]
         assert dist.group.WORLD is not None
         self._order = UnitOrder(objective, units, dist.group.WORLD)
@@ -65,18 +65,18 @@ class OwnSharded(Sharded):
         if self._use is not None:
             self._use.steps -= 1
 
-    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+    def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
         try:
-            return super()._forward_backward(batch, given)
+            return super()._forward_backward(batch, hooks)
         except RuntimeError as error:
             refused = explain_mixed(error)
             if refused is None:
                 raise
             raise refused from None
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As for every layout. What no rank has used has no gradient."""
-        totals = super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients. What no rank has used has none."""
+        totals = super().gradients(batches, hooks)
         if self._stepped is None:  # else gradients are gone
             if self._use is None:
                 named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
@@ -87,7 +87,7 @@ class OwnSharded(Sharded):
         return totals
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Shard each block, and what is left with the objective."""
     plan = request.plan
     if plan.strategy == "single":
@@ -100,30 +100,30 @@ def apply(request: Request) -> Layout:
     return _shard(request, mesh if plan.dp_replicate > 1 else mesh["dp_shard"])
 
 
-def _shard(request: Request, over: DeviceMesh) -> Layout:
-    plan, held = request.plan, policy(request.plan, request.device)
+def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
+    plan, held = request.plan, offload_policy(request.plan, request.device)
     own = ranks_may_differ(request.objective) and plan.world_size > 1
     if own:
         named = request.objective.model.named_parameters()  # type: ignore[union-attr]
         refuse_scripted(request.objective.model, plan.strategy)  # type: ignore[arg-type]
         refuse_hooks(named, plan.strategy, "ranks hold shards of parameters")
-    copied = hollow(request.objective.model)  # type: ignore[arg-type]
+    copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
     blocks, again = _units_of(request), plan.strategy != "zero2"
     whole = unsplittable(request.objective, blocks) if own else []
     shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again, whole)
     group: dist.ProcessGroup = over.get_group("dp_shard")
     if own:
-        layout: Sharded = OwnSharded(request.objective, copied, group, blocks, whole)
+        layout: Sharded = CustomSharded(request.objective, copied, group, blocks, whole)
     else:
         layout = Sharded(request.objective, copied, group)
     layout.averages = plan.data_parallel
     layout.computes_on = request.device
-    if isinstance(layout, OwnSharded):
+    if isinstance(layout, CustomSharded):
         layout.give_whole()
     return layout
 
 
-def _units_of(request: Request) -> list[nn.Module]:
+def _units_of(request: LayoutRequest) -> list[nn.Module]:
     """The model's blocks, each once; none where a user's model has none, and is one unit."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None and ranks_may_differ(request.objective):

@@ -2,7 +2,7 @@
 
 Every step, evaluation and checkpoint begins with rank 0's, as under DistributedDataParallel, so
 that a run does not depend on when it is evaluated or saved, and a checkpoint has what any rank
-would go on with. Only buffers that a forward changes are sent: running averages and counters, not
+would resume with. Only buffers that a forward changes are sent: running averages and counters, not
 masks and tables. Which they are ranks tell each other after the first steps, and again before each
 evaluation and checkpoint, for a forward may change others later.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
-from outpace.parallel.tensors import by_dtype, joined, spread
+from outpace.parallel.tensors import by_dtype, concatenate, spread
 
 _FIRST_STEPS = 2  # one of which may be a look at the first batch, which puts buffers back
 
@@ -33,7 +33,7 @@ class SharedBuffers:
         self._seen: dict[str, tuple[Tensor, int, int | None]] = {}
 
     def begin_step(self) -> None:
-        """Before the forward of a step. Collective."""
+        """Send rank 0's buffers before the forward of a step. Collective."""
         if self._trained or self._evaluated:
             if self._steps <= _FIRST_STEPS or self._evaluated:
                 self._agree()
@@ -43,26 +43,26 @@ class SharedBuffers:
         self._steps += 1
 
     def begin_evaluation(self) -> None:
-        """Before the forward of an evaluation, which may change buffers, too. Collective."""
+        """Make buffers equal before an evaluation, which may change them, too. Collective."""
         if self._trained:
             self.make_equal()
         self._remember()
         self._evaluated = True
 
     def make_equal(self) -> None:
-        """Before a checkpoint. Collective."""
+        """Send rank 0's buffers before a checkpoint. Collective."""
         if self._trained or self._evaluated:
             self._agree()
             self._send()
         self._trained = self._evaluated = False
 
     def _remember(self) -> None:
-        """Before the first forward: what buffers are, by which is seen whether any changes."""
+        """Remember the buffers before the first forward, to see later whether any changes."""
         if self._names and not self._seen:
-            self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._held()}
+            self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._initial_buffers()}
 
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that were there at first."""
+    def _initial_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that the module had at first."""
         found = dict(self._module.named_buffers())
         for name in self._names:
             if name in found:
@@ -72,9 +72,9 @@ class SharedBuffers:
         """Share what has changed on any rank. Collective."""
         if not self._names:
             return
-        saved = self._saved()
+        saved = self._persistent_names()
         flags = torch.zeros(len(self._names), dtype=torch.uint8)
-        held = dict(self._held())
+        held = dict(self._initial_buffers())
         for number, name in enumerate(self._names):
             if name in self._shared:
                 continue
@@ -89,8 +89,8 @@ class SharedBuffers:
         flagged = zip(self._names, flags.tolist(), strict=True)
         self._shared.update(name for name, flag in flagged if flag)
 
-    def _saved(self) -> set[str]:
-        """The names of the buffers that a state has."""
+    def _persistent_names(self) -> set[str]:
+        """Return the names of the buffers in the state dict."""
         return {
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self._module.named_modules()
@@ -102,9 +102,13 @@ class SharedBuffers:
         """Give all ranks rank 0's. Collective where some are shared."""
         if not self._shared:  # to walk over all modules takes time in each step
             return
-        held = [_as_numbers(b) for name, b in self._held() if name in self._shared and b.numel()]
+        held = [
+            _as_numbers(b)
+            for name, b in self._initial_buffers()
+            if name in self._shared and b.numel()
+        ]
         for alike in by_dtype(held):
-            message = joined(alike)
+            message = concatenate(alike)
             dist.broadcast(message, group=self._group, group_src=0)
             spread(message, alike)
 

@@ -1,10 +1,10 @@
-"""The baseline: one process, nothing exchanged."""
+"""Single: one process, without communication. The baseline."""
 
 from outpace.parallel.cuda_graphs import CudaRecorder, GraphedLayout
-from outpace.parallel.layout import Layout, Request
+from outpace.parallel.layout import Layout, LayoutRequest
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Use the objective as it is."""
     if request.cuda_graphs:
         recorder = CudaRecorder(request.device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.parallel.kept_state import explain_kept_state, find_kept_state
-from outpace.parallel.layout import Batch, Layout, Pass
+from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.records.plan import Plan
 
 
@@ -22,7 +22,7 @@ class StateCheck:
         self._plan, self._say, self._by_command = plan, say, by_command
         self.resumed = False
 
-    def look(self, layout: Layout, passes: Sequence[Batch], given: Pass) -> Tensor | None:
+    def look(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
         """Run a few samples of the first pass some times; returns None: nothing is computed."""
         writes = self._plan.offload_parameters != "none"
         compiled = self._plan.compile
@@ -30,7 +30,7 @@ class StateCheck:
             found = find_kept_state(
                 layout.objective,
                 passes[0],
-                Pass(given.cast),
+                StepHooks(hooks.cast),
                 alone=True,
                 other=passes[1] if len(passes) > 1 else None,
                 writes=writes,

@@ -6,7 +6,7 @@ vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: between them, where all
 the same, each has a part of the sequence; an all-reduce becomes a reduce-scatter and an all-gather.
 
 The residual stream is a plain tensor on each rank: a part of the sequence, or without sequence
-parallelism the whole. Modules turn it into DTensors at their doors.
+parallelism the whole. Modules turn it into a DTensor on entry.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,8 +39,8 @@ from outpace.nn.block import to_autocast_dtype
 from outpace.nn.fp32_modules import in_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Embeddings, Transformer
-from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded
-from outpace.parallel.tensors import hollow, local
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, StepHooks
+from outpace.parallel.tensors import local, meta_copy
 from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -110,7 +110,7 @@ class Gathered(ParallelStyle):
         return module
 
     def _enter(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
-        return gathered(inputs[0], mesh, self.placement), *inputs[1:]
+        return gather_activation(inputs[0], mesh, self.placement), *inputs[1:]
 
 
 def first_row(weight: Tensor) -> int:
@@ -122,13 +122,13 @@ def first_row(weight: Tensor) -> int:
     return int(offset[0])
 
 
-def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """The whole of an activation, in autocast's dtype before it crosses the wire."""
+def gather_activation(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """Gather an activation, in autocast's dtype before it is sent."""
     spread = DTensor.from_local(to_autocast_dtype(part), mesh, [placement], run_check=False)
     return spread.redistribute(placements=[Replicate()])
 
 
-class Columns(ColwiseParallel):
+class Colwise(ColwiseParallel):
     """A matrix split by columns; an adapter's B with it, while its A, which is small, stays whole.
 
     torch's own style would split A by its rank.
@@ -143,7 +143,7 @@ class Columns(ColwiseParallel):
         return split_module
 
 
-class Rows(RowwiseParallel):
+class Rowwise(RowwiseParallel):
     """A matrix split by rows; an adapter's A with it, while its B stays whole."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -153,7 +153,7 @@ class Rows(RowwiseParallel):
         return split_module
 
 
-class OwnRandom(ParallelStyle):
+class RankLocalDropout(ParallelStyle):
     """Dropout on a part of what is dropped from: each rank draws its own mask."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -164,13 +164,13 @@ class OwnRandom(ParallelStyle):
 def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *args: Any) -> Any:
     if not module.training:
         return forward(*args)
-    with own_random(args[0].device, index):
+    with rank_local_random(args[0].device, index):
         return forward(*args)
 
 
 @contextmanager
-def own_random(device: torch.device, index: int) -> Iterator[None]:
-    """Random numbers of this rank's own; outside, all ranks of the group draw alike.
+def rank_local_random(device: torch.device, index: int) -> Iterator[None]:
+    """Draw random numbers of this rank alone; outside, all ranks of the group draw alike.
 
     The seed comes from the common generator, so that recomputed activations find it again.
     """
@@ -195,19 +195,19 @@ def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement)
 
 
 def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]:
-    """How the parts of a block are split, by their names in it."""
+    """Return how the parts of a block are split, by their names in it."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
         "attention": Gathered(stream),
-        "attention.out": Rows(output_layouts=stream),
+        "attention.out": Rowwise(output_layouts=stream),
         "mlp_norm": WholeWeights(stream),
         "mlp": Gathered(stream),
-        "mlp.up": Columns(),
-        "mlp.down": Rows(output_layouts=stream),
+        "mlp.up": Colwise(),
+        "mlp.down": Rowwise(output_layouts=stream),
     }
-    styles |= {f"attention.{part}": Columns() for part in "qkv"}
+    styles |= {f"attention.{part}": Colwise() for part in "qkv"}
     if spec.gated:
-        styles["mlp.gate"] = Columns()
+        styles["mlp.gate"] = Colwise()
     if spec.qk_norm:
         # Each rank has its own heads, (B, H, S, C).
         heads = Shard(1)
@@ -232,7 +232,7 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
     if model.spec.dropout:
         parts = ["attention", "dropout"] if stream.is_shard() else ["attention"]
         for block in model.blocks:
-            parallelize_module(block, mesh, {part: OwnRandom() for part in parts})
+            parallelize_module(block, mesh, {part: RankLocalDropout() for part in parts})
 
 
 def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) -> None:
@@ -244,7 +244,7 @@ def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) ->
         "norm": WholeWeights(stream),
     }
     if stream.is_shard() and getattr(embed.dropout, "p", False):
-        styles["dropout"] = OwnRandom()
+        styles["dropout"] = RankLocalDropout()
     held = {name: style for name, style in styles.items() if getattr(embed, name) is not None}
     parallelize_module(embed, mesh, held, src_data_rank=None)
 
@@ -265,7 +265,7 @@ class SplitObjective(LanguageModelObjective):
     def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Compute from this rank's part the same loss and count on all ranks of the mesh."""
         if not isinstance(hidden_BSD, DTensor):
-            hidden_BSD = gathered(hidden_BSD, self._mesh, self._stream)
+            hidden_BSD = gather_activation(hidden_BSD, self._mesh, self._stream)
         assert isinstance(hidden_BSD, DTensor)
         # Each rank's rows of the head give a share of the gradient.
         hidden_ND = hidden_BSD.to_local(grad_placements=[Partial()]).flatten(0, -2)
@@ -297,7 +297,7 @@ class SplitObjective(LanguageModelObjective):
 def add_shares(parameters: Iterable[nn.Parameter]) -> None:
     """Add up the gradients of whole weights that saw parts of the sequence or of the heads.
 
-    In one exchange over the ranks of the mesh, which hold the same parameters.
+    Uses one collective over the ranks of the mesh, which hold the same parameters.
     """
     shared = []
     for parameter in parameters:
@@ -324,20 +324,20 @@ class TensorParallel(Sharded):
         # Every rank sees the loss of all samples: one tells it.
         self._tells = mesh.get_local_rank() == 0
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As Layout's, with what is left to add up added up once a step."""
-        totals = super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients; what is left to add up is added up once a step."""
+        totals = super().gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
-        """As Layout's; the group's first rank tells."""
-        return super().evaluate(batch, given) * self._tells
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Evaluate a micro-batch; the group's first rank tells the totals."""
+        return super().evaluate(batch, hooks) * self._tells
 
 
 def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
     """Split an objective's model in place over `mesh`. Raises BadInputError where it can't be."""
-    assert isinstance(objective, LanguageModelObjective)  # others have `own_tensor`
+    assert isinstance(objective, LanguageModelObjective)  # others have `custom_tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":
         raise BadInputError(
@@ -352,11 +352,11 @@ def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
     return made
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Split the model over the ranks of the plan."""
     plan = request.plan
     mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
-    copied = hollow(request.objective.model)  # type: ignore[arg-type]
+    copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
     return TensorParallel(split(request.objective, plan, mesh), copied, mesh)
 
 

@@ -14,14 +14,27 @@ from outpace.nn.spread import is_spread, local, whole
 from outpace.records.errors import BadInputError
 
 __all__ = [
-    "by_dtype", "copies", "deep_copy", "drop_all_but", "hollow", "joined", "local", "make_equal",
-    "norm_dtype", "raise_to", "spread", "square_sum", "sum_gradients", "total_norm", "whole",
+    "by_dtype",
+    "concatenate",
+    "copies",
+    "deep_copy",
+    "drop_all_but",
+    "local",
+    "make_equal",
+    "meta_copy",
+    "norm_dtype",
+    "raise_to",
+    "spread",
+    "square_sum",
+    "sum_gradients",
+    "total_norm",
+    "whole",
     "widen_trained",
 ]  # fmt: skip
 
 
 def copies(tensor: Tensor, ranks: int) -> int:
-    """On how many of `ranks` ranks each of a tensor's values lies."""
+    """Return on how many of `ranks` ranks each of a tensor's values lies."""
     if not is_spread(tensor):
         return ranks
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -43,7 +56,7 @@ def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the norm of tensors of a dtype: at least fp32."""
+    """Return the dtype of the norm of tensors of a dtype: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -67,18 +80,18 @@ def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     for alike in by_dtype(torch.view_as_real(g) if g.is_complex() else g for g in gradients):
-        message = joined(alike)
+        message = concatenate(alike)
         dist.all_reduce(message)
         spread(message * factor, alike)
 
 
-def hollow(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
-    """A copy of a module on the meta device: its structure, without memory for its weights.
+def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """Copy a module to the meta device: its structure, without memory for its weights.
 
     `real`: tensors with values that stand for those of an `id`.
     """
     kept = (value for part in module.modules() for value in vars(part).values())
-    # Tensors with a history are made anew in a forward (`weight` of torch's old weight_norm).
+    # Tensors with a history are recreated in a forward (`weight` of torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
     held = [*module.parameters(), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
@@ -132,14 +145,14 @@ def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def joined(tensors: Iterable[Tensor]) -> Tensor:
-    """All values of tensors of one dtype, one after the other: a message."""
+def concatenate(tensors: Iterable[Tensor]) -> Tensor:
+    """Concatenate the values of tensors of one dtype: a message."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 @torch.no_grad()
 def spread(message: Tensor, into: Iterable[Tensor]) -> None:
-    """Copy what was `joined` to where it belongs."""
+    """Copy what was concatenated back to its tensors."""
     at = 0
     for tensor in into:
         tensor.copy_(message[at : at + tensor.numel()].view(tensor.shape))
@@ -160,9 +173,9 @@ def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
                 parameter.data = wider[parameter]
 
 
-def widen_trained(hollow: nn.Module) -> None:
+def widen_trained(meta_copy: nn.Module) -> None:
     """Let parameters without memory that are to be trained be fp32."""
-    for parameter in hollow.parameters():
+    for parameter in meta_copy.parameters():
         if parameter.requires_grad and parameter.is_meta:
             parameter.data = parameter.data.float()
 

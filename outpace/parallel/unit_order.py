@@ -1,10 +1,10 @@
-"""One order of exchanges for units of a user's module that not every rank calls.
+"""One order of collectives for units of a user's module that not every rank calls.
 
 A unit's parameters are gathered when its forward is called, and its gradients scattered after its
 backward. Ranks that drop a layer, or take another branch, would gather one unit while others gather
 another: the ranks hang, or take each other's parameters. Here every rank takes part in the
-exchanges of each unit that some rank calls, in one order for all: a unit that this rank passes over
-is gathered, and its backward run with no gradient, as if it had been called on nothing.
+collectives of each unit that some rank calls, in one order for all: a unit that this rank passes
+over is gathered, and its backward run with no gradient, as if it had been called on nothing.
 
 Ranks tell each other before each unit which one they come to, and the lowest is next, until a
 training pass has shown an order: that in which the module has its units, or one in which all ranks
@@ -34,9 +34,9 @@ _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
 
 
 class UnitOrder:
-    """Keeps the exchanges of `units` (of `fully_shard`) under `root`, an objective, in order.
+    """Keeps the collectives of `units` (of `fully_shard`) under `root`, an objective, in order.
 
-    `group` has all ranks that exchange. Its parameters' gradients are zeros where a rank has none.
+    `group` has all ranks that take part. Its parameters' gradients are zeros where a rank has none.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class UnitOrder:
             self._pass_over(self._asked[-1])
         self._asked.pop()
         if torch.is_grad_enabled() and self._keeps:
-            self._sequence = self._shown()
+            self._sequence = self._observed_order()
 
-    def _shown(self) -> list[int] | None:
-        """The order that this pass shows, in which every unit is; alike on all ranks."""
+    def _observed_order(self) -> list[int] | None:
+        """Return the order of units that this pass shows, the same on all ranks."""
         everyone = list(range(self._end))
         ascending = all(one < other for one, other in pairwise(self._asked))
         if ascending and (len(self._asked) > 1 or self._end == 1):
@@ -179,12 +179,12 @@ class UnitOrder:
         return self._asked[-1]
 
     def _pass_over(self, number: int) -> None:
-        """Take part in a unit's exchanges, which this rank does not call."""
+        """Take part in the collectives of a unit that this rank does not call."""
         unit, state = self._units[number], self._states[number]
         self._called.add(state)
         nothing = torch.zeros((), device=state._device, requires_grad=torch.is_grad_enabled())
         (given,), _ = state._pre_forward(unit, (nothing,), {})
-        gathered = [p for held in fsdp_param_groups(state) for p in _unsharded(held)]
+        gathered = [p for held in fsdp_param_groups(state) for p in _unsharded_parameters(held)]
         token = _Nothing.apply(given, *gathered)  # type: ignore[no-untyped-call]
         token = state._post_forward(unit, (given,), token)
         if token.requires_grad:
@@ -220,7 +220,7 @@ def wait_for_reduction(held: Any) -> None:
         held.device_handle.current_stream().wait_event(held._post_reduce_event)
 
 
-def _unsharded(held: Any) -> list[nn.Parameter]:
+def _unsharded_parameters(held: Any) -> list[nn.Parameter]:
     found = [one.unsharded_param for one in held.fsdp_params]
     return [parameter for parameter in found if parameter.requires_grad]
 
@@ -270,7 +270,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Nothing for the parameters."""
+        """Return no gradient for the parameters."""
         (gradient,) = gradients
         return (gradient, *[None] * (len(ctx.needs_input_grad) - 1))
 

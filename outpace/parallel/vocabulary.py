@@ -45,7 +45,7 @@ def split_linear_loss_sum(
     dtype: torch.dtype | None = None,
     passes: LogitsFunctions | None = None,
 ) -> Tensor:
-    """As `linear_loss_sum`, from this rank's rows of the head. Collective over `group`.
+    """Compute `linear_loss_sum` from this rank's rows of the head. Collective over `group`.
 
     `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
     gradient of `hidden_ND` is this rank's share: the sum over the group is the whole. `passes` are
@@ -63,7 +63,7 @@ def split_linear_loss_sum(
             counts_N,
             dtype or torch.promote_types(hidden_ND.dtype, torch.float32),
             passes if torch.is_grad_enabled() else EAGER,  # no graph of an evaluation's own
-            _over(group),
+            _combine_over(group),
         )
     logits_NP = F.linear(hidden_ND, weight_PD, bias_P)
     loss_sum: Tensor = SplitCrossEntropySum.apply(  # type: ignore[no-untyped-call]
@@ -72,13 +72,13 @@ def split_linear_loss_sum(
     return loss_sum
 
 
-def _over(group: dist.ProcessGroup) -> Combine:
-    """Log Σ exp over all ranks' logits, and the target's logit, which one rank has."""
+def _combine_over(group: dist.ProcessGroup) -> Combine:
+    """Return a function for log Σ exp over all ranks' logits, and the target's, which one has."""
 
-    def combine(lse_N: Tensor, own_N: Tensor) -> tuple[Tensor, Tensor]:
+    def combine(lse_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         largest_N = lse_N.clone()
         dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-        sums_2N = torch.stack(((lse_N - largest_N).exp(), own_N))
+        sums_2N = torch.stack(((lse_N - largest_N).exp(), target_N))
         dist.all_reduce(sums_2N, group=group)
         return largest_N + sums_2N[0].log(), sums_2N[1]
 
@@ -86,13 +86,13 @@ def _over(group: dist.ProcessGroup) -> Combine:
 
 
 class SplitCrossEntropySum(torch.autograd.Function):
-    """On a CPU: sum over targets of log Σ exp(logits) − logits[target], in fp32 or fp64."""
+    """Sum over targets of log Σ exp(logits) − logits[target] on a CPU, in fp32 or fp64."""
 
     @staticmethod
     def forward(
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Two exchanges: the largest logits; the sums of exponentials with the targets' logits."""
+        """Take two collectives: the largest logits; sums of exponentials with targets' logits."""
         scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)
@@ -113,7 +113,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """softmax − one-hot, where there is a target; nothing is exchanged."""
+        """Return softmax − one-hot, where there is a target, without communication."""
         exps_NP, sums_N, counts_N, at, column = ctx.saved_tensors
         grad_NP = exps_NP * (counts_N * loss_grad / sums_N).unsqueeze(1)
         grad_NP[at, column] -= loss_grad

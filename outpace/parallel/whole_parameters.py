@@ -50,7 +50,7 @@ class WholeParameters:
         self._module.register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
-        """Within the module's forward, units gather what they use."""
+        """Let units gather what they use while the module's forward runs."""
         self._in_loss, self._asks_whole = self._asks_whole, False
 
     def _leave(self, *_: Any) -> None:
@@ -66,7 +66,7 @@ class WholeParameters:
 
 
 def explain_mixed(error: RuntimeError) -> BadInputError | None:
-    """What to do where a user's code has met a shard; None for another error."""
+    """Tell what to do where a user's code has met a shard; None for another error."""
     if _MIXED not in str(error):
         return None
     return BadInputError(

@@ -19,12 +19,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from outpace.optim.build import Build
 from outpace.optim.master import master_weights
 from outpace.parallel.ddp import Replicas
-from outpace.parallel.layout import Layout, Request
+from outpace.parallel.layout import Layout, LayoutRequest
 from outpace.parallel.tensors import raise_to
 
 
 class _MixedShares(ZeroRedundancyOptimizer):
-    """Of parameters of several dtypes, each of which is broadcast by itself."""
+    """Shares of parameters of several dtypes, each of which is broadcast by itself."""
 
     def _verify_same_dense_param_type(self) -> None:
         """Torch asks for one dtype, also where it has no buffer for all."""
@@ -65,10 +65,10 @@ class SharedStates(Replicas):
             parameters_as_bucket_view=len(dtypes) == 1 and not self.on_disk,
         )
 
-    def saved(
+    def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """All weights; the optimizer within, which has the state of the parameters stepped here.
+        """Return all weights, and the inner optimizer with the state of what this rank steps.
 
         None where there are more ranks than parameters and none is left for this one.
         `ZeroRedundancyOptimizer.state_dict` would gather everything on one rank, by numbers.
@@ -94,6 +94,6 @@ class SharedStates(Replicas):
         raise_to(self.model, kept)
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Wrap in DistributedDataParallel. The default process group must be there."""
     return SharedStates(request)

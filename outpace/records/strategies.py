@@ -69,7 +69,7 @@ def _pipelines() -> dict[Strategy, StrategyTraits]:
     names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
     return {
         names[name]: StrategyTraits(
-            module="pipeline", axes=("pp",), custom_module="own_pipeline", whole_model=False,
+            module="pipeline", axes=("pp",), custom_module="custom_pipeline", whole_model=False,
             title="naive model parallel" if name == "mp" else None, one_shape=True,
             compiled="split" if schedule.splits_backward else "blocks",
         )
@@ -110,7 +110,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
     "hsdp": _make_sharded("HSDP", 3, ("dp_replicate", "dp_shard")),
     **_pipelines(),
     "tp": StrategyTraits(
-        module="tensor", axes=("tp",), custom_module="own_tensor", whole_model=False,
+        module="tensor", axes=("tp",), custom_module="custom_tensor", whole_model=False,
         communicates_within=True, compiled="blocks",
     ),
     "cp": StrategyTraits(
@@ -118,7 +118,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
         one_shape=True, compiled="sends",
     ),
     "3d": StrategyTraits(
-        module="combined", axes=AXES, whole_model=False, gathers=True, communicates_within=True,
+        module="nd_parallel", axes=AXES, whole_model=False, gathers=True, communicates_within=True,
         one_shape=True, compiled="blocks",
     ),
 }  # fmt: skip

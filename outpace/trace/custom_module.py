@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.parallel import Layout, Request
-from outpace.parallel.own import apply_own_levers, synchronise_statistics
+from outpace.parallel import Layout, LayoutRequest
+from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
 from outpace.parallel.plain import has_dropout
-from outpace.parallel.tensors import hollow
+from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.hardware import Accelerator
 from outpace.records.memory import MemoryAccount
@@ -81,8 +81,8 @@ class ModuleWorkload:
         lower_weights(objective, mixed)
         watch.keep(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
-        apply_own_levers(own, plan, scratch)
-        request = Request(objective, plan, ranks, CPU, own.blocks, own.layouts, scratch)
+        apply_plan_options(own, plan, scratch)
+        request = LayoutRequest(objective, plan, ranks, CPU, own.blocks, own.layouts, scratch)
         return lay_out(request, None)
 
 
@@ -108,7 +108,7 @@ def account_of_module(
     batch = samples(plan.samples_read)
     small = [b for b in model.module.buffers() if b.numel() <= _SMALL]
     kept = {id(b): b.detach().clone() for b in small}
-    structure = hollow(model.module, kept)
+    structure = meta_copy(model.module, kept)
     work = ModuleWorkload(
         build=lambda: CustomModel(
             _on_no_memory(structure),

@@ -3,7 +3,7 @@
 import gc
 
 from outpace.nn.scratch import Scratch
-from outpace.parallel import Layout, Request, apply
+from outpace.parallel import Layout, LayoutRequest, apply
 from outpace.parallel.layout import Batch
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
@@ -44,5 +44,5 @@ def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     )
 
 
-def _lay_out(request: Request, _: Batch) -> Layout:
+def _lay_out(request: LayoutRequest, _: Batch) -> Layout:
     return apply(request)

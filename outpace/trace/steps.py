@@ -17,8 +17,8 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, hold_masks
 from outpace.optim.build import begin_step, make_optimizer
-from outpace.parallel import Layout, Pass, Request
-from outpace.parallel.fill import fill, fills_later
+from outpace.parallel import Layout, LayoutRequest, StepHooks
+from outpace.parallel.deferred_init import fill, fills_later
 from outpace.parallel.offload import place_optimizer
 from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
@@ -32,7 +32,7 @@ from outpace.trace.offloading import keep_on_host, lies_on_host
 STEPS = 2  # the first has no optimizer state to begin with
 CPU = torch.device("cpu")
 _ANY_LR = 1e-3  # where there is none yet
-LayOut = Callable[[Request, Any], Layout]
+LayOut = Callable[[LayoutRequest, Any], Layout]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Workload:
             from outpace.trace.compiled_region import trace_compiled
 
             trace_compiled(objective.model, plan, watch)
-        layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), self.batch())
+        layout = lay_out(LayoutRequest(objective, plan, ranks, CPU, scratch=scratch), self.batch())
         if fills_later(plan):
             shapes = parameter_shapes(self.spec)
 
@@ -187,7 +187,7 @@ def _step(
     for batch in batches:
         watch.call((x for x in tree_leaves(batch) if isinstance(x, Tensor)), "inputs")
     watch.mark("data")
-    given = Pass(mixed.cast, _scale_loss, watch.mark)
+    given = StepHooks(mixed.cast, _scale_loss, watch.mark)
     if mixed.wide_sums and work.accumulation * work.plan.pp_microbatches > 1:
         layout.add_up_in_fp32()
     layout.gradients(batches or [None] * work.accumulation, given)

@@ -16,7 +16,7 @@ from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from outpace.nn.torch_versions import stage_votes
-from outpace.parallel import Layout, Request, apply, ring
+from outpace.parallel import Layout, LayoutRequest, apply, ring
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.dp import DataParallel
 from outpace.records.ranks import Ranks
@@ -112,7 +112,7 @@ class _InTurn:
         """Do nothing, as nothing is under way."""
 
 
-def lay_out(request: Request, batch: dict[str, Tensor]) -> Layout:
+def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
     """Apply the plan as `parallel.apply` does; answer for other ranks where it waits for them."""
     layout = apply(request)
     if isinstance(layout, DataParallel):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from outpace.nn.compilation import without_compilation
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.mixed import Mixed
-from outpace.parallel import Layout, Pass
+from outpace.parallel import Layout, StepHooks
 from outpace.parallel.layout import divisor
 from outpace.records.measurement import Evaluation
 from outpace.training.step import Batch
@@ -47,7 +47,7 @@ def evaluate(
     with evaluation_mode(objective), torch.no_grad(), without_compilation(objective):
         for number, batches in enumerate(steps, 1):
             for batch in batches:
-                found.append(layout.evaluate(batch, Pass(mixed.cast)))
+                found.append(layout.evaluate(batch, StepHooks(mixed.cast)))
             if stop is not None and number % _ASK_EVERY == 0 and _is_on_any_rank(stop(), group):
                 layout.free_gathered()
                 raise EvaluationStopped

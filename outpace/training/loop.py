@@ -136,7 +136,9 @@ class Loop:
                     tell(self.callbacks, "on_eval", evaluation, False)
         if due_save and not settings.measure_only:
             self.at(f"saving after step {step}")
-            self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))
+            self.checkpointer.save(
+                *self.layout.checkpoint_state(self.optimizer), self.progress(step)
+            )
         elif step == self.start_step + 1 and not settings.measure_only:
             self.checkpointer.make_ready()
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from outpace.nn.mixed import Mixed, casts_kept
 from outpace.nn.torch_versions import all_gather_single
 from outpace.optim.build import begin_step
-from outpace.parallel import Layout, Pass
+from outpace.parallel import Layout, StepHooks
 from outpace.parallel.layout import divisor
 from outpace.records.plan import Plan
 from outpace.training.device_queue import DeviceFigures, DeviceQueue, queue_of
@@ -202,19 +202,19 @@ class Stepper:
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
     @property
-    def step_pass(self) -> Pass:
+    def step_pass(self) -> StepHooks:
         """Casts, scale and marks of a step's passes."""
-        return Pass(self.mixed.cast, self._scale_loss, self._mark)
+        return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
-    def forward_backward(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """All passes of a step."""
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
         if not (self._keeps_casts and len(batches) > 1):
-            return self._layout.gradients(batches, given)
+            return self._layout.gradients(batches, hooks)
         with casts_kept():
             cast = partial(self.mixed.cast, True)
-            return self._layout.gradients(batches, replace(given, cast=cast))
+            return self._layout.gradients(batches, replace(hooks, cast=cast))
 
     def _mark(self, part: str) -> None:
         """A part is done; freeing its cache belongs to it."""

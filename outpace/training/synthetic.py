@@ -14,8 +14,8 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import drawn_transformer
 from outpace.optim.build import make_optimizer
-from outpace.parallel import Request, apply
-from outpace.parallel.fill import parts_of
+from outpace.parallel import LayoutRequest, apply
+from outpace.parallel.deferred_init import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -88,7 +88,7 @@ class SyntheticSteps:
         whole_values = lower_weights(objective, mixed)
         scratch = Scratch()
         apply_options(objective.model, plan, scratch=scratch)
-        layout = apply(Request(objective, plan, own, device, scratch=scratch))
+        layout = apply(LayoutRequest(objective, plan, own, device, scratch=scratch))
         place = partial(place_optimizer, layout, plan, scratch)
         optimizer = make_optimizer(
             layout.named_parameters(),

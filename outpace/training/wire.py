@@ -22,7 +22,7 @@ _KINDS = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
     "send": "send",
 }  # fmt: skip
-# The last is of exchanges that outpace does itself (parallel.direct).
+# The last is of exchanges that outpace does itself (parallel.peer_memory).
 _NAMESPACES = ("c10d", "_c10d_functional", "outpace")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 

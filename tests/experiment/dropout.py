@@ -17,7 +17,7 @@ from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.nn.model_options import apply_checkpointing
-from outpace.parallel import Pass, Request, apply
+from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.records.ranks import Ranks
 from outpace.training.guards import seed_step
 from outpace.training.synthetic import shares
@@ -33,7 +33,7 @@ class Dropping:
         self.plan, self.rank = plan, ranks.rank
         objective = trial.objective(plan)
         apply_checkpointing(objective.model, checkpointing)
-        self.layout = apply(Request(objective, plan, ranks, CPU))
+        self.layout = apply(LayoutRequest(objective, plan, ranks, CPU))
         self.batches = shares(trial.batches()[0], plan, ranks.rank)
         self.masks = []
         for name, module in self.layout.model.named_modules():
@@ -46,7 +46,7 @@ class Dropping:
         for _, parameter in self.layout.named_parameters():
             parameter.grad = None
         seed_step(0, draw, self.plan.random_rank(self.rank), CPU)
-        totals = self.layout.gradients(self.batches, Pass(scale=lambda loss: loss * 1e-2))
+        totals = self.layout.gradients(self.batches, StepHooks(scale=lambda loss: loss * 1e-2))
         return totals, float(self.layout.total_norm())
 
     def loss(self, draw):

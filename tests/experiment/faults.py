@@ -17,7 +17,7 @@ from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import Layout
 from outpace.parallel.dp import DataParallel
 from outpace.parallel.layout import Sharded
-from outpace.parallel.pipeline import Pipeline
+from outpace.parallel.pipeline import PipelineLayout
 from outpace.parallel.ps import Role
 from outpace.parallel.tensors import local
 
@@ -61,7 +61,7 @@ def norm_counts_replicas_twice(layout: Layout) -> None:
 
 
 def untied_embedding(layout: Layout) -> None:
-    if isinstance(layout, Pipeline):
+    if isinstance(layout, PipelineLayout):
         layout._sum_tied_gradients = lambda: None
         return
     model = layout.model

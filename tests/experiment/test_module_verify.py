@@ -13,7 +13,7 @@ import outpace
 from outpace.cli.main import main
 from outpace.experiment.module_verify import CUT, STRATEGIES, verify_custom
 from outpace.interop.custom_model import CustomModel
-from outpace.parallel.own import refused_strategy
+from outpace.parallel.parallelize import refused_strategy
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan, PlanFile

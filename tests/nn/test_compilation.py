@@ -149,7 +149,7 @@ def _fails(*_):
 
 
 class Own(nn.Module):
-    """A person's own model, with a part that no compiler takes in one piece."""
+    """A custom model, with a part that no compiler takes in one piece."""
 
     def __init__(self):
         super().__init__()

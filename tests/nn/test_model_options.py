@@ -23,7 +23,7 @@ COMPILER = pytest.mark.filterwarnings("default")
 
 
 class Own(nn.Module):
-    """A person's own model: blocks in a Sequential, with small ones inside."""
+    """A custom model: blocks in a Sequential, with small ones inside."""
 
     def __init__(self):
         super().__init__()

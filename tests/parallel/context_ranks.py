@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.parallel.context import Ring, RingAttention
+from outpace.parallel.context import RingAttention, SequenceRing
 from outpace.parallel.ring_kernels import Dropout, Scores
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def worst(kernel, ring, causal, dtype, groups):
 def main() -> None:
     ranks = ranks_from(os.environ)
     with process_groups(ranks, CPU, 60.0):
-        ring = Ring(dist.group.WORLD, ranks.rank, ranks.world_size)
+        ring = SequenceRing(dist.group.WORLD, ranks.rank, ranks.world_size)
         found = {}
         for kernel in (FlashOnCpu(), Scores(Dropout(0.0, 0))):
             for dtype in (torch.float64, torch.float32, torch.bfloat16):

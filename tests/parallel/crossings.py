@@ -90,7 +90,7 @@ def save(plan: Plan, trial: Trial, groups: Groups, folder: Path) -> None:
     for step in range(1, SAVED_AT + 1):
         run.step(step)
     saver = checkpointer(folder, plan, groups)
-    saver.save(*run.layout.saved(run.optimizer), progress(plan.world_size))
+    saver.save(*run.layout.checkpoint_state(run.optimizer), progress(plan.world_size))
     saver.settle()
     saver.close()
 
@@ -98,7 +98,7 @@ def save(plan: Plan, trial: Trial, groups: Groups, folder: Path) -> None:
 def strays(run: Run) -> list[str]:
     """What the plan has on disk and is somewhere else."""
     found = []
-    optimizer = run.layout.saved(run.optimizer)[1]
+    optimizer = run.layout.checkpoint_state(run.optimizer)[1]
     state = {} if optimizer is None else optimizer.state
     for name, parameter in run.layout.named_parameters():
         held = [parameter] if run.plan.offload_parameters == "disk" else []
@@ -116,7 +116,7 @@ def go_on(
     """Load, compare with what the files hold, and train on; what this rank found."""
     run = Run(trial, plan, groups)
     loader = checkpointer(folder, plan, groups)
-    found = loader.load(folder / f"step-{SAVED_AT}", *run.layout.saved(run.optimizer))
+    found = loader.load(folder / f"step-{SAVED_AT}", *run.layout.checkpoint_state(run.optimizer))
     loader.close()
     held = run.held()
     changed = sorted(name for name, tensor in held.items() if not torch.equal(tensor, files[name]))

@@ -1,4 +1,4 @@
-"""One rank of the tests of modules of one's own under strategies that reduce gradients over ranks.
+"""One rank of the tests of custom modules under strategies that reduce gradients over ranks.
 
 python tests/parallel/forked.py 2 tests/parallel/data_parallel_ranks.py CASE …
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.parallel import Pass, Request, apply
+from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.records.plan import Plan
 from outpace.training.wire import Wire
 
@@ -37,7 +37,7 @@ class Matrices(nn.Module):
 def lay_out(ranks, **options):
     torch.manual_seed(0)
     plan = {"strategy": "ddp", "dp_replicate": ranks.world_size, "bucket_mib": 1, **options}
-    return apply(Request(Matrices(), Plan.parse(plan, "test"), ranks, torch.device("cpu")))
+    return apply(LayoutRequest(Matrices(), Plan.parse(plan, "test"), ranks, torch.device("cpu")))
 
 
 def inputs(rank: int, step: int, parts: int) -> list[torch.Tensor]:
@@ -55,11 +55,11 @@ def exchanges(ranks) -> dict[str, list[int]]:
     for accumulating in ("no_sync", "every time"):
         layout = lay_out(ranks)
         if accumulating == "every time":
-            layout.unsynchronised = nullcontext
-        layout.gradients(inputs(ranks.rank, 0, 1), Pass())  # builds the buckets
+            layout.no_sync = nullcontext
+        layout.gradients(inputs(ranks.rank, 0, 1), StepHooks())  # builds the buckets
         for parts in (1, 2, 4):
             with Wire() as wire:
-                layout.gradients(inputs(ranks.rank, 1, parts), Pass())
+                layout.gradients(inputs(ranks.rank, 1, parts), StepHooks())
             found[f"{accumulating}, {parts}"] = [
                 wire.tally.exchanges["all_reduce"],
                 wire.tally.bytes,
@@ -78,7 +78,7 @@ def low_rank(ranks) -> dict:
     for step in range(STEPS):
         for one in (whole, layout):
             one.model.zero_grad()
-            one.gradients(inputs(ranks.rank, step, 2), Pass())
+            one.gradients(inputs(ranks.rank, step, 2), StepHooks())
         exact, applied = exact + gradient(whole), applied + gradient(layout)
         off.append(float((gradient(layout) - gradient(whole)).abs().max()))
     state = layout.low_rank
@@ -101,7 +101,7 @@ def marks(ranks) -> dict:
     plan = Plan.parse({"strategy": "ddp", "dp_replicate": ranks.world_size}, "test")
     # Of one machine alone DDP has a hook already, and takes no other.
     apart = ranks.model_copy(update={"local_world_size": 1})
-    layout = apply(Request(Matrices(), plan, apart, torch.device("cpu")))
+    layout = apply(LayoutRequest(Matrices(), plan, apart, torch.device("cpu")))
     marked, parts = threading.Event(), []
 
     def mark(part: str) -> None:
@@ -120,7 +120,7 @@ def marks(ranks) -> dict:
         return exchanged
 
     layout.module.register_comm_hook(None, exchange)
-    layout.gradients(inputs(ranks.rank, 0, 2), Pass(mark=mark))
+    layout.gradients(inputs(ranks.rank, 0, 2), StepHooks(mark=mark))
     return {"parts": parts}
 
 

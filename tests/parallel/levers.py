@@ -21,7 +21,7 @@ from runs import CPU, SPEC, Run, alone, apart, loss_of, plan_of
 
 from outpace.experiment.parity import Trial
 from outpace.jobs.ranks.process_groups import Groups
-from outpace.parallel import Layout, Pass
+from outpace.parallel import Layout, StepHooks
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Strategy
 from outpace.training.evaluate import evaluate
@@ -92,12 +92,12 @@ def overflow(name: str) -> float:
         def spoil(layout: Layout) -> None:
             computed = layout.gradients
 
-            def gradients(batches: Any, given: Pass) -> torch.Tensor:
+            def gradients(batches: Any, hooks: StepHooks) -> torch.Tensor:
                 if groups.ranks.rank == bad and not calls:
-                    scale = given.scale
-                    given = replace(given, scale=lambda loss: scale(loss) * float("inf"))
+                    scale = hooks.scale
+                    hooks = replace(hooks, scale=lambda loss: scale(loss) * float("inf"))
                 calls.append(1)
-                return computed(batches, given)
+                return computed(batches, hooks)
 
             layout.gradients = gradients  # type: ignore[method-assign]
 

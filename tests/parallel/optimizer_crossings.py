@@ -42,7 +42,7 @@ def crossed(folder: Path, optimizer: str, precision: str, before: str, after: st
         run = Run(TRIAL, second, groups)
         loader = checkpointer(folder, second, groups)
         try:
-            loader.load(folder / f"step-{SAVED_AT}", *run.layout.saved(run.optimizer))
+            loader.load(folder / f"step-{SAVED_AT}", *run.layout.checkpoint_state(run.optimizer))
         except BadInputError as error:
             return {"refused": str(error)}
         finally:

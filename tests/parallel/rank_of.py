@@ -20,7 +20,7 @@ from outpace.catalog.models import preset
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import fill_state, make_optimizer
-from outpace.parallel import Request, apply
+from outpace.parallel import LayoutRequest, apply
 from outpace.parallel.tensors import local
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -34,7 +34,7 @@ def held(model: str, plan: Plan, rank: int, _: Ranks) -> dict[str, Any]:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     with torch.device("meta"):
         objective = LanguageModelObjective(Transformer(preset(model)))
-    layout = apply(Request(objective, plan, ranks, torch.device("cpu")))
+    layout = apply(LayoutRequest(objective, plan, ranks, torch.device("cpu")))
     named = dict(layout.named_parameters())
     settings = TrainSettings(lr=1e-3)
     optimizer = make_optimizer(named.items(), "adamw-for-loop", settings, layout.make_optimizer)

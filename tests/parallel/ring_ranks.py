@@ -12,7 +12,7 @@ from torch import nn
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.parallel import Pass, Request, apply
+from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.parallel.ring import ring_all_reduce
 from outpace.records.plan import Plan
 from outpace.training.wire import Wire
@@ -67,7 +67,7 @@ def replicas(ranks) -> dict:
     torch.manual_seed(rank)  # so that they start unequal
     objective = Uneven()
     plan = Plan.parse({"strategy": "ring", "dp_replicate": size, "bucket_mib": 1}, "test")
-    layout = apply(Request(objective, plan, ranks, torch.device("cpu")))
+    layout = apply(LayoutRequest(objective, plan, ranks, torch.device("cpu")))
     alone = Uneven()
     alone.load_state_dict(objective.state_dict())
     drawn = torch.Generator().manual_seed(9)
@@ -76,7 +76,7 @@ def replicas(ranks) -> dict:
     for batch in inputs:
         alone(batch)[0].backward()
     with Wire() as wire:
-        layout.gradients([batch for batch in inputs if batch[1] == rank], Pass())
+        layout.gradients([batch for batch in inputs if batch[1] == rank], StepHooks())
     expected = {name: p.grad for name, p in alone.model.named_parameters()}
     worst = 0.0
     for name, parameter in layout.named_parameters():

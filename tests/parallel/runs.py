@@ -15,8 +15,8 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.optim.master import master_weights
-from outpace.parallel import Layout, Request, apply
-from outpace.parallel.fill import parts_of
+from outpace.parallel import Layout, LayoutRequest, apply
+from outpace.parallel.deferred_init import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
@@ -70,7 +70,7 @@ class Run:
         whole_values = lower_weights(objective, self.mixed)
         self.scratch = Scratch()
         apply_options(objective.model, plan, scratch=self.scratch)
-        self.layout = apply(Request(objective, plan, groups.ranks, CPU, scratch=self.scratch))
+        self.layout = apply(LayoutRequest(objective, plan, groups.ranks, CPU, scratch=self.scratch))
         settings = TrainSettings(lr=trial.lr)
         place = partial(place_optimizer, self.layout, plan, self.scratch)
         self.optimizer = make_optimizer(
@@ -105,7 +105,7 @@ class Run:
 
     def held(self) -> dict[str, torch.Tensor]:
         """Whole tensors of all that counts on this rank, by their names in a checkpoint."""
-        model, optimizer = self.layout.saved(self.optimizer)
+        model, optimizer = self.layout.checkpoint_state(self.optimizer)
         found = {}
         masters = master_weights(optimizer)
         for name, parameter in () if model is None else self.layout.named_parameters():

@@ -20,7 +20,7 @@ from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.nn.mixed import make_mixed
-from outpace.parallel import Layout, Pass, Request, apply
+from outpace.parallel import Layout, LayoutRequest, StepHooks, apply
 from outpace.records.plan import Plan
 from outpace.training.checkpoint import Checkpointer, Progress
 from outpace.training.step import Stepper
@@ -42,7 +42,7 @@ class Few(nn.Module):
 
 
 def lay_out(objective, plan, ranks):
-    layout = apply(Request(objective, plan, ranks, CPU))
+    layout = apply(LayoutRequest(objective, plan, ranks, CPU))
     return layout, TRIAL.optimizer(layout.named_parameters(), layout.make_optimizer)
 
 
@@ -57,14 +57,14 @@ def save(layout: Layout, optimizer, directory: Path, groups) -> None:
         world_size=groups.ranks.world_size,
     )  # fmt: skip
     keeper = checkpointer(directory, groups)
-    keeper.save(*layout.saved(optimizer), progress)
+    keeper.save(*layout.checkpoint_state(optimizer), progress)
     assert keeper.settle()
     keeper.close()
 
 
 def load(layout: Layout, optimizer, directory: Path, groups) -> None:
     keeper = checkpointer(directory, groups)
-    keeper.load(directory / "step-2", *layout.saved(optimizer))
+    keeper.load(directory / "step-2", *layout.checkpoint_state(optimizer))
     keeper.close()
 
 
@@ -106,13 +106,13 @@ def few(strategy: str, directory: Path, groups) -> dict:
         if not first:
             load(layout, optimizer, directory, groups)
         for step in range(3) if first else range(2, 3):
-            layout.gradients([torch.full((1, 3), 1.0 + step).double()], Pass())
+            layout.gradients([torch.full((1, 3), 1.0 + step).double()], StepHooks())
             optimizer.step()
             optimizer.zero_grad()
             if first and step == 1:
                 save(layout, optimizer, directory, groups)
         ends.append([parameter.tolist() for parameter in layout.model.parameters()])
-    held = layout.saved(optimizer)[1]
+    held = layout.checkpoint_state(optimizer)[1]
     return {"same": ends[0] == ends[1], "held": len(held.state) if held else 0}
 
 
@@ -130,7 +130,7 @@ def main(what: str, strategy: str, directory: Path) -> None:
                 save(layout, optimizer, directory, groups)
             else:
                 load(layout, optimizer, directory, groups)
-            bytes_here = state_bytes(layout.saved(optimizer)[1])
+            bytes_here = state_bytes(layout.checkpoint_state(optimizer)[1])
             said = {"state_bytes": bytes_here, "worst": worst(layout, optimizer, plan)}
         heard: list = [None] * ranks.world_size
         dist.all_gather_object(heard, said, group=groups.control)

@@ -17,7 +17,7 @@ from outpace.parallel.cuda_graphs import (
     CudaRecorder,
     GraphedLayout,
 )
-from outpace.parallel.layout import Layout, Pass
+from outpace.parallel.layout import Layout, StepHooks
 from outpace.records.compiled import graph_obstacle
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -89,7 +89,7 @@ def train(layout: Layout, steps: list[list[dict[str, Tensor]]]) -> list[Any]:
     optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.1)
     seen = []
     for batches in steps:
-        totals = layout.gradients(batches, Pass(scale=lambda loss: loss / 16))
+        totals = layout.gradients(batches, StepHooks(scale=lambda loss: loss / 16))
         layout.clip(0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -199,7 +199,7 @@ def test_what_lacks_memory_takes_that_of_graphs(evaluates, monkeypatch):
     other = Layout(objective())
     assert_same(seen, train(other, short))
     if evaluates:
-        assert torch.equal(layout.evaluate(long, Pass()), other.evaluate(long, Pass()))
+        assert torch.equal(layout.evaluate(long, StepHooks()), other.evaluate(long, StepHooks()))
     else:
         assert_same(train(layout, [[long]]), train(other, [[long]]))
     assert recorder.released == 1 and not layout.replays

@@ -19,7 +19,7 @@ from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
 from outpace.nn.spread import local
 from outpace.parallel.first_batch import FirstBatch
-from outpace.parallel.layout import Layout, Pass
+from outpace.parallel.layout import Layout, StepHooks
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
@@ -671,7 +671,7 @@ def test_what_no_rank_has_is_named(tmp_path):
         plan = plan_for_module("ddp", 2, SAMPLES)
         first = FirstBatch(objective, plan, rank.ranks, said.append, by_command=True)
         objective.model.head = nn.Identity()
-        first.look(Layout(objective), [], Pass(nullcontext))
+        first.look(Layout(objective), [], StepHooks(nullcontext))
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
     ends = run_forked(2, act, 240.0, tmp_path / "job")

@@ -5,7 +5,7 @@ import torch
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
-from outpace.parallel import Pass, Request, apply
+from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -23,7 +23,7 @@ def peak_bytes(in_backward: bool) -> tuple[int, int, float]:
     """Of the second step of plain SGD, which keeps no state; bytes of gradients; the norm."""
     objective = LanguageModelObjective(Transformer(SPEC))
     plan = Plan(optimizer="sgd", optimizer_in_backward=in_backward)
-    layout = apply(Request(objective, plan, Ranks(), torch.device("cpu")))
+    layout = apply(LayoutRequest(objective, plan, Ranks(), torch.device("cpu")))
     settings = TrainSettings(lr=1e-3, clip=0)
     optimizer = make_optimizer(layout.named_parameters(), "sgd", settings, layout.make_optimizer)
     if in_backward:
@@ -32,7 +32,7 @@ def peak_bytes(in_backward: bool) -> tuple[int, int, float]:
     batch = {"tokens": tokens, "targets": tokens}
     for step in (1, 2):
         with Allocations() as allocated:
-            layout.gradients([batch], Pass())
+            layout.gradients([batch], StepHooks())
             norm = float(layout.clip(0))
             optimizer.step()
             optimizer.zero_grad()

@@ -19,8 +19,8 @@ from outpace.interop.custom_model import CustomModel, CustomObjective, build_cus
 from outpace.parallel import module_state
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.kept_state import explain_kept_state, find_kept_state
-from outpace.parallel.layout import Pass
-from outpace.parallel.module_state import kept_attributes, preserved
+from outpace.parallel.layout import StepHooks
+from outpace.parallel.module_state import kept_attributes, preserve_state
 
 MEAN = torch.zeros(3)
 BOX = {"mean": torch.zeros(3)}
@@ -375,7 +375,7 @@ def test_state_is_found_and_named_and_nothing_is_moved(make, samples):
     objective = objective_of(make)
     before, drawn = kept_attributes(objective), torch.get_rng_state()
     other = global_batch(2) if samples == 1 else None
-    found = find_kept_state(objective, global_batch(samples), Pass(), alone=True, other=other)
+    found = find_kept_state(objective, global_batch(samples), StepHooks(), alone=True, other=other)
     assert found.found and found.names == (KEPT[make],) and not found.unseen
     assert kept_attributes(objective) == before and torch.equal(drawn, torch.get_rng_state())
 
@@ -384,7 +384,7 @@ def test_state_is_found_and_named_and_nothing_is_moved(make, samples):
 def test_ranks_that_share_the_look_find_what_one_finds(make):
     found = [
         find_kept_state(
-            objective_of(make), global_batch(), Pass(), alone=False, in_halves=True,
+            objective_of(make), global_batch(), StepHooks(), alone=False, in_halves=True,
             share=(number, 3),
         )
         for number in range(3)
@@ -407,7 +407,7 @@ def test_forwards_are_few_and_give_the_losses_of_halves(tmp_path, make, number, 
 
     objective.forward = count
     found = find_kept_state(
-        objective, global_batch(), Pass(), alone=False, in_halves=True, share=(number, 2)
+        objective, global_batch(), StepHooks(), alone=False, in_halves=True, share=(number, 2)
     )
     assert (found.is_any, sum(map(int, log.read_text().split()))) == (False, samples)
     with torch.no_grad():
@@ -427,7 +427,7 @@ def test_state_of_a_loss_is_found(loss, name):
     """The checkpoint has the model alone, so that a loss's buffers are in none."""
     objective = objective_of(Base, loss())
     before = kept_attributes(objective)
-    assert find_kept_state(objective, global_batch(), Pass(), alone=True).names == (name,)
+    assert find_kept_state(objective, global_batch(), StepHooks(), alone=True).names == (name,)
     assert kept_attributes(objective) == before
 
 
@@ -435,19 +435,19 @@ def test_state_of_a_loss_is_found(loss, name):
     "make", [Base, Saved, Extra, ExtraDict, Counting, Cached, Normalised, Drawing]
 )
 def test_what_is_saved_or_moves_no_loss_is_none(make):
-    found = find_kept_state(objective_of(make), global_batch(), Pass(), alone=True)
+    found = find_kept_state(objective_of(make), global_batch(), StepHooks(), alone=True)
     assert not found.is_any, found
 
 
 def test_what_nobody_can_name_is_found_by_its_loss():
-    found = find_kept_state(objective_of(Iterated), global_batch(), Pass(), alone=True)
+    found = find_kept_state(objective_of(Iterated), global_batch(), StepHooks(), alone=True)
     assert found.found and found.unseen and found.names == ()
     said = explain_kept_state([found], 1, by_command=True)
     assert "something that outpace cannot name" in said and "generator" in said
 
 
 def test_a_generator_of_its_own_is_told_apart():
-    found = find_kept_state(objective_of(DrawingAlone), global_batch(), Pass(), alone=True)
+    found = find_kept_state(objective_of(DrawingAlone), global_batch(), StepHooks(), alone=True)
     assert (found.found, found.generators) == (False, ("model.generator",))
     said = explain_kept_state([found], 1, by_command=True)
     assert "draws from generator" in said and "is not equal to the bit" in said
@@ -456,7 +456,7 @@ def test_a_generator_of_its_own_is_told_apart():
 @pytest.mark.parametrize("make", [Rebound, InPlace, InList, Unsaved, InGlobal, Extra])
 def test_ranks_are_apart_however_it_is_written(make):
     """Extra state too, of which each rank would have its own."""
-    found = find_kept_state(objective_of(make), global_batch(), Pass(), alone=False)
+    found = find_kept_state(objective_of(make), global_batch(), StepHooks(), alone=False)
     assert found.found and found.apart > 1e-5
 
 
@@ -466,7 +466,7 @@ def test_ranks_are_apart_whatever_the_size_of_a_micro_batch(samples):
     piece, other = ([one[part] for one in drawn] for part in (slice(samples), slice(samples, None)))
     other = other if samples == 1 else None
     for make, refused in ((Rebound, True), (FirstMean, True), (Memory, False), (Annealed, False)):
-        found = find_kept_state(objective_of(make), piece, Pass(), alone=False, other=other)
+        found = find_kept_state(objective_of(make), piece, StepHooks(), alone=False, other=other)
         assert found.found and (found.apart > 1e-5) == refused, (make, found)
 
 
@@ -484,7 +484,7 @@ class Trembling(Base):
 
 def test_rounding_that_repeats_by_chance_is_no_state():
     """The forwards: of samples; of others and then the same; of the samples again."""
-    found = find_kept_state(objective_of(Trembling), global_batch(), Pass(), alone=True)
+    found = find_kept_state(objective_of(Trembling), global_batch(), StepHooks(), alone=True)
     assert not found.is_any, found
 
 
@@ -505,10 +505,10 @@ class Never(Base):
 
 
 def test_a_look_that_fails_where_training_need_not_is_said():
-    found = find_kept_state(objective_of(Once), global_batch(), Pass(), alone=True)
+    found = find_kept_state(objective_of(Once), global_batch(), StepHooks(), alone=True)
     said = explain_kept_state([found], 1, by_command=True)
     assert "could not be found out" in said and "(ValueError: call backward first)" in said
-    assert not find_kept_state(objective_of(Never), global_batch(), Pass(), alone=True).is_any
+    assert not find_kept_state(objective_of(Never), global_batch(), StepHooks(), alone=True).is_any
 
 
 @pytest.mark.parametrize(("make", "check", "told"), [(Rebound, "on", 1), (Rebound, "off", 0),
@@ -557,7 +557,7 @@ def test_large_data_are_neither_hashed_whole_nor_copied_often(tmp_path, monkeypa
     module.fixed.flags.writeable = False
     module.table, module.array = torch.zeros(64, 64), np.zeros(5000)
     before = kept_attributes(module)
-    with preserved(module, torch.device("cpu")):
+    with preserve_state(module, torch.device("cpu")):
         module.file[0] = 7
         module.table[:, 5] += 1
         module.array[:] = 1
@@ -565,7 +565,7 @@ def test_large_data_are_neither_hashed_whole_nor_copied_often(tmp_path, monkeypa
     assert {name for name in before if before[name] != changed[name]} == {"table", "array"}
     assert not module.table.any() and not module.array.any() and module.file[0] == 7
     module.table.data[0, 0] = 1
-    with preserved(module, torch.device("cpu")):
+    with preserve_state(module, torch.device("cpu")):
         module.table.data[0, 1] = 1  # which no version tells of
     assert module.table[0, 0] == 1 and module.table.sum() == 1
     assert max(counted) <= 100

@@ -76,13 +76,13 @@ def test_a_refusal_is_heard_once_and_hides_no_later_fault(tmp_path):
 def refuse_alone(rank):
     """Rank 0 alone refuses, catches it, and goes on: rank 1's fault is its own."""
     if rank.ranks.rank == 0:
-        with pytest.raises(BadInputError), refusals.refusing_together(2):
+        with pytest.raises(BadInputError), refusals.refuse_together(2):
             raise BadInputError("of before")
-        with refusals.refusing_together(2):
+        with refusals.refuse_together(2):
             pass
     dist.barrier()
     if rank.ranks.rank == 1:
-        with pytest.raises(RuntimeError, match="mine"), refusals.refusing_together(2):
+        with pytest.raises(RuntimeError, match="mine"), refusals.refuse_together(2):
             raise RuntimeError("mine")
     dist.barrier()
 
@@ -96,14 +96,14 @@ def wait_for_ever(rank):
     """Rank 0 refuses; rank 1 waits in what stands for a collective of NCCL."""
     refusals.waits_for_ever = lambda: True
     refusal_watch._LOOK_EVERY_S, refusal_watch._PATIENCE_S, refusal_watch._GRACE_S = 0.1, 0.2, 0.5
-    with refusals.refusing_together(2):
+    with refusals.refuse_together(2):
         time.sleep(0.5 * rank.ranks.rank)  # a long call is ended by nothing
     if rank.ranks.rank == 0:
-        with pytest.raises(BadInputError), refusals.refusing_together(2):
+        with pytest.raises(BadInputError), refusals.refuse_together(2):
             raise BadInputError("three samples cannot be shared")
         atexit._run_exitfuncs()  # as the process ends: it waits until it is heard
         raise BadInputError("rank 0 is gone")
-    with refusals.refusing_together(2):
+    with refusals.refuse_together(2):
         time.sleep(200)
 
 
@@ -119,14 +119,14 @@ def refuse_and_go_on(rank):
     refusals.waits_for_ever = lambda: True
     refusal_watch._LOOK_EVERY_S, refusal_watch._PATIENCE_S = 0.1, 0.2
     if rank.ranks.rank == 0:
-        with pytest.raises(BadInputError), refusals.refusing_together(2):
+        with pytest.raises(BadInputError), refusals.refuse_together(2):
             raise BadInputError("of before")
-        with refusals.refusing_together(2):
+        with refusals.refuse_together(2):
             dist.barrier()
     else:
-        with refusals.refusing_together(2):
+        with refusals.refuse_together(2):
             time.sleep(1.5)
-        with refusals.refusing_together(2):
+        with refusals.refuse_together(2):
             dist.barrier()
 
 

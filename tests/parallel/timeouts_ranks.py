@@ -14,7 +14,7 @@ from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.parallel import Request, apply
+from outpace.parallel import LayoutRequest, apply
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def main() -> None:
     plan = plan_for(sys.argv[1], ranks.world_size)
     with process_groups(ranks, CPU, 60.0):
         before = set(_world.pg_map)
-        apply(Request(Trial(tiny_spec([plan])).objective(plan), plan, ranks, CPU))
+        apply(LayoutRequest(Trial(tiny_spec([plan])).objective(plan), plan, ranks, CPU))
         made = set(_world.pg_map) - before
         waits = [group._get_backend(CPU).options._timeout.total_seconds() for group in made]
     if ranks.rank == 0:

@@ -12,7 +12,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
-from outpace.parallel import Request, apply
+from outpace.parallel import LayoutRequest, apply
 from outpace.records.errors import DivergedError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -119,7 +119,7 @@ def train(group, tmp_path):
         mixed = make_mixed(plan.precision, CPU, True)
         objective = LanguageModelObjective(Transformer(SPEC, 0), "plain", mixed.dtype)
         wide = lower_weights(objective, mixed)
-        layout = apply(Request(objective, plan, Ranks(), CPU))
+        layout = apply(LayoutRequest(objective, plan, Ranks(), CPU))
         optimizer = make_optimizer(
             layout.named_parameters(), plan.optimizer, settings,
             master_weights=mixed.keeps_masters, wide_values=wide,

@@ -11,7 +11,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
-from outpace.parallel import Request, apply
+from outpace.parallel import LayoutRequest, apply
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -48,7 +48,7 @@ class Run:
         mixed = make_mixed(plan.precision, CPU, False)
         self.model = Transformer(SPEC, 0)
         objective = LanguageModelObjective(self.model, "plain", mixed.dtype)
-        self.layout = apply(Request(objective, plan, Ranks(), CPU))
+        self.layout = apply(LayoutRequest(objective, plan, Ranks(), CPU))
         settings = TrainSettings(lr=1e-2)
         optimizer = make_optimizer(self.layout.named_parameters(), plan.optimizer, settings)
         self.stepper = Stepper(

@@ -39,7 +39,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import weights_dtype
 from outpace.nn.nf4 import require_nf4
 from outpace.nn.transformer import Transformer, drawn_transformer, initial_value
-from outpace.parallel.fill import fills_later
+from outpace.parallel.deferred_init import fills_later
 from outpace.planner.model.shapes import parameter_shapes
 from outpace.probing.hardware.machine import usable_cores
 from outpace.records.errors import BadInputError

@@ -22,7 +22,7 @@ from outpace.jobs.ranks.session import agree_on_session
 from outpace.launch.launcher_env import init_method
 from outpace.launch.network_interfaces import LOOPBACK, listen, require_interfaces, use_interface
 from outpace.launch.rendezvous import store_on
-from outpace.parallel.leaving import leave_after_gloo
+from outpace.parallel.gloo_shutdown import register_gloo_shutdown
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
 
@@ -289,7 +289,7 @@ def process_groups(
     with ExitStack() as stack:
         own = frozenset[str]() if apart else stack.enter_context(use_interface(LOOPBACK))
         _in_time(partial(_join, backend, store, ranks, timeout, device), ranks, timeout)
-        leave_after_gloo()
+        register_gloo_shutdown()
         stack.push(partial(_leave, backend))
 
         def make_groups() -> Groups:

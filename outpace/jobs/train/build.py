@@ -41,13 +41,13 @@ from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import hold_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
-from outpace.parallel import Layout, Request, apply
+from outpace.parallel import Layout, LayoutRequest, apply
 from outpace.parallel.batchnorm import require_run_once
-from outpace.parallel.fill import fill, fills_later, parts_of
+from outpace.parallel.deferred_init import fill, fills_later, parts_of
 from outpace.parallel.first_batch import FirstBatch
-from outpace.parallel.module_state import preserved
-from outpace.parallel.offload import lies_on, place_optimizer
-from outpace.parallel.own import apply_own_levers, synchronise_statistics
+from outpace.parallel.module_state import preserve_state
+from outpace.parallel.offload import parameter_device, place_optimizer
+from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.parallel.state_check import StateCheck
 from outpace.parallel.tensors import make_equal
@@ -213,14 +213,14 @@ def assemble(
     if job.inputs.is_transformer and fills_later(plan):
         wide_values = fill(
             layout,
-            lies_on(plan, device),
+            parameter_device(plan, device),
             weights_of(job.inputs, settings, plan, device),
             keeps_wide=mixed.keeps_masters,
         )
     optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
     checkpointer = _checkpointer(job, mixed)
     stack.callback(checkpointer.close)
-    progress = restore(job, checkpointer, *layout.saved(optimizer), mixed)
+    progress = restore(job, checkpointer, *layout.checkpoint_state(optimizer), mixed)
     start_step = progress.step if progress else 0
     recording = Recording(job, start_step)
     guard.tidy = partial(_tidy, job, recording=recording)
@@ -300,11 +300,11 @@ def _lay_out(
             first = None if job.settings.measure_only else StateCheck(plan, say, by_command=True)
         elif job.settings.check != "off":
             first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
-        apply_own_levers(own, plan, scratch, say)
+        apply_plan_options(own, plan, scratch, say)
     else:
         apply_options(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
     layout = apply(
-        Request(
+        LayoutRequest(
             objective, plan, job.ranks, job.device, scratch=scratch,
             blocks=None if own is None else own.blocks,
             layouts=None if own is None else own.layouts,
@@ -571,7 +571,7 @@ def _initial_evaluation(
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))
     tell(job.callbacks, "on_stage", "measuring the initial loss")
     own = job.inputs.custom_model is not None
-    with preserved(layout.objective, job.device) if own else nullcontext():
+    with preserve_state(layout.objective, job.device) if own else nullcontext():
         initial = measure(0)
     if initial is not None:
         tell(job.callbacks, "on_eval", initial, False)

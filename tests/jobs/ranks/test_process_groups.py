@@ -22,7 +22,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(group, "_meet", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(group, "agree_on_session", lambda *_: "a")
-    monkeypatch.setattr(group, "leave_after_gloo", lambda: None)
+    monkeypatch.setattr(group, "register_gloo_shutdown", lambda: None)
     for name in ("init_process_group", "destroy_process_group", "new_group"):
         monkeypatch.setattr(group.dist, name, note(name))
     monkeypatch.setattr(group, "_abort_process_group", note("abort"))

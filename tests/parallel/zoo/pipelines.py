@@ -1,4 +1,4 @@
-"""Modules with one trap each for stages of pipelines, checkpoints, and losses of one's own.
+"""Modules with one trap each for stages of pipelines, checkpoints, and custom losses.
 
 An entry `name(seed)` gives a module, its loss (None: the module's own), and a function that makes a
 batch of so many samples with a generator. Each loss is a mean over samples, or (sum, count), so

@@ -1,4 +1,4 @@
-"""Modules whose parameters `fully_shard` splits, and how their ranks exchange them.
+"""Modules whose parameters `fully_shard` splits, and the collectives of their ranks.
 
 In mixed precision parameters are gathered in the 16 bits that products read and gradients reduced
 in fp32, as `records.optimizers.SHARD_DTYPES` says; shards, and what is added up of their gradients,
@@ -6,7 +6,7 @@ are fp32. Inputs of units are not cast: autocast stays on around them, so that w
 operand (the residual stream, positions' tables, a batch of the user's) keeps its dtype.
 
 On a CPU gloo would carry every parameter twice and every gradient once, while the ranks wait: ranks
-of one host read each other's memory instead (`parallel.direct`).
+of one host read each other's memory instead (`parallel.peer_memory`).
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from outpace.nn.fp32_modules import compute_in_fp32
-from outpace.parallel.direct import (
-    Neighbours,
+from outpace.parallel.peer_memory import (
+    PeerMemoryGroup,
     all_gather_directly,
-    neighbours,
+    peer_memory_group,
     reduce_scatter_directly,
 )
 from outpace.records.optimizers import SHARD_DTYPES, Precision
@@ -53,7 +53,7 @@ def shard(
     What lies outside of the blocks is kept between them: its forward ends where the backward
     begins. `replicated` parameters stay whole on each rank. Collective.
     """
-    near = neighbours(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
+    near = peer_memory_group(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
     if precision in SHARD_DTYPES:
         compute_in_fp32(module, runs_on)
     whole = set(replicated)
@@ -75,9 +75,9 @@ def shard(
 
 
 def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that `fully_shard` cannot split; makes those that it can contiguous.
+    """Return the parameters that `fully_shard` cannot split; make the others contiguous.
 
-    It splits a first dimension; units of it share no parameter, and exchange the gradients of one
+    It splits a first dimension; units share no parameter, and reduce the gradients of one
     dtype, which is here that of most of a unit's values.
     """
     units = _parts_of_units(module, blocks)
@@ -118,7 +118,7 @@ def _parameters_of(parts: Iterable[nn.Module]) -> dict[nn.Parameter, None]:
 
 
 def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> MixedPrecisionPolicy:
-    """What a unit of these parameters sends."""
+    """Return the mixed-precision policy of a unit with these parameters."""
     dtypes = SHARD_DTYPES.get(precision)
     if dtypes is None or not all(p.is_floating_point() for p in parameters):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -130,7 +130,7 @@ def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> Mixed
 
 
 class _Near:
-    def __init__(self, near: Neighbours, unit: int) -> None:
+    def __init__(self, near: PeerMemoryGroup, unit: int) -> None:
         self._near, self._unit = near, unit
 
 

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
-from outpace.parallel.context import PartOfSequence, Ring, share_sequences
-from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded, Spread
-from outpace.parallel.offload import gathers, policy
-from outpace.parallel.pipeline import Pipeline, cut
-from outpace.parallel.shards import shard
+from outpace.parallel.context import PartOfSequence, SequenceRing, share_sequences
+from outpace.parallel.fsdp import shard
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, Spread, StepHooks
+from outpace.parallel.offload import gathers, offload_policy
+from outpace.parallel.pipeline import PipelineLayout, cut
 from outpace.parallel.tensor import SplitObjective, add_shares, split
-from outpace.parallel.tensors import hollow
+from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
 
@@ -50,15 +50,15 @@ class Product(Spread):
         """The inner layout's."""
         return self._inner.named_parameters()
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """The inner layout's, and what tensor parallelism leaves to add up."""
-        totals = self._inner.gradients(batches, given)
+        totals = self._inner.gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """The inner layout's."""
-        return self._inner.evaluate(batch, given) * self._tells
+        return self._inner.evaluate(batch, hooks) * self._tells
 
     def counted_gradients(self) -> list[Tensor]:
         """The inner layout's."""
@@ -73,17 +73,17 @@ class Product(Spread):
         return self._inner.whole_model(wanted)
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Lay the model out over all axes of the plan. Raises BadInputError for another's model."""
     objective, plan = request.objective, request.plan
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy 3d splits outpace's own and Hugging Face models; it does not know where to "
-            "split a person's own model. Use zero3 or hsdp, which split any model."
+            "split a custom model. Use zero3 or hsdp, which split any model."
         )
     sizes = tuple(getattr(plan, axis) for axis in AXES)
     mesh = init_device_mesh(request.device.type, sizes, mesh_dim_names=AXES)
-    copied: Transformer = hollow(objective.model)  # type: ignore[assignment]
+    copied: Transformer = meta_copy(objective.model)  # type: ignore[assignment]
     if plan.tp > 1:
         objective = split(objective, plan, mesh["tp"])
     part = share_sequences(objective, _ring(mesh)) if plan.cp > 1 else None
@@ -96,8 +96,8 @@ def apply(request: Request) -> Layout:
     return layout
 
 
-def _ring(mesh: DeviceMesh) -> Ring:
-    return Ring(mesh["cp"].get_group(), mesh["cp"].get_local_rank(), mesh["cp"].size())
+def _ring(mesh: DeviceMesh) -> SequenceRing:
+    return SequenceRing(mesh["cp"].get_group(), mesh["cp"].get_local_rank(), mesh["cp"].size())
 
 
 def _replicas(plan: Plan) -> int:
@@ -105,21 +105,28 @@ def _replicas(plan: Plan) -> int:
     return plan.dp_replicate * plan.dp_shard * plan.cp
 
 
-def _sharded(request: Request) -> bool:
+def _gathers_parameters(request: LayoutRequest) -> bool:
     """Whether parameters are gathered: from other ranks, or from host memory."""
     return _replicas(request.plan) > 1 or gathers(request.plan, request.device)
 
 
 def _whole_depth(
-    request: Request,
+    request: LayoutRequest,
     objective: PartOfSequence | LanguageModelObjective,
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
     """All layers on this rank."""
-    plan, held = request.plan, policy(request.plan, request.device)
-    if _sharded(request):
-        shard(objective, objective.model.blocks, _over(mesh), held, plan.precision, request.runs_on)
+    plan, held = request.plan, offload_policy(request.plan, request.device)
+    if _gathers_parameters(request):
+        shard(
+            objective,
+            objective.model.blocks,
+            _sharding_mesh(mesh),
+            held,
+            plan.precision,
+            request.runs_on,
+        )
     assert dist.group.WORLD is not None
     layout = Sharded(objective, copied, dist.group.WORLD)
     layout.averages = _replicas(plan)
@@ -127,28 +134,28 @@ def _whole_depth(
 
 
 def _pipeline(
-    request: Request,
+    request: LayoutRequest,
     objective: LanguageModelObjective,
     part: PartOfSequence | None,
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
     """This rank's stages, each a unit of its own for sharding."""
-    plan, held = request.plan, policy(request.plan, request.device)
+    plan, held = request.plan, offload_policy(request.plan, request.device)
     stages = cut(plan, objective.model)
-    inner = Pipeline(
-        Request(objective, plan, request.ranks, request.device),
+    inner = PipelineLayout(
+        LayoutRequest(objective, plan, request.ranks, request.device),
         stages,
         mesh["pp"].get_group(),
         copied,
         partial(_share, part, objective if isinstance(objective, SplitObjective) else None),
     )
-    if _sharded(request):
+    if _gathers_parameters(request):
         for stage, module in inner.modules.items():
             if stages[stage].last and plan.tp > 1 and module.final_norm is not None:
-                module.final_norm.register_forward_hook(_own_memory)
+                module.final_norm.register_forward_hook(_clone_output)
             blocks = [module.blocks[block] for block in stages[stage].blocks]
-            shard(module, blocks, _over(mesh), held, plan.precision, request.runs_on)
+            shard(module, blocks, _sharding_mesh(mesh), held, plan.precision, request.runs_on)
         if len(inner.modules) == 1:
             # The loss reads the head's bias, which sharding has replaced in the stage alone.
             (inner.objective.model,) = inner.modules.values()
@@ -161,7 +168,7 @@ def _pipeline(
     return inner
 
 
-def _own_memory(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     """A stage's output as no view of a DTensor's part, of which sharded modules warn."""
     return output.clone()
 
@@ -179,8 +186,8 @@ def _share(
     return batch
 
 
-def _over(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that split parameters: dp_shard and cp, and replicas of what they hold.
+def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that shards parameters (dp_shard and cp), with its replicas.
 
     The ranks of a sequence are to gradients what the ranks of a batch are. Replicas of shards are
     averaged.

@@ -1,4 +1,4 @@
-"""Python ends after gloo's threads have let go of the tensors that they exchanged."""
+"""Wait at Python's exit until gloo's threads have released the tensors they sent."""
 
 import atexit
 import time
@@ -8,7 +8,7 @@ _THREAD = "pt_gloo_runloop"
 _LOOKS, _PAUSE_S, _LIMIT_S = 3, 1e-3, 2.0
 
 
-def leave_after_gloo() -> None:
+def register_gloo_shutdown() -> None:
     """Let this process, when it ends, wait until gloo's threads have come to rest.
 
     A thread that lets go of a tensor while Python ends finds its lock gone, and the whole process

@@ -1,4 +1,4 @@
-"""Activation checkpoints that a user's own forward makes, in a stage of a pipeline."""
+"""Activation checkpoints of a custom model's forward, in a stage of a pipeline."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class _NotReentrant:
         self._reentrant, self._always = reentrant, always
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """As CheckpointFunction's, which trains nothing where no input needs a gradient."""
+        """Checkpoint like CheckpointFunction, which trains nothing if no input needs gradients."""
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if not (self._always or any(needed)):
             return self._reentrant.apply(function, preserve_rng_state, *args)

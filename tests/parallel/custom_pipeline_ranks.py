@@ -1,6 +1,6 @@
-"""One rank of the tests of pipelines of modules of one's own, one trap each.
+"""One rank of the tests of pipelines of custom modules, one trap each.
 
-python tests/parallel/forked.py 2 tests/parallel/own_pipeline_ranks.py CASE …
+python tests/parallel/forked.py 2 tests/parallel/custom_pipeline_ranks.py CASE …
 
 A case is ENTRY:STRATEGY of `zoo.pipelines`, or of what moves buffers in `zoo.data_parallel`; `all`
 is each of the former's MODULES. In fp32 over three steps of SGD with momentum and clipping: the

@@ -1,7 +1,7 @@
-"""Pipelines of a user's own model, cut at blocks that are named or found.
+"""Pipelines of a custom model, cut at blocks that are named or found.
 
-Stages are in own_stage.py, the look at the first batch in own_look.py; here are where they are cut,
-and what they send each other by the schedule.
+Stages are in custom_stage.py, the inspection by the first batch in pipeline_inspection.py. This
+module cuts the model, and sends between stages what the schedule asks for.
 
 Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
 gradients are added up over the two.
@@ -25,18 +25,18 @@ from outpace.parallel.blocks import (
     flat,
     found_blocks,
     named_blocks,
-    outside,
+    parameters_outside,
     refuse_scripted,
 )
+from outpace.parallel.custom_stage import CustomStage, Message, Staged, copy_structure
 from outpace.parallel.fusion import fuse
 from outpace.parallel.gradient_hooks import refuse_hooks
-from outpace.parallel.layout import Batch, Layout, Pass, Request, Spread
-from outpace.parallel.own_checkpoints import without_reentry
-from outpace.parallel.own_look import Look, receive, send
-from outpace.parallel.own_stage import Message, OwnStage, Staged, copied
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, Spread, StepHooks
 from outpace.parallel.pipeline import CLASSES, Stage
-from outpace.parallel.tensors import drop_all_but, hollow, widen_trained
-from outpace.parallel.witness import Witness
+from outpace.parallel.pipeline_inspection import PipelineInspection, receive, send
+from outpace.parallel.placeholder_parameter import PlaceholderParameter
+from outpace.parallel.stage_checkpoints import without_reentry
+from outpace.parallel.tensors import drop_all_but, meta_copy, widen_trained
 from outpace.planner.pipeline.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
@@ -45,10 +45,10 @@ from outpace.records.pipelines import SCHEDULES
 class Running(Stage):
     """A stage whose user's forward may make checkpoints around its blocks."""
 
-    submod: OwnStage
+    submod: CustomStage
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """As Stage's."""
+        """Run the forward with checkpoints that do not re-enter."""
         with without_reentry(not self.submod.first):
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
@@ -59,46 +59,52 @@ class Running(Stage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> None:
-        """As torch's; where checkpoints are computed again, weights' gradients are not put off.
+        """Run a backward; where it recomputes checkpoints, weights' gradients are not put off.
 
         They would be computed again for each of the weights.
         """
         whole = full_backward or self.submod.recomputes
         if whole:
             self._done.add(bwd_chunk_id)
-        with self.submod.recomputing(bwd_chunk_id, whole), without_reentry(not self.submod.first):
+        with (
+            self.submod.allow_recompute(bwd_chunk_id, whole),
+            without_reentry(not self.submod.first),
+        ):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
-        """As torch's, unless it is done already."""
+        """Compute the weights' gradients, unless they are there already."""
         if bwd_chunk_id in self._done:
             return
-        with self.submod.recomputing(bwd_chunk_id, True), without_reentry(not self.submod.first):
+        with (
+            self.submod.allow_recompute(bwd_chunk_id, True),
+            without_reentry(not self.submod.first),
+        ):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """As Stage's; gradients that are sent are in the order of their memory."""
+        """Run the backward; gradients that are sent are made contiguous."""
         gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
         if gradients is not None:
             gradients = tuple(g if g is None else g.contiguous() for g in gradients)
         return gradients, groups
 
     def clear_runtime_states(self) -> None:
-        """As torch's, at the begin of a step."""
+        """Clear the state of the last step."""
         self._done: set[int] = set()
         super().clear_runtime_states()
 
 
-class OwnPipeline(Spread):
-    """This rank's stages of a person's model; `parts` are the blocks of each stage, by number."""
+class CustomPipeline(Spread):
+    """This rank's stages of a custom model; `parts` are the blocks of each stage, by number."""
 
     # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
-    _pass: Pass
+    _pass: StepHooks
     _totals: Tensor
 
     def __init__(
         self,
-        request: Request,
+        request: LayoutRequest,
         names: Sequence[str],
         parts: Sequence[range],
         group: dist.ProcessGroup,
@@ -109,12 +115,12 @@ class OwnPipeline(Spread):
         schedule = SCHEDULES[plan.strategy]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
         model: nn.Module = objective.model  # type: ignore[assignment]
-        self._hollow = hollow(model)
+        self._meta_model = meta_copy(model)
         blocks = named_blocks(model, names)
-        rest = outside(model, blocks)
+        rest = parameters_outside(model, blocks)
         ends = (0, len(parts) - 1)
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
-        held: nn.Module = copied(model)
+        held: nn.Module = copy_structure(model)
         kept = [p for stage in mine for n in parts[stage] for p in blocks[n].parameters()]
         kept += rest.values() if any(stage in ends for stage in mine) else []
         # Averages of blocks that other ranks run stay as they are here: they are not to be saved.
@@ -123,7 +129,7 @@ class OwnPipeline(Spread):
         drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], held)
         # The last one takes the objective itself, after the others have copied it.
         self._stages = {
-            stage: OwnStage(
+            stage: CustomStage(
                 objective,
                 names,
                 parts[stage],
@@ -138,7 +144,9 @@ class OwnPipeline(Spread):
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
-        self._look = Look(self._stages, self._ranks_of, names, parts, held, group, self._at)
+        self._look = PipelineInspection(
+            self._stages, self._ranks_of, names, parts, held, group, self._at
+        )
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
         """The ranks of the first and the last stage, where they are two and share parameters."""
@@ -157,38 +165,38 @@ class OwnPipeline(Spread):
         return self._at
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """As Layout's; stages may have no parameters (activations, pooling)."""
+        """Build the optimizer; stages may have no parameters (activations, pooling)."""
         if any(True for group in groups for _ in group["params"]):
             return build(groups)
-        return Witness(self._at).optimizer(build)
+        return PlaceholderParameter(self._at).optimizer(build)
 
-    def saved(
+    def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """As Layout's; without parameters there is nothing."""
+        """Return the state to save; a stage without parameters may have none."""
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
 
-    def learn_forms(self, batch: Batch, given: Pass) -> None:
-        """As Layout's: the schedule's, and which buffers are each stage's own."""
-        self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], given)
+    def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
+        """Learn the forms for the schedule, and which buffers belong to each stage."""
+        self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
-        given.scale(torch.zeros((), device=self._at))
+        hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
         for batch in batches:
             count = self._plan.pp_microbatches
             parts = cut(batch, count)
-            schedule = self._schedule_for(parts[0], given)
+            schedule = self._schedule_for(parts[0], hooks)
             for stage in self._stages.values():
                 stage.batches = parts
             for running in self._running:
-                running.given = given
+                running.given = hooks
             numbers = torch.arange(count)
-            self._pass, self._totals = given, totals
+            self._pass, self._totals = hooks, totals
             try:
                 schedule.step(numbers, target=numbers, return_outputs=False, number=numbers)
             except RuntimeError as error:  # as torch's stages call all that a forward raises
@@ -202,11 +210,11 @@ class OwnPipeline(Spread):
         self._look.settle_buffers()
         return totals
 
-    def _schedule_for(self, batch: Batch, given: Pass) -> Any:
-        """The schedule for micro-batches like this one; made anew when their shapes change."""
+    def _schedule_for(self, batch: Batch, hooks: StepHooks) -> Any:
+        """Return the schedule for micro-batches like this one, rebuilt when their shapes change."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
-            self._look.take(batch, given)
+            self._look.take(batch, hooks)
             self._shapes = shapes
             self._running = [self._stage(number) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
@@ -215,12 +223,12 @@ class OwnPipeline(Spread):
         return self._schedule
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
+        """Return what the backward starts from on the last stage, and add to the totals."""
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
     def _stage(self, number: int) -> Running:
-        """With the forms of what goes in and out told, which are known from a look."""
+        """Build a stage with the forms of its inputs and outputs, which an inspection has shown."""
         stage = self._stages[number]
         inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
         totals = [torch.empty(2, dtype=self._look.loss_dtype)]
@@ -230,22 +238,22 @@ class OwnPipeline(Spread):
             number,
             len(self._parts),
             self._at,
-            input_args=tuple(map(_like, inputs)),
-            output_args=tuple(map(_like, outputs)),
+            input_args=tuple(map(_meta_like, inputs)),
+            output_args=tuple(map(_meta_like, outputs)),
             group=self._group,
         )
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Forward only, one micro-batch after the other through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
         if not self._look.taken:
-            self._look.take(parts[0], given)
-        totals = self._nothing()
+            self._look.take(parts[0], hooks)
+        totals = self._zero_totals()
         for part in parts:
-            totals += self._pass_on(part, given)
+            totals += self._pass_on(part, hooks)
         return totals
 
-    def _pass_on(self, batch: Batch, given: Pass) -> Tensor:
+    def _pass_on(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """A micro-batch through this rank's stages."""
         output: Message | Tensor | None = None
         ranks = self._ranks_of
@@ -255,7 +263,7 @@ class OwnPipeline(Spread):
             assert not isinstance(output, Tensor)
             stage.records = True
             try:
-                with given.cast():
+                with hooks.cast():
                     output = stage.run(batch, output)
             finally:
                 stage.records = False
@@ -263,9 +271,9 @@ class OwnPipeline(Spread):
                 return output.double()
             if ranks[number + 1] != self._rank:
                 send(output, self._group, ranks[number + 1])
-        return self._nothing()
+        return self._zero_totals()
 
-    def _nothing(self) -> Tensor:
+    def _zero_totals(self) -> Tensor:
         """The totals of an evaluation where nothing was counted."""
         sums = getattr(self.objective, "sums", ())
         return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
@@ -280,7 +288,7 @@ class OwnPipeline(Spread):
             bucket.give()
 
     def counted_gradients(self) -> list[Tensor]:
-        """What the first and the last rank both hold is the first's."""
+        """Return the gradients; the first rank counts those that the last holds too."""
         copies = self._rest if self._rank != self._ranks_of[0] else set()
         return [
             parameter.grad
@@ -289,15 +297,15 @@ class OwnPipeline(Spread):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """As for every layout; so are those that other ranks send."""
+        """Raise the weights, and those that other ranks send."""
         super().raise_weights(optimizer)
-        widen_trained(self._hollow)
+        widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends what other ranks' blocks hold to the first rank; it alone may want them."""
         held = self.model.state_dict()
         weights: dict[str, Any] = {}
-        for name, like in self._hollow.state_dict().items():
+        for name, like in self._meta_model.state_dict().items():
             owner = self._owner(name)
             if is_extra_state(name):
                 weights[name] = self._first_of(held.get(name), owner)
@@ -313,10 +321,10 @@ class OwnPipeline(Spread):
                 weights[name] = held[name]
         if not wanted:
             return None
-        self._hollow.load_state_dict(
+        self._meta_model.load_state_dict(
             {n: w.cpu() if isinstance(w, Tensor) else w for n, w in weights.items()}, assign=True
         )
-        return self._hollow
+        return self._meta_model
 
     def _first_of(self, value: Any, owner: int) -> Any:
         """Return, on the first rank, what the owner has, which is no tensor."""
@@ -337,8 +345,8 @@ class OwnPipeline(Spread):
         return self._ranks_of[0]
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Its shape and dtype, without memory."""
+def _meta_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of this shape and dtype, without memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(
         tensor.is_floating_point()
     )
@@ -354,7 +362,7 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
                 f"has {count}. Give as many lists of names, or one list to be shared out."
             )
         return [list(stage) for stage in given]
-    names = flat(given) if given is not None else _found(model)
+    names = flat(given) if given is not None else _find_stage_blocks(model)
     if len(names) < count:
         one_each = "gpipe or 1f1b, which have one stage on each rank"
         raise BadInputError(
@@ -368,8 +376,8 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
     return [names[part.start : part.stop] for part in begins]
 
 
-def _found(model: nn.Module) -> list[str]:
-    """All parts of an nn.Sequential, or of the container that has the repeated blocks."""
+def _find_stage_blocks(model: nn.Module) -> list[str]:
+    """Return all parts of an nn.Sequential, or of the container of the repeated blocks."""
     inside = set(model.children())
     if not isinstance(model, nn.Sequential):
         inside = set(found_blocks(model))
@@ -382,7 +390,7 @@ def _found(model: nn.Module) -> list[str]:
 def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[nn.Module]) -> None:
     """Refuse what would be on two stages, or normalised by what is not there."""
     where: dict[int, int] = {}
-    everything = [id(p) for p in outside(model, blocks).values()]
+    everything = [id(p) for p in parameters_outside(model, blocks).values()]
     numbered = iter(blocks)
     for number, names in enumerate(stages):
         for name in names:
@@ -410,7 +418,7 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
             )
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Keep this rank's stages. The default process group must be there.
 
     Raises BadInputError for blocks that cannot be stages.
@@ -418,8 +426,8 @@ def apply(request: Request) -> Layout:
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.plan.compile:
         raise BadInputError(
-            "compile does not go with a pipeline of a person's own model: a stage is a copy of the "
-            "model that leaves its forward early. Leave compile out, or use zero3."
+            "compile does not go with a pipeline of a custom model: a stage is a copy of the model "
+            "that leaves its forward early. Leave compile out, or use zero3."
         )
     refuse_scripted(model, request.plan.strategy)
     stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)
@@ -436,4 +444,4 @@ def apply(request: Request) -> Layout:
         begin += len(stage)
     group = dist.new_group()
     assert group is not None
-    return OwnPipeline(request, names, parts, group)
+    return CustomPipeline(request, names, parts, group)

@@ -1,11 +1,11 @@
-"""Exchanges between the ranks of one host, which read each other's memory.
+"""Collectives between the ranks of one host, which read each other's memory.
 
 gloo carries a buffer over loopback: into the kernel, out of it and from there to its place, by
 threads that take the time of those that compute. Here each rank reads its piece of the others'
 buffers where they lie (process_vm_readv) and adds it to its own, and then reads the pieces that
 others have summed. That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3)
 without the ring, since all are equally near: 25 MiB between two ranks in 3.6 ms, where gloo takes
-22 to 37 (docs/development/log.md). ZeRO-3 has the two halves alone (`parallel.shards`).
+22 to 37 (docs/development/log.md). ZeRO-3 has the two halves alone (`parallel.fsdp`).
 
 Linux on x86-64 only: what a rank wrote must be seen by another in the order in which it was
 written. Where the system does not let ranks read each other, gloo does it.
@@ -70,10 +70,10 @@ class _Span(ctypes.Structure):
 
 
 class _Notice(ctypes.Structure):
-    """What a rank lets others know: how many moves it has made, and where its buffer lies.
+    """Notice to other ranks: how many moves this rank has made, and where its buffer lies.
 
-    By `token` it is known for one: a process's number may mean another process elsewhere. `kind`
-    says which exchange its buffer is for.
+    `token` tells a notice from other memory: a process's number may mean another process elsewhere.
+    `kind` says which collective its buffer is for.
     """
 
     _fields_ = (
@@ -83,14 +83,14 @@ class _Notice(ctypes.Structure):
 
 
 def _lasting_notice() -> _Notice:
-    """With a token of its own; never freed, since others may look at it once more at the end."""
+    """Make a notice with its own token, never freed: others may read it once more at the end."""
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
 
 
 @dataclass(frozen=True)
-class _Neighbour:
+class _Peer:
     """A rank of this host: its process, and which notice lies where there."""
 
     rank: int
@@ -124,27 +124,29 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Where Yama lets only parents read: whatever this process's launcher has started may, too."""
+    """Let the other processes of the launcher read this one, where Yama lets only parents."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-class Neighbours:
-    """The ranks of a group on one host, which call the same exchanges, each with its own buffers.
+class PeerMemoryGroup:
+    """Ranks of a group on one host, which call the same collectives on their own buffers.
 
     All raise dist.DistError where a rank is gone, gave up, or does not come in time; this rank has
     given up then, which the others see. Raise BadInputError where another rank is at another
-    exchange: of another `unit`, or length. Buffers have one dimension. A sum is made on one rank,
+    collective: of another `unit`, or length. Buffers have one dimension. A sum is made on one rank,
     in the order of ranks, and copied from there: what several get is equal to the last bit.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
         self._read, self._limit_s = read, limit_s
         self._size, self._rank = group.size(), group.rank()
-        self._own, self._seen = _lasting_notice(), _Notice()
+        self._notice, self._seen = _lasting_notice(), _Notice()
         said: list[Any] = [None] * self._size
-        own = _Neighbour(self._rank, os.getpid(), ctypes.addressof(self._own), int(self._own.token))
+        own = _Peer(
+            self._rank, os.getpid(), ctypes.addressof(self._notice), int(self._notice.token)
+        )
         dist.all_gather_object(said, own, group=group)
-        self._everyone: list[_Neighbour] = said
+        self._everyone: list[_Peer] = said
         self._others = [one for one in self._everyone if one.rank != self._rank]
         self._buffers: dict[int, int] = {}
 
@@ -186,7 +188,7 @@ class Neighbours:
     def reduce_scatter(
         self, part: Tensor, buffer: Tensor, factor: float = 1.0, unit: int = 0
     ) -> None:
-        """Into `part` this rank's piece of the sum of buffers over the ranks, times `factor`."""
+        """Put this rank's piece of the ranks' summed buffers, times `factor`, into `part`."""
         with self._or_give_up():
             self._offer(buffer, 2 * unit + 1)
             start, own = self._pieces(buffer)[self._rank]
@@ -198,7 +200,7 @@ class Neighbours:
         try:
             yield
         except BaseException as error:
-            self._own.moves = _GAVE_UP
+            self._notice.moves = _GAVE_UP
             if isinstance(error, OSError):
                 raise dist.DistNetworkError(
                     f"another rank cannot be read any more ({error.strerror})"
@@ -206,34 +208,34 @@ class Neighbours:
             raise
 
     def _offer(self, buffer: Tensor, kind: int = 0) -> None:
-        """Let others read it, and find theirs."""
-        self._own.buffer = buffer.data_ptr()
-        self._own.kind = (kind << _LENGTH_BITS) + buffer.nbytes
+        """Let others read this buffer, and find theirs."""
+        self._notice.buffer = buffer.data_ptr()
+        self._notice.kind = (kind << _LENGTH_BITS) + buffer.nbytes
         others = self._move()
-        apart = next((rank for rank, kind in others.items() if kind != self._own.kind), None)
+        apart = next((rank for rank, kind in others.items() if kind != self._notice.kind), None)
         if apart is not None:
             one, other = sorted((apart, self._rank))
             raise BadInputError(
-                f"rank {one} exchanges another part of the model than rank {other}: one of "
+                f"rank {one} communicates another part of the model than rank {other}: one of "
                 "them leaves what a block returns out of its loss, or calls blocks that the other "
                 "does not. Use strategy ddp or zero1, or take the model as one with blocks=[]."
             )
 
-    def _copy(self, other: _Neighbour, start: int, piece: Tensor) -> None:
-        """From byte `start` of another's buffer."""
+    def _copy(self, other: _Peer, start: int, piece: Tensor) -> None:
+        """Copy a piece from byte `start` of another rank's buffer."""
         self._read(other.pid, self._buffers[other.rank] + start, piece.data_ptr(), piece.nbytes)
 
     def _pieces(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
-        """Of each rank, with the byte at which it begins."""
+        """Return each rank's piece, with the byte at which it begins."""
         parts = buffer.tensor_split(self._size)
         return [(part.data_ptr() - buffer.data_ptr(), part) for part in parts]
 
-    def _sum(self, start: int, own: Tensor, into: Tensor, factor: float) -> None:
-        """`own` and what others have at byte `start`."""
-        chunk = max(1, _CHUNK_BYTES // own.element_size())
-        found = torch.empty(min(chunk, own.numel()), dtype=own.dtype)
+    def _sum(self, start: int, piece: Tensor, into: Tensor, factor: float) -> None:
+        """Sum `piece` and what the others have at byte `start`."""
+        chunk = max(1, _CHUNK_BYTES // piece.element_size())
+        found = torch.empty(min(chunk, piece.numel()), dtype=piece.dtype)
         total = torch.empty_like(found)
-        for part, result in zip(own.split(chunk), into.split(chunk), strict=True):
+        for part, result in zip(piece.split(chunk), into.split(chunk), strict=True):
             other, sum_ = found[: len(part)], total[: len(part)]
             for one in self._everyone:
                 mine = one.rank == self._rank
@@ -246,18 +248,18 @@ class Neighbours:
     def _move(self) -> dict[int, int]:
         """Let others know that the next move is made, and wait until they have made it, too.
 
-        Returns the kinds of their exchanges, which may be their next already after a last move.
+        Returns the kinds of their collectives, which after a last move may already be their next.
         """
         kinds = {}
-        self._own.moves += 1
+        self._notice.moves += 1
         end_s = time.monotonic() + self._limit_s
         for other in self._others:
-            while (moves := self._look(other)) < self._own.moves:
+            while (moves := self._look(other)) < self._notice.moves:
                 if moves == _GAVE_UP:
-                    raise dist.DistNetworkError(f"rank {other.rank} gave up an exchange")
+                    raise dist.DistNetworkError(f"rank {other.rank} gave up a collective")
                 if time.monotonic() > end_s:
                     raise dist.DistNetworkError(
-                        f"rank {other.rank} did not come to an exchange of gradients within "
+                        f"rank {other.rank} did not come to a collective of gradients within "
                         f"{self._limit_s:g} s"
                     )
                 time.sleep(_NAP_S)
@@ -267,15 +269,15 @@ class Neighbours:
             kinds[other.rank] = int(self._seen.kind)
         return kinds
 
-    def _look(self, other: _Neighbour) -> int:
-        """How many moves it has made."""
+    def _look(self, other: _Peer) -> int:
+        """Return how many moves another rank has made."""
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)
         moves: int = self._seen.moves
         return moves
 
 
-def neighbours(group: dist.ProcessGroup) -> Neighbours | None:
+def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
     """The ranks of a group that are all on this host; None where they cannot do it.
 
     Collective: all answer alike.
@@ -289,17 +291,19 @@ def neighbours(group: dist.ProcessGroup) -> Neighbours | None:
     if read is None or not able.item():
         return None
     _let_family_read()
-    found = Neighbours(group, read, limit.total_seconds())  # its exchange comes after all allow it
+    found = PeerMemoryGroup(
+        group, read, limit.total_seconds()
+    )  # its collective comes after all allow it
     able.fill_(found.can_read())
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
     return found if able.item() else None
 
 
 class Averaging:
-    """DDP's gradients by `neighbours`: `begin` is a hook for it, whose work a thread does."""
+    """DDP's gradients by a `PeerMemoryGroup`: `begin` is its hook, whose work a thread does."""
 
-    def __init__(self, neighbours: Neighbours, group: dist.ProcessGroup) -> None:
-        self._neighbours = neighbours
+    def __init__(self, peer_memory_group: PeerMemoryGroup, group: dist.ProcessGroup) -> None:
+        self._peers = peer_memory_group
         self._group, self._factor = group.group_name, 1 / group.size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="direct")
         self._failed: Exception | None = None
@@ -311,18 +315,18 @@ class Averaging:
         done: torch.futures.Future[Exception | None] = torch.futures.Future()
         self._thread.submit(self._go, buffer, done)
 
-        def averaged(done: torch.futures.Future[Exception | None]) -> Tensor:
+        def finish(done: torch.futures.Future[Exception | None]) -> Tensor:
             error = done.value()
             if error is not None:
                 raise error  # here, for `set_exception` is not seen by DDP
             return buffer
 
-        return done.then(averaged)
+        return done.then(finish)
 
     def _go(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
         try:
             if self._failed is None:  # or each bucket would wait for who does not come
-                self._neighbours.all_reduce(buffer, self._factor)
+                self._peers.all_reduce(buffer, self._factor)
         except Exception as error:
             self._failed = error
         done.set_result(self._failed)

@@ -1,4 +1,4 @@
-"""The look at the first batch of a pipeline of a user's own model.
+"""Inspection of a custom model's pipeline by its first batch.
 
 One forward through all stages shows the forms of what they send each other, what blocks leave on
 themselves and where it is read, and buffers outside of blocks that move. At the first one the last
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outpace.parallel.block_values import Key
 from outpace.parallel.blocks import named_blocks
 from outpace.parallel.comparison import difference, micro_loss_tolerance
-from outpace.parallel.layout import Batch, Pass
-from outpace.parallel.module_state import preserved
+from outpace.parallel.custom_stage import CustomStage, Message
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import keep_values
-from outpace.parallel.own_checkpoints import without_reentry
-from outpace.parallel.own_stage import Message, OwnStage
-from outpace.parallel.own_values import Key
+from outpace.parallel.stage_checkpoints import without_reentry
 from outpace.records.errors import BadInputError
 
 _DTYPES = (
@@ -33,8 +33,8 @@ _DTYPES = (
 
 
 @dataclass
-class Seen:
-    """What the look found of a stage."""
+class StageFindings:
+    """Findings of an inspection about one stage."""
 
     left: tuple[Key, ...] = ()  # by its own blocks
     read: tuple[Key, ...] = ()  # of earlier stages
@@ -43,12 +43,12 @@ class Seen:
     refusal: str | None = None
 
 
-class Look:
-    """Looks of a pipeline's ranks at micro-batches. All its methods but one are collective."""
+class PipelineInspection:
+    """Inspections by micro-batches, of a pipeline's ranks. All methods but one are collective."""
 
     def __init__(
         self,
-        stages: Mapping[int, OwnStage],
+        stages: Mapping[int, CustomStage],
         ranks_of: Sequence[int],
         names: Sequence[str],
         parts: Sequence[range],
@@ -71,41 +71,41 @@ class Look:
         self.buffers: tuple[str, ...] = ()  # outside of blocks, and moving: the last stage's count
         self.loss_dtype = torch.float32
 
-    def take(self, batch: Batch, given: Pass) -> None:
+    def take(self, batch: Batch, hooks: StepHooks) -> None:
         """Let each stage know what comes and goes. Raises BadInputError on all ranks, if on one."""
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}
-        found: dict[int, Seen] = {}
+        found: dict[int, StageFindings] = {}
         error: Exception | None = None
-        with self._apart_from_training():
+        with self._preserve_training_state():
             try:
-                self._pass_on(batch, given, taken, outputs, found)
+                self._pass_on(batch, hooks, taken, outputs, found)
             except Exception as raised:
                 error = raised
-        seen = self._gathered(found, error)
-        self._gathered({}, self._settle(seen, taken, outputs))
+        seen = self._gather_findings(found, error)
+        self._gather_findings({}, self._settle(seen, taken, outputs))
         if not self.taken:
-            self._compare(batch, given, outputs)
+            self._compare(batch, hooks, outputs)
             self.taken = True
 
     @contextmanager
-    def _apart_from_training(self) -> Iterator[None]:
-        """What is done within changes nothing of the model, nor draws of its random numbers."""
+    def _preserve_training_state(self) -> Iterator[None]:
+        """Leave the model and its random numbers as they were."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(without_reentry(always=True))
             for stage in self._stages.values():
-                stack.enter_context(preserved(stage.objective, self._at))
+                stack.enter_context(preserve_state(stage.objective, self._at))
             stack.enter_context(keep_values(self._held.named_parameters()))
             yield
 
     def _pass_on(
         self,
         batch: Batch,
-        given: Pass,
+        hooks: StepHooks,
         taken: dict[int, Message | None],
         outputs: dict[int, Message | Tensor | None],
-        found: dict[int, Seen],
+        found: dict[int, StageFindings],
     ) -> None:
         """The micro-batch through this rank's stages; after a refusal nothing but its absence."""
         output: Message | Tensor | None = None
@@ -120,7 +120,7 @@ class Look:
                 outputs[number] = None
             else:
                 try:
-                    outputs[number], found[number] = self._look(stage, number, batch, given, output)
+                    outputs[number], found[number] = self._look(stage, number, batch, hooks, output)
                 except Exception as raised:
                     outputs[number], error = None, error or raised
             output = outputs[number]
@@ -131,11 +131,11 @@ class Look:
             raise error
 
     def _look(
-        self, stage: OwnStage, number: int, batch: Batch, given: Pass, taken: Message | None
-    ) -> tuple["Message | Tensor", Seen]:
+        self, stage: CustomStage, number: int, batch: Batch, hooks: StepHooks, taken: Message | None
+    ) -> tuple["Message | Tensor", StageFindings]:
         stage.records = True
         try:
-            with given.cast():
+            with hooks.cast():
                 output, read, moved = stage.look(batch, taken)
         finally:
             stage.records = False
@@ -145,7 +145,7 @@ class Look:
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in moved}
         nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
-        return output, Seen(left, tuple(sorted(read)), tuple(moved), nan)
+        return output, StageFindings(left, tuple(sorted(read)), tuple(moved), nan)
 
     def _require_known(
         self, number: int, taken: Message | None, output: "Message | Tensor"
@@ -162,8 +162,10 @@ class Look:
                 "stage), or use zero3."
             )
 
-    def _gathered(self, found: dict[int, Seen], error: Exception | None) -> dict[int, Seen]:
-        """What was found of all stages. Raises where one rank has an error, on each."""
+    def _gather_findings(
+        self, found: dict[int, StageFindings], error: Exception | None
+    ) -> dict[int, StageFindings]:
+        """Gather the findings of all stages. Raises on every rank where one has an error."""
         said = None if error is None else f"{error}"
         if error is not None and not isinstance(error, BadInputError):
             said = (
@@ -181,45 +183,47 @@ class Look:
         return {number: seen for one, _ in told for number, seen in one.items()}
 
     def _compare(
-        self, batch: Batch, given: Pass, outputs: Mapping[int, "Message | Tensor | None"]
+        self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
     ) -> None:
         """Refuse a pipeline whose loss is not that of one process. Raises BadInputError."""
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:
             self._lend()
-            if self._told(None):
+            if self._broadcast_from_last(None):
                 self._lend()
         else:
             staged = outputs[last]
             assert isinstance(staged, Tensor)
-            whole = self._whole(batch, given)
-            inside = None if whole is None else _lent_in(whole)
-            differs = whole is not None and _difference(staged, whole) > self._tolerance(given)
-            if self._told(differs):  # what draws other numbers each time cannot be compared
-                again = self._whole(batch, given)
+            whole = self._whole(batch, hooks)
+            inside = None if whole is None else _find_lent_parameter(whole)
+            differs = whole is not None and _difference(staged, whole) > self._tolerance(hooks)
+            if self._broadcast_from_last(
+                differs
+            ):  # what draws other numbers each time cannot be compared
+                again = self._whole(batch, hooks)
                 if whole is not None and again is not None:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
                     refusal = _say(staged, whole) if apart > 2 * repeated else None
             if refusal is None and inside is not None:
                 refusal = _say_inside(inside)
-        refusal = self._told(refusal)
+        refusal = self._broadcast_from_last(refusal)
         if refusal is not None:
             raise BadInputError(refusal)
 
-    def _told(self, said: Any) -> Any:
-        """What the last stage's rank says."""
+    def _broadcast_from_last(self, said: Any) -> Any:
+        """Broadcast what the last stage's rank says."""
         told = [said]
         dist.broadcast_object_list(told, group=self._group, group_src=self._ranks_of[-1])
         return told[0]
 
-    def _tolerance(self, given: Pass) -> float:
-        with given.cast():
+    def _tolerance(self, hooks: StepHooks) -> float:
+        with hooks.cast():
             low = torch.is_autocast_enabled(self._at.type)
         sizes = [p.itemsize for p in self._held.parameters() if p.is_floating_point()]
         return micro_loss_tolerance(min(sizes, default=4), low)
 
-    def _whole(self, batch: Batch, given: Pass) -> Tensor | None:
+    def _whole(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
         """The totals of one process, of each rank's parameters; None where its forward fails."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
@@ -231,11 +235,11 @@ class Look:
                 yield
                 return
             parts = stage.modules_of(range(number, number + 1))
-            with _filled(self._names[number], parts, self._received_tensors(number)):
+            with _borrow_tensors(self._names[number], parts, self._received_tensors(number)):
                 yield
 
         found: Tensor | None
-        with self._apart_from_training(), given.cast():
+        with self._preserve_training_state(), hooks.cast():
             try:
                 found = stage.look_whole(batch, borrow)
             except Exception:
@@ -280,7 +284,7 @@ class Look:
 
     def _settle(
         self,
-        seen: Mapping[int, Seen],
+        seen: Mapping[int, StageFindings],
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
@@ -299,11 +303,11 @@ class Look:
         for number, stage in self._stages.items():
             stage.leaves = through[number]
             output, received = outputs[number], taken[number]
-            stage.given = output.only(through[number]) if isinstance(output, Message) else None
+            stage.given = output.select(through[number]) if isinstance(output, Message) else None
             if stage.given is not None:
                 name = self._names[self._parts[number].stop - 1]
                 unsendable = unsendable or refuse_dtypes(stage.given, name)
-            stage.taken = None if received is None else received.only(through[number - 1])
+            stage.taken = None if received is None else received.select(through[number - 1])
             if isinstance(output, Tensor):
                 self.loss_dtype = output.dtype
             arrived = () if not number else through[number - 1]
@@ -311,7 +315,7 @@ class Look:
         self._separate_buffers(seen)
         return unsendable
 
-    def _separate_buffers(self, seen: Mapping[int, Seen]) -> None:
+    def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
         """Let each stage have its own of the buffers outside of blocks that move.
 
         The last stage's count, for it computes all that is outside of blocks; stages in the middle
@@ -337,13 +341,13 @@ class Look:
         self._moving = tuple(moved)
         self.buffers = tuple(".".join(filter(None, key)) for key in moved)
 
-    def _module(self, stage: OwnStage, name: str) -> nn.Module:
+    def _module(self, stage: CustomStage, name: str) -> nn.Module:
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         return model.get_submodule(name)
 
     @torch.no_grad()
     def settle_buffers(self) -> None:
-        """After a step: what this rank saves has the buffers of its stages' blocks.
+        """Give this rank's model the buffers of its stages' blocks, after a step.
 
         Moving buffers outside of blocks are the last stage's on all ranks.
         """
@@ -386,7 +390,7 @@ def _means(*totals: Tensor) -> list[float]:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Between two mean losses; 0 where one process has no finite one."""
+    """Return the difference of two mean losses; 0 where one process has no finite one."""
     return difference(*_means(one, other))
 
 
@@ -409,8 +413,8 @@ def _say_inside(name: str) -> str:
     return f"as a pipeline the loss would lose a part of {name}'s gradient: {_ADVICE}"
 
 
-def _lent_in(totals: Tensor) -> str | None:
-    """A lent parameter in the graph of a loss, where blocks' outputs are cut off, if there is any.
+def _find_lent_parameter(totals: Tensor) -> str | None:
+    """Find a lent parameter in a loss's graph, from which blocks' outputs are cut off.
 
     Such a loss depends on it by another way than what its block returns and leaves.
     """
@@ -442,7 +446,9 @@ def _tensors_of(block: nn.Module) -> list[_Held]:
 
 
 @contextmanager
-def _filled(name: str, parts: Mapping[str, nn.Module], lent: Sequence[_Held]) -> Iterator[None]:
+def _borrow_tensors(
+    name: str, parts: Mapping[str, nn.Module], lent: Sequence[_Held]
+) -> Iterator[None]:
     """Let a block of this name have these parameters and buffers for a while."""
     inside = dict(next(iter(parts.values())).named_modules())
     before = {part: dict(part._buffers) for part in inside.values()}
@@ -473,8 +479,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """A message, and before it its form, which the receiver does not know; None for a refusal."""
-    form = None if message is None else message.hollow()
+    """Send a message after its form, which the receiver does not know; None for a refusal."""
+    form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:
         for tensor in message.flat():
@@ -482,7 +488,7 @@ def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
-    """What was sent."""
+    """Receive what `send` sent."""
     told: list[Message | None] = [None]
     with warnings.catch_warnings():  # of torch's own structures, as it reads them
         warnings.simplefilter("ignore", FutureWarning)
@@ -495,4 +501,4 @@ def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Mess
     ]
     for tensor in tensors:
         dist.recv(_bytes_of(tensor), group=group, group_src=source)
-    return form.refilled(tensors)
+    return form.replace_tensors(tensors)

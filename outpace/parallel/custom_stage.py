@@ -1,10 +1,10 @@
-"""A stage of a user's own model: their forward, run from its beginning and left after a block.
+"""A stage of a custom model: the user's forward, run from its beginning and left after a block.
 
 It runs on the batch that every rank of the pipeline has read. So masks, positions and whatever else
 blocks are given are there on every stage, and nothing needs to be known of the forward but that it
 calls its blocks once each, in order. What was received is returned by the block before the stage's
 first; after its last block the forward is left. What blocks leave on themselves travels with it
-(`own_values`), where other stages read it.
+(`block_values`), where other stages read it.
 
 Parameters that a stage does not have are NaN without memory, and NaN is what blocks of earlier
 stages return: whatever a stage cannot know shows at once, in a look at the first batch.
@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outpace.parallel.blocks import named_blocks, outside
-from outpace.parallel.layout import Batch
-from outpace.parallel.own_values import (
+from outpace.parallel.block_values import (
     Form,
     Key,
     Reads,
@@ -38,13 +36,15 @@ from outpace.parallel.own_values import (
     snapshot,
     split,
 )
+from outpace.parallel.blocks import named_blocks, parameters_outside
+from outpace.parallel.layout import Batch
 from outpace.parallel.tensors import deep_copy
 from outpace.records.errors import BadInputError
 
 
 @dataclass
 class Message:
-    """What a stage hands on: what its last block returned, and what blocks left on themselves.
+    """Message between stages: what the last block returned, and what blocks left on themselves.
 
     `returned` is each block's output so far, as meta tensors: its structure, shapes and dtypes.
     """
@@ -58,23 +58,23 @@ class Message:
         """All tensors, in order."""
         return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
 
-    def only(self, keys: Sequence[Key]) -> "Message":
-        """With these values alone."""
+    def select(self, keys: Sequence[Key]) -> "Message":
+        """Return the message with these values only, without memory for tensors."""
         values = {key: self.values[key] for key in keys}
-        return Message(self.form, self.tensors, values, self.returned).hollow()
+        return Message(self.form, self.tensors, values, self.returned).to_meta()
 
-    def hollow(self) -> "Message":
-        """Without memory for the tensors."""
-        return self.refilled([t.detach().to("meta") for t in self.flat()])
+    def to_meta(self) -> "Message":
+        """Return the message with tensors on the meta device."""
+        return self.replace_tensors([t.detach().to("meta") for t in self.flat()])
 
-    def refilled(self, tensors: Sequence[Tensor]) -> "Message":
-        """The same structure with other tensors."""
+    def replace_tensors(self, tensors: Sequence[Tensor]) -> "Message":
+        """Return a message of the same structure with other tensors."""
         given = iter(tensors)
-        own = [next(given) for _ in self.tensors]
+        sent = [next(given) for _ in self.tensors]
         values = {
             key: (form, [next(given) for _ in some]) for key, (form, some) in self.values.items()
         }
-        return Message(self.form, own, values, self.returned)
+        return Message(self.form, sent, values, self.returned)
 
 
 class Leaving(BaseException):
@@ -88,7 +88,7 @@ class Leaving(BaseException):
         self.output, self.name = output, name
 
 
-class OwnStage(nn.Module):
+class CustomStage(nn.Module):
     """The objective from block `mine.start` to block `mine.stop`, of all `names`.
 
     `holds_rest` says that parameters outside of blocks are real here. Parameters and buffers are
@@ -107,7 +107,7 @@ class OwnStage(nn.Module):
         splits: bool = False,
     ) -> None:
         super().__init__()
-        self.objective = objective if in_place else copied(objective)
+        self.objective = objective if in_place else copy_structure(objective)
         self._names, self.mine, self._splits = names, mine, splits
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
@@ -127,7 +127,7 @@ class OwnStage(nn.Module):
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
         self._kept = [p for number in mine for p in blocks[number].parameters()]
         if holds_rest:
-            self._kept += outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
+            self._kept += parameters_outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
         _forget_all_but(self._kept, self.objective)
         self._parts = [
             {f"{name}.{part}": module for part, module in block.named_modules()}
@@ -137,11 +137,11 @@ class OwnStage(nn.Module):
             block.forward = partial(self._visit, number, block.forward)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those that are real here."""
+        """Return the parameters that are real on this stage."""
         return iter(self._kept)
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks that it runs."""
+        """Return the blocks that this stage runs."""
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
@@ -149,12 +149,12 @@ class OwnStage(nn.Module):
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """What goes to the next stage for the micro-batch of this number; at last the totals."""
+        """Return what this micro-batch sends to the next stage; on the last stage the totals."""
         micro_batch = int(number)
         message = None
         if not self.first:
             assert self.taken is not None
-            message = self._past[micro_batch] = self.taken.refilled(received)
+            message = self._past[micro_batch] = self.taken.replace_tensors(received)
         output = self.run(self.batches[micro_batch], message)
         if isinstance(output, Tensor):
             return output
@@ -181,7 +181,7 @@ class OwnStage(nn.Module):
             )
 
     def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
-        """As `forward`, given the micro-batch."""
+        """Run the stage as `forward` does, on a given micro-batch."""
         self._received, self._next, self._returned = received, 0, []
         self._seed(2 * len(self._names))
         try:
@@ -201,7 +201,7 @@ class OwnStage(nn.Module):
     def look(
         self, batch: Batch, received: Message | None
     ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
-        """As `run`; random numbers are those that every stage, or one process, draws in a look.
+        """Run the stage with the random numbers that every stage, or one process, draws in a look.
 
         Hands on all that blocks leave. Also returned: which of earlier stages' values are read, and
         the buffers outside of blocks that move.
@@ -211,7 +211,7 @@ class OwnStage(nn.Module):
         rest_before = snapshot(rest)
         self._before, self._looks = snapshot(mine), True
         try:
-            with reads.watching(() if received is None else received.values, others):
+            with reads.record_reads(() if received is None else received.values, others):
                 found = self.run(batch, received)
         finally:
             self._before, self._looks = None, False
@@ -235,9 +235,9 @@ class OwnStage(nn.Module):
     def forget(self, keys: Sequence[Key]) -> None:
         """Let values that do not come here be NaN, in blocks that this stage does not run."""
         parts = self.modules_of(range(self.mine.start))
-        own = {*self.modules_of(self.mine).values(), *self._rest().values()}
+        sent = {*self.modules_of(self.mine).values(), *self._rest().values()}
         for key in keys:
-            if parts[key[0]] not in own:
+            if parts[key[0]] not in sent:
                 put(parts, key, torch.tensor(math.nan))
 
     def _rest(self) -> dict[str, nn.Module]:
@@ -277,9 +277,9 @@ class OwnStage(nn.Module):
         )
 
     def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What a block does when the user's forward calls it."""
+        """Run a block when the user's forward calls it."""
         if self._recomputing is not None:
-            return self._visit_again(number, forward, *args, **kwargs)
+            return self._visit_in_backward(number, forward, *args, **kwargs)
         self._follow(number)
         self._seed(2 * number)
         if self._borrow is not None:
@@ -288,7 +288,7 @@ class OwnStage(nn.Module):
         elif number in self.mine:
             output = forward(*args, **kwargs)
         else:
-            output = self._instead(number, self._received, args, kwargs)
+            output = self._substitute_output(number, self._received, args, kwargs)
         self._seed(2 * number + 1)
         if self._borrow is not None:
             return output
@@ -299,7 +299,7 @@ class OwnStage(nn.Module):
         return output
 
     def _cut_off(self, number: int, output: Any) -> Any:
-        """What a block returns, out of its graph; so is what it leaves for this stage to read."""
+        """Detach a block's output, and what it leaves for this stage to read, from the graph."""
         parts = self._parts[number]
         for key in () if self.taken is None else self.taken.values:
             if key[0] in parts:
@@ -307,20 +307,20 @@ class OwnStage(nn.Module):
                 put(parts, key, form.join([tensor.detach() for tensor in tensors]))
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
-    def _visit_again(
+    def _visit_in_backward(
         self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """What it does in a backward, which computes a checkpoint of the user's forward again."""
+        """Run a block in a backward, which recomputes a checkpoint of the user's forward."""
         self.recomputes = True
         assert self._recomputing is not None
         if number in self.mine:
             return forward(*args, **kwargs)
-        return self._instead(number, self._past.get(self._recomputing), args, kwargs)
+        return self._substitute_output(number, self._past.get(self._recomputing), args, kwargs)
 
-    def _instead(
+    def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a block of another stage returns and leaves: what was received, else NaN."""
+        """Return and leave what a block of another stage would: what was received, else NaN."""
         if message is None:
             return _unknown(args, kwargs)
         for key, (form, tensors) in message.values.items():
@@ -347,8 +347,8 @@ class OwnStage(nn.Module):
         self._next += 1
 
     @contextmanager
-    def recomputing(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Around a micro-batch's backward; `done` if it is the last."""
+    def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
+        """Mark a micro-batch's backward; `done` if it is the last."""
         self._recomputing = micro_batch
         try:
             yield
@@ -358,8 +358,8 @@ class OwnStage(nn.Module):
                 self._past.pop(micro_batch, None)
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares its parameters and buffers."""
+def copy_structure(module: nn.Module) -> nn.Module:
+    """Copy a module, sharing its parameters and buffers."""
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     for part in module.modules():
         for value in tree_leaves([v for v in vars(part).values() if not isinstance(v, nn.Module)]):
@@ -409,10 +409,10 @@ def _nan_of(device: torch.device, leaf: Any) -> Any:
 def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """NaN in the form of a block's first input."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
-    return given.new_full(given.shape, math.nan, dtype=_floating(given.dtype))
+    return given.new_full(given.shape, math.nan, dtype=_float_dtype(given.dtype))
 
 
-def _floating(dtype: torch.dtype) -> torch.dtype:
+def _float_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
@@ -434,7 +434,7 @@ def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
 class Staged(nn.Module):
     """This rank's stages of an objective; `model` has their parameters, by their own names."""
 
-    def __init__(self, model: nn.Module, stages: Mapping[int, OwnStage]) -> None:
+    def __init__(self, model: nn.Module, stages: Mapping[int, CustomStage]) -> None:
         super().__init__()
         self.model = model
         self.stages = nn.ModuleList(stages.values())
@@ -445,6 +445,6 @@ class Staged(nn.Module):
         return getattr(self.stages[0].objective, "sums", ())
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """As the objective's."""
+        """Return the objective's metrics."""
         found: dict[str, float] = self.stages[0].objective.metrics(sums, count)  # type: ignore[operator,union-attr]
         return found

@@ -13,7 +13,7 @@ GLOO = "pt_gloo_runloop"
 COMPUTING = """
 import atexit, hashlib, sys, threading
 from pathlib import Path
-from outpace.parallel.leaving import leave_after_gloo
+from outpace.parallel.gloo_shutdown import register_gloo_shutdown
 
 held = ["a tensor"]
 begun = threading.Event()
@@ -27,8 +27,8 @@ def exchange(name, rounds):
     held.clear()
 
 atexit.register(lambda: print(len(held)))
-leave_after_gloo()
-leave_after_gloo()
+register_gloo_shutdown()
+register_gloo_shutdown()
 threading.Thread(target=exchange, args=sys.argv[1:], daemon=True).start()
 begun.wait()
 """

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a person's own model, by a table of names and layouts.
+"""Tensor parallelism of a custom model, by a table of names and layouts.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3. The words for layouts are those of the plans
 that transformers' models bring along. What the table does not name is whole on every rank, which
@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
 from outpace.nn.block import Linear
 from outpace.optim.build import Build
 from outpace.parallel.gradient_hooks import refuse_hooks
-from outpace.parallel.layout import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, StepHooks
 from outpace.parallel.tensor import SplitRows
-from outpace.parallel.tensors import hollow
+from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError, nearest
 
 # The style of each layout, and which of a weight's dimensions it splits.
@@ -44,8 +44,8 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 LAYOUTS = (*_STYLES, *_WHOLE)
 
 
-class OwnTensorParallel(Sharded):
-    """A person's model on the ranks of `mesh`, which all read the same samples.
+class CustomTensorParallel(Sharded):
+    """Custom model on the ranks of `mesh`, which all read the same samples.
 
     `shares` are names of modules whose weights are whole, and whose gradients are to be added up.
     """
@@ -58,24 +58,24 @@ class OwnTensorParallel(Sharded):
         self._shares = [p for name in shares for p in self.model.get_submodule(name).parameters()]
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """As Layout's; kernels over many tensors take no mixture of whole and split ones."""
-        return build([part for group in groups for part in _apart(group)])
+        """Build the optimizer; its kernels take no mixture of whole and split tensors."""
+        return build([part for group in groups for part in _split_by_kind(group)])
 
-    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
-        """As Layout's; one rank tells the totals."""
-        totals = super().gradients(batches, given)
+    def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
+        """Compute the step's gradients; one rank tells the totals."""
+        totals = super().gradients(batches, hooks)
         for parameter in self._shares:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self._group)
         return totals * self._tells
 
-    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
-        """As Layout's; one rank tells the totals."""
-        return super().evaluate(batch, given) * self._tells
+    def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
+        """Evaluate a micro-batch; one rank tells the totals."""
+        return super().evaluate(batch, hooks) * self._tells
 
 
-def _apart(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A parameter group as one of plain tensors and one of DTensors."""
+def _split_by_kind(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Split a parameter group into one of plain tensors and one of DTensors."""
     for kind in (False, True):
         held = [p for p in group["params"] if isinstance(p, DTensor) == kind]
         if held:
@@ -91,13 +91,17 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
             'no tp_plan. Give layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}, '
             "or use zero3, which splits any parameters."
         )
-    found = _given(model, table, ranks) if given is not None else _brought(model, table, ranks)
+    found = (
+        _resolve_layouts(model, table, ranks)
+        if given is not None
+        else _resolve_model_plan(model, table, ranks)
+    )
     _check_heads(model, ranks)
     return found
 
 
-def _given(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """The user's layouts, all of which have to fit."""
+def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Resolve the user's layouts, all of which have to fit."""
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
     for pattern, layout in table.items():
@@ -118,8 +122,8 @@ def _given(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, 
     return found
 
 
-def _brought(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """A transformers model's own plan, but for modules of which a part cannot be split.
+def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Resolve a transformers model's plan, without modules of which a part cannot be split.
 
     The parts of one module belong together: what one splits, the next expects. Embeddings and
     heads, whose inputs and outputs are whole, stand for themselves.
@@ -133,11 +137,11 @@ def _brought(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str
                 fits = layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders)
             except BadInputError:
                 fits = False
-                left_out.add(_around(name))
+                left_out.add(_parent_name(name))
             if fits:
                 found[name] = layout
     alone = ("embedding_rowwise", "colwise_gather_output", "rowwise_split_input")
-    kept = {n: lay for n, lay in found.items() if lay in alone or _around(n) not in left_out}
+    kept = {n: lay for n, lay in found.items() if lay in alone or _parent_name(n) not in left_out}
     if not any(layout in _STYLES for layout in kept.values()):
         raise BadInputError(
             f"strategy tp can split nothing of {type(model).__name__} by the plan that it brings. "
@@ -147,11 +151,11 @@ def _brought(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str
 
 
 def _holders(model: nn.Module) -> Counter[int]:
-    """How many modules have each parameter."""
+    """Count the modules that have each parameter."""
     return Counter(id(p) for part in model.modules() for p in part._parameters.values())
 
 
-def _around(name: str) -> str:
+def _parent_name(name: str) -> str:
     return name.rpartition(".")[0]
 
 
@@ -199,19 +203,19 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
             )
 
 
-def apply(request: Request) -> Layout:
+def apply(request: LayoutRequest) -> Layout:
     """Split the model over all ranks, as the table says. Raises BadInputError."""
     plan = request.plan
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     layouts = layouts_of(model, request.layouts, plan.tp)
     mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
     split = {name for name, layout in layouts.items() if layout in _STYLES}
-    named = ((n, p) for n, p in model.named_parameters() if _around(n) in split)
+    named = ((n, p) for n, p in model.named_parameters() if _parent_name(n) in split)
     refuse_hooks(named, plan.strategy, "ranks hold parts of these parameters")
-    copied = hollow(model)
+    copied = meta_copy(model)
     for name, layout in layouts.items():
         if layout in _STYLES:
             style = _STYLES[layout][0]()
             parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     shares = [name for name, layout in layouts.items() if layout == _WHOLE[1]]
-    return OwnTensorParallel(request.objective, copied, mesh, shares)
+    return CustomTensorParallel(request.objective, copied, mesh, shares)

@@ -31,7 +31,7 @@ class Form:
     tensors: tuple[bool, ...]
 
     def join(self, tensors: Sequence[Tensor]) -> Any:
-        """The value that has these tensors."""
+        """Return the value with these tensors."""
         given = iter(tensors)
         leaves = [
             next(given) if is_tensor else constant
@@ -41,7 +41,7 @@ class Form:
 
 
 def split(value: Any) -> tuple[Form, list[Tensor]] | None:
-    """A value's form and tensors; None where it holds what cannot be sent to other ranks."""
+    """Split a value into form and tensors; None where it holds what cannot be sent."""
     leaves, spec = tree_flatten(value)
     if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
         return None
@@ -50,8 +50,8 @@ def split(value: Any) -> tuple[Form, list[Tensor]] | None:
     return Form(spec, constants, tuple(isinstance(leaf, Tensor) for leaf in leaves)), tensors
 
 
-def held(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
-    """All that modules have as attributes and buffers, but for parameters and other modules."""
+def collect_values(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
+    """Return the attributes and buffers of modules, without parameters and other modules."""
     found: dict[Key, Any] = {}
     for name, module in modules.items():
         for attribute, value in vars(module).items():
@@ -66,12 +66,12 @@ Snapshot = dict[Key, tuple[Any, tuple[Any, ...]]]
 
 
 def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
-    """What `changes` compares with."""
-    return {key: (value, _state(value)) for key, value in held(modules).items()}
+    """Take the state that `changes` compares with."""
+    return {key: (value, _state(value)) for key, value in collect_values(modules).items()}
 
 
 def _state(value: Any) -> tuple[Any, ...]:
-    """What differs after a value was changed in place, as a list that was appended to."""
+    """Return what differs after a value was changed in place, as a list that was appended to."""
     if isinstance(value, Tensor | list | tuple | dict):
         return tuple(
             (leaf, leaf._version, fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
@@ -81,19 +81,19 @@ def _state(value: Any) -> tuple[Any, ...]:
 
 
 def changes(before: Snapshot, modules: Mapping[str, nn.Module]) -> list[Key]:
-    """The attributes and buffers that are others than they were."""
+    """List the attributes and buffers that have changed since the snapshot."""
     found: list[Key] = []
-    for key, value in held(modules).items():
+    for key, value in collect_values(modules).items():
         old, state = before.get(key, (_MISSING, ()))
         same = old is value or (isinstance(value, _CONSTANTS) and type(old) is type(value))
         if same and isinstance(value, _CONSTANTS):
             same = bool(old == value)
-        if not (same and _alike(state, _state(value))):
+        if not (same and _same_state(state, _state(value))):
             found.append(key)
     return found
 
 
-def _alike(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     return len(old) == len(new) and all(
         a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True)
     )
@@ -106,8 +106,8 @@ class Reads:
         self.found: set[Key] = set()
 
     @contextmanager
-    def watching(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Let modules be of a class that notes reads of the attributes; afterwards of their own."""
+    def record_reads(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Note reads of the attributes, by giving modules another class for as long."""
         wanted: dict[nn.Module, dict[str, list[Key]]] = {}
         for key in keys:
             wanted.setdefault(modules[key[0]], {}).setdefault(key[1], []).append(key)
@@ -141,7 +141,7 @@ class Reads:
 
 
 def put(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
-    """Let a module have a value, in its buffer or as a plain attribute."""
+    """Set a module's value, in its buffer or as a plain attribute."""
     module, attribute = modules[key[0]], key[1]
     if attribute in module._buffers:
         module._buffers[attribute] = value
@@ -150,7 +150,7 @@ def put(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
 
 
 def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]:
-    """What a block has left. Raises BadInputError for what cannot travel between stages."""
+    """Return what a block has left. Raises BadInputError for what cannot travel between stages."""
     found = split(_value(modules, key))
     if found is None:
         raise BadInputError(

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
-from outpace.parallel.own_stage import OwnStage
+from outpace.parallel.custom_stage import CustomStage
 from outpace.records.errors import BadInputError
 
-RANKS = Path(__file__).with_name("own_pipeline_ranks.py")
+RANKS = Path(__file__).with_name("custom_pipeline_ranks.py")
 RIGHT = {"loss", "gradient", "norm", "state", "evaluation"}
 
 
@@ -49,7 +49,7 @@ def through(kind, ends):
     names = ["layers.0", "layers.1", "layers.2"]
     batch, hidden = torch.randn(5, 3), None
     for begin, end in zip([0, *ends], [*ends, 3], strict=True):
-        stage = OwnStage(objective, names, range(begin, end), begin == 0 or end == 3)
+        stage = CustomStage(objective, names, range(begin, end), begin == 0 or end == 3)
         hidden = stage.run(batch, hidden)
     return hidden[0].item(), objective(batch)[0].item()
 

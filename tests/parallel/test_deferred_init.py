@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from outpace.experiment.verify import plan_for, tiny_spec
-from outpace.parallel.fill import fills_later
+from outpace.parallel.deferred_init import fills_later
 from outpace.records.plan import Plan
 from outpace.records.strategies import strategies_that
 
-RANKS = Path(__file__).with_name("fill_ranks.py")
+RANKS = Path(__file__).with_name("deferred_init_ranks.py")
 
 
 @pytest.mark.gloo

@@ -1,6 +1,6 @@
 """One rank of the tests of parallelize; rank 0 prints how far each case is from one process.
 
-python tests/parallel/forked.py 2 tests/parallel/own_ranks.py CASE …
+python tests/parallel/forked.py 2 tests/parallel/parallelize_ranks.py CASE …
 
 A case is MODEL:STRATEGY[:bf16]. MODEL is one of MODELS below. In float64, or in fp32 under autocast
 to bf16, over two steps with two micro-

@@ -1,6 +1,6 @@
 """What ranks that split parameters send over gloo itself; rank 0 prints it.
 
-python tests/parallel/forked.py 2 tests/parallel/shards_ranks.py zero3,hsdp bf16
+python tests/parallel/forked.py 2 tests/parallel/fsdp_ranks.py zero3,hsdp bf16
 """
 
 import json
@@ -17,7 +17,7 @@ from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec, verify
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.parallel import shards
+from outpace.parallel import fsdp
 
 
 class Dtypes(TorchDispatchMode):
@@ -43,7 +43,7 @@ def main() -> None:
     said = {}
     with (
         process_groups(ranks, torch.device("cpu"), 60.0) as groups,
-        mock.patch.object(shards, "neighbours", lambda group: None),
+        mock.patch.object(fsdp, "peer_memory_group", lambda group: None),
     ):
         for strategy in strategies.split(","):
             plan = plan_for(strategy, ranks.world_size, precision)

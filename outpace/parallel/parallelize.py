@@ -1,4 +1,4 @@
-"""`outpace.parallelize`: a person's own module under a plan, in a training loop of their own."""
+"""Lay a custom model out by a plan, for the user's training loop: `outpace.parallelize`."""
 
 import os
 import warnings
@@ -22,10 +22,10 @@ from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.first_batch import FirstBatch
-from outpace.parallel.layout import Batch, Layout, Pass, Request, divisor
-from outpace.parallel.leaving import leave_after_gloo
+from outpace.parallel.gloo_shutdown import register_gloo_shutdown
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
-from outpace.parallel.refusals import refusing_together
+from outpace.parallel.refusals import refuse_together
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.parallel.state_check import StateCheck
 from outpace.records.errors import BadInputError
@@ -39,12 +39,12 @@ _REFUSED = {
     "dp": "rank 0 alone reads, and scatters what outpace's own loader gives it. Use ddp",
     "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
     "cp": "only outpace's own attention goes round a ring of ranks. Use zero3, or tp",
-    "3d": "only outpace's own models are split over several axes. Use hsdp, a pipeline, or tp",
+    "3d": "only models of outpace are split over several axes. Use hsdp, a pipeline, or tp",
 }
 
 
 class Parallelized:
-    """A module laid out on the ranks of a plan, for a training loop of one's own.
+    """A module laid out on the ranks of a plan, for the user's training loop.
 
     Every rank makes the same calls in the same order. `layout` is what the strategy made.
     """
@@ -66,35 +66,35 @@ class Parallelized:
         self._device = device
 
     def share(self, batch: Batch) -> Batch:
-        """This rank's samples of a global batch, which all ranks have read.
+        """Return this rank's samples of a global batch, which all ranks have read.
 
         Who reads apart instead (DistributedSampler) reads share `plan.data_rank(rank)` of
         `plan.data_parallel`: ranks of one pipeline or tensor-parallel group read the same.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
-        with refusing_together(self._ranks.world_size):
+        with refuse_together(self._ranks.world_size):
             return self._cut(batch, shares, "a global batch", f"{shares} data-parallel ranks")[
                 number
             ]
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """The mean loss over the global batch, given this rank's share of it.
+        """Compute the mean loss over the global batch, given this rank's share of it.
 
         Takes the place of `loss.backward()`: afterwards every gradient is that of this mean.
         Gradients of before are dropped. The share goes through in the plan's micro-batches.
         """
-        with refusing_together(self._ranks.world_size):
+        with refuse_together(self._ranks.world_size):
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             averages = self.layout.averages
-            given = Pass(self._cast, scale=lambda loss_sum: loss_sum * averages)
+            given = StepHooks(self._cast, scale=lambda loss_sum: loss_sum * averages)
             passes = self._passes(batch)
             first, self._first_batch = self._first_batch, None
             totals = None if first is None else first.look(self.layout, passes, given)
             if totals is None:
                 totals = self.layout.gradients(passes, given)
-            totals = self._summed(totals)
+            totals = self._all_reduce(totals)
             self.layout.scale_gradients(1 / divisor(totals[1]))
             return totals[0] / totals[1]
 
@@ -116,12 +116,12 @@ class Parallelized:
         )
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """As `forward_backward`, without gradients, and with the model in evaluation mode."""
-        with refusing_together(self._ranks.world_size):
+        """Return the mean loss without gradients, with the model in evaluation mode."""
+        with refuse_together(self._ranks.world_size):
             with evaluation_mode(self.layout.objective), torch.no_grad():
                 parts = self._passes(batch)
-                sums = [self.layout.evaluate(part, Pass(self._cast)) for part in parts]
-                totals = self._summed(torch.stack(sums).sum(0))
+                sums = [self.layout.evaluate(part, StepHooks(self._cast)) for part in parts]
+                totals = self._all_reduce(torch.stack(sums).sum(0))
             self.layout.free_gathered()
             return totals[0] / totals[1]
 
@@ -135,7 +135,7 @@ class Parallelized:
         return self.layout.named_parameters()
 
     def _passes(self, batch: Batch) -> list[Batch]:
-        """What goes through the model, or the pipeline, at once."""
+        """Cut a batch into what goes through the model, or the pipeline, at once."""
         size, held = self.plan.samples_per_pass, samples_in(batch)
         if held % size:
             raise BadInputError(
@@ -155,7 +155,7 @@ class Parallelized:
             )
         return cut(batch, parts)
 
-    def _summed(self, totals: Tensor) -> Tensor:
+    def _all_reduce(self, totals: Tensor) -> Tensor:
         if self._ranks.world_size > 1:
             dist.all_reduce(totals)
         return totals
@@ -210,17 +210,19 @@ def parallelize(
         raise BadInputError(f"check is {check!r}; use on or off")
     device = next(module.parameters()).device
     ranks = _ranks(plan, mesh, device)
-    own = CustomModel(module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm)
-    objective = CustomObjective(build_custom_model(lambda: own))
+    custom = CustomModel(
+        module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm
+    )
+    objective = CustomObjective(build_custom_model(lambda: custom))
     scratch = Scratch()
-    with refusing_together(ranks.world_size):
-        synchronise_statistics(own, plan)
+    with refuse_together(ranks.world_size):
+        synchronise_statistics(custom, plan)
         first: FirstBatch | StateCheck | None = None
         if check == "on" and plan.world_size == 1:
             first = StateCheck(plan, _warn, by_command=False)
         elif check == "on":
             first = FirstBatch(objective, plan, ranks, _warn, by_command=False, blocks=blocks)
-        layout = lay_out(objective, own, plan, ranks, device, scratch)
+        layout = lay_out(objective, custom, plan, ranks, device, scratch)
     return Parallelized(layout, plan, ranks, device, scratch, first)
 
 
@@ -230,43 +232,45 @@ def _warn(sentence: str) -> None:
 
 def lay_out(
     objective: CustomObjective,
-    own: CustomModel,
+    custom: CustomModel,
     plan: Plan,
     ranks: Ranks,
     device: torch.device,
     scratch: Scratch,
     on_failure: Callable[[str], None] | None = None,
 ) -> Layout:
-    """The objective of a user's model with the plan's levers, on its ranks. Collective.
+    """Lay a custom model's objective out on its ranks, with the plan's options. Collective.
 
     `synchronise_statistics` comes before. `on_failure` is told why the model is not compiled where
     the compiler fails on it.
     """
-    apply_own_levers(own, plan, scratch, on_failure)
-    return apply(Request(objective, plan, ranks, device, own.blocks, own.layouts, scratch))
+    apply_plan_options(custom, plan, scratch, on_failure)
+    return apply(
+        LayoutRequest(objective, plan, ranks, device, custom.blocks, custom.layouts, scratch)
+    )
 
 
-def apply_own_levers(
-    own: CustomModel,
+def apply_plan_options(
+    custom: CustomModel,
     plan: Plan,
     scratch: Scratch,
     on_failure: Callable[[str], None] | None = None,
 ) -> None:
-    """What a plan says of the blocks of a user's model."""
-    named = None if own.blocks is None else named_blocks(own.module, flat(own.blocks))
-    apply_options(own.module, plan, named, scratch, on_failure)
+    """Apply a plan's options to the blocks of a custom model."""
+    named = None if custom.blocks is None else named_blocks(custom.module, flat(custom.blocks))
+    apply_options(custom.module, plan, named, scratch, on_failure)
 
 
-def synchronise_statistics(own: CustomModel, plan: Plan) -> None:
+def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
     """Let replicas normalise by all samples' statistics, where the user asks for it. Collective."""
-    if own.sync_batchnorm and plan.data_parallel > 1:
+    if custom.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None
-        synchronise(own.module, group)
+        synchronise(custom.module, group)
 
 
 def refused_strategy(strategy: str) -> str | None:
-    """Why `parallelize` does not take a strategy, and what to use; None where it does."""
+    """Explain why `parallelize` does not take a strategy, and what to use; None where it does."""
     return _REFUSED.get(strategy)
 
 
@@ -308,14 +312,14 @@ def _check(module: nn.Module, plan: Plan) -> None:
     refuse_sparse_gradients(module, plan.strategy)
 
 
-def launched() -> int:
+def launched_world_size() -> int:
     """The number of processes that torchrun has started, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     """This process's place among the plan's ranks. Starts torch.distributed where it is not."""
-    started = dist.get_world_size() if dist.is_initialized() else launched()
+    started = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if plan.world_size == 1 and started == 1 and mesh is None:
         if plan.strategy != "single":
             raise BadInputError(
@@ -324,7 +328,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
             )
         return Ranks()
     if mesh is None:
-        if not (dist.is_initialized() or launched() > 1):
+        if not (dist.is_initialized() or launched_world_size() > 1):
             raise BadInputError(
                 f"the plan is for {plan.world_size} processes ({plan.mesh}), but this is one. "
                 f"Start it with: torchrun --nproc-per-node {plan.world_size} …"
@@ -333,7 +337,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
             dist.init_process_group()
     else:
         _check_mesh(plan, mesh)
-    leave_after_gloo()
+    register_gloo_shutdown()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != plan.world_size:
         raise BadInputError(

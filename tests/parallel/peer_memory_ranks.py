@@ -1,6 +1,6 @@
 """One rank of the tests of exchanges through each other's memory; rank 0 prints what it found.
 
-python tests/parallel/forked.py 3 tests/parallel/direct_ranks.py
+python tests/parallel/forked.py 3 tests/parallel/peer_memory_ranks.py
 """
 
 import json
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.parallel.direct import neighbours
+from outpace.parallel.peer_memory import peer_memory_group
 from outpace.training.wire import Wire
 
 # The last is of several chunks.
@@ -71,7 +71,7 @@ def halves(near, ranks, dtype: torch.dtype) -> dict:
 
 def late(ranks) -> str:
     """What ranks say that wait for one that does not come, and that one, when it does come."""
-    near = neighbours(dist.new_group(timeout=timedelta(seconds=LIMIT_S)))
+    near = peer_memory_group(dist.new_group(timeout=timedelta(seconds=LIMIT_S)))
     if ranks.rank == ranks.world_size - 1:
         time.sleep(2 * LIMIT_S)
     try:
@@ -85,7 +85,7 @@ def elsewhere(ranks) -> bool:
     """Whether none does it where one of them cannot."""
     machine = "another" if ranks.rank == 1 else platform.machine()
     with mock.patch("platform.machine", return_value=machine):
-        return neighbours(dist.group.WORLD) is None
+        return peer_memory_group(dist.group.WORLD) is None
 
 
 def counted(ranks) -> dict:
@@ -106,7 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     with process_groups(ranks, torch.device("cpu"), 60.0) as groups:
-        near = neighbours(dist.group.WORLD)
+        near = peer_memory_group(dist.group.WORLD)
         said: list = [None] * ranks.world_size
         own = {"there": near is not None}
         if near is not None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.parallel.shards import policy_of
+from outpace.parallel.fsdp import policy_of
 
-RANKS = Path(__file__).with_name("shards_ranks.py")
+RANKS = Path(__file__).with_name("fsdp_ranks.py")
 GATHERS, SUMS = "allgather_base", "reduce_scatter_base"
 
 

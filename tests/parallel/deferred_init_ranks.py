@@ -15,8 +15,8 @@ from outpace.launch.launcher_env import ranks_from
 from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer, initial_value
-from outpace.parallel import Request, apply
-from outpace.parallel.fill import fill, fills_later
+from outpace.parallel import LayoutRequest, apply
+from outpace.parallel.deferred_init import fill, fills_later
 from outpace.parallel.tensors import local
 from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
@@ -43,10 +43,10 @@ def main() -> None:
             plan = Plan.parse(values, "test")
             assert fills_later(plan), plan
             whole = LanguageModelObjective(adapt(Transformer(spec, seed=3), plan, 5))
-            at_once = parts(apply(Request(whole, plan, ranks, CPU)))
+            at_once = parts(apply(LayoutRequest(whole, plan, ranks, CPU)))
             with torch.device("meta"):
                 hollow = LanguageModelObjective(adapt(Transformer(spec), plan, 5))
-            layout = apply(Request(hollow, plan, ranks, CPU))
+            layout = apply(LayoutRequest(hollow, plan, ranks, CPU))
             fill(layout, CPU, partial(first, spec, shapes, plan))
             later = parts(layout)
             assert later.keys() == at_once.keys()

@@ -6,7 +6,7 @@ from torch import nn
 from outpace.optim.build import Build
 
 
-class Witness:
+class PlaceholderParameter:
     """One number, always 0, that is stepped in the place of parameters.
 
     So a rank whose parameters are stepped elsewhere takes part in what all ranks do in a step: the

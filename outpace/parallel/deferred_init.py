@@ -51,7 +51,7 @@ def fill(
 
 @torch.no_grad()
 def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of whole tensors, this rank's parts, in memory of their own where a rank has less.
+    """Return this rank's parts of whole tensors, in memory of their own where a rank has less.
 
     By the names of the layout's parameters.
     """
@@ -75,10 +75,10 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _take_memory(objective: nn.Module, device: torch.device) -> None:
-    """Memory for all parameters, of no particular values.
+    """Allocate memory for all parameters, of no particular values.
 
-    `fully_shard` and tensor parallelism know how to move their own. Plain ones are made anew, as
-    a module would do it, but for fake tensors too.
+    `fully_shard` and tensor parallelism know how to move their own. Plain ones are replaced, as a
+    module would do it, but for fake tensors too.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for module in objective.modules():
