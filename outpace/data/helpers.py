@@ -66,7 +66,7 @@ class Encoders:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        # Nobody waits for what is encoded in vain, which a long text may be for minutes.
+        # Do not wait for what nobody needs any more: a long text may take minutes.
         failed = raised[0] is not None
         try:
             self._pool.shutdown(wait=not failed, cancel_futures=True)

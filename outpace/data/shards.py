@@ -42,7 +42,7 @@ _BATCH_CHARACTERS = 2 << 20
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
 _SIGNS_KEPT = 1000  # of characters that are lost, in the index
-# Beyond this the checksums would take longer than a person waits; sizes are always compared.
+# Beyond this the checksums would take longer than a user waits; sizes are always compared.
 _CHECKED_BYTES = 4 << 30
 
 

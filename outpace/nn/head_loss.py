@@ -41,7 +41,7 @@ PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
 # All logits are made at once up to here: 2³¹ of 16 bits, which kernels still count in 32 bits, and
 # 16,384 tokens of Llama 3's vocabulary of 128,256. A constant, so that all ranks do the same.
 WHOLE_BYTES = 4 * 2**30
-# Larger ones are cut into the largest equal chunks of at most so many bytes.
+# Larger ones are cut into the largest equal chunks of at most this many bytes.
 CHUNK_BYTES = 2 * 2**30
 # Rows of a chunk that is asked for, and the least of any: below, the head's gradient is read and
 # written too often (4 times of 4·V·D bytes at 16,384 tokens).

@@ -106,8 +106,8 @@ def drawn_transformer(
     if device.type == "cpu" and dtype == torch.float32:
         return Transformer(spec, seed)  # without the meta device, whose `empty_like` loads sympy
     with torch.device("meta"):
-        hollow = Transformer(spec)
-    model = hollow.to(dtype).to_empty(device=device)
+        structure = Transformer(spec)
+    model = structure.to(dtype).to_empty(device=device)
     model.reset_parameters(seed)
     return model
 

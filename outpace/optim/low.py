@@ -183,7 +183,7 @@ class LowAdamW(KeepsDtypes):
             part = self._parts[parameter] = _Part(
                 parameter,
                 # Whether it requires gradients, which parts together do not, is a reason to
-                # compile anew.
+                # compile again.
                 weight.detach(),
                 tuple(self._moment(state, name) for name in MOMENTS),
                 counted=few or self._compiled is not None,

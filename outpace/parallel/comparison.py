@@ -21,7 +21,7 @@ from outpace.records.plan import Plan
 
 # Random weights of a projection, which repeat: a prime, so that equal rows have others.
 _WEIGHTS = 8_191
-_ROWS = 2_048  # of so many weights are taken at once: 64 MiB in fp32
+_ROWS = 2_048  # rows of weights taken at once: 64 MiB in fp32
 
 MISSING = "is missing, and is there in one process"
 

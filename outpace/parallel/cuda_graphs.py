@@ -96,7 +96,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
         try:
-            # Other threads, such as a loader's, may go on to ask the driver for memory.
+            # Other threads, such as a loader's, may keep asking the driver for memory.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

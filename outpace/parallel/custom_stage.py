@@ -111,7 +111,7 @@ class CustomStage(nn.Module):
         self._names, self.mine, self._splits = names, mine, splits
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
-        self.leaves: tuple[Key, ...] = ()  # the values that go on to the next stage
+        self.leaves: tuple[Key, ...] = ()  # the values that travel to the next stage
         self.taken: Message | None = None  # the forms of what comes, as the look has seen it
         self.given: Message | None = None
         self.recomputes = False  # whether the user's forward makes checkpoints around blocks

@@ -35,15 +35,15 @@ from outpace.records.errors import BadInputError
 
 _CHUNK_BYTES = 512 << 10  # lies in a core's cache while it is added
 _NAP_S = 50e-6
-_LENGTH_BITS = 44  # of a kind of exchange, for the bytes of its buffer
+_LENGTH_BITS = 44  # of a kind of collective, for the bytes of its buffer
 _GAVE_UP = -1  # instead of a number of moves
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
-# From a process's address to one here, so many bytes.
+# Of a process, an address there, one here, and the number of bytes to copy.
 _Copy = Callable[[int, int, int, int], None]
 
 
-# These do nothing: they are for those that count exchanges as they are called.
+# These do nothing: they are for those that count collectives as they are called.
 
 
 def _all_reduce_directly(buffer: Tensor, group: str) -> None:

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 _LOOK_EVERY_S = 1.0
 _PATIENCE_S = 5.0  # of a call, before the store is looked into
-_GRACE_S = 10.0  # in which the rank that refused may go on, or this one may end by itself
+_GRACE_S = 10.0  # in which the rank that refused may continue, or this one may end by itself
 _EXIT_CODE = 2  # of bad input
 
 
@@ -31,7 +31,7 @@ class RefusalWatch:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._find = find
         self._call = 0
-        self._since_s: float | None = None  # of the call that goes on
+        self._since_s: float | None = None  # of the call in progress
         self._thread = threading.Thread(target=self._look, name="outpace-refusals", daemon=True)
         self._thread.start()
 

@@ -82,7 +82,7 @@ class SharedBuffers:
             buffer = held.get(name, first)
             if buffer is not None and buffer is first:
                 flags[number] = buffer._version != version or fingerprint(buffer) != values
-            else:  # what is not saved and made anew each time is a cache, of whatever length
+            else:  # what is not saved and replaced each time is a cache, of whatever length
                 flags[number] = name in saved
         flags = flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)

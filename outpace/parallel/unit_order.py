@@ -115,7 +115,7 @@ class UnitOrder:
         in each pass would make the host wait for the device.
         """
         store = _get_default_store()
-        # Ranks leave orders in turn: whoever does not come waits for this one, in another exchange.
+        # Ranks leave orders in turn: whoever does not come waits for this one, elsewhere.
         turn = store.add(f"outpace/orders-left-{dist.get_rank()}", 1)
         key = f"outpace/order-left-{turn}"
         until_s = time.monotonic() + _WAIT_S

@@ -24,7 +24,7 @@ from outpace.trace.inside import FLOPS, TemporaryBytes
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-# Operators that use memory for exchanges between ranks, by their namespaces.
+# Operators that use memory for communication between ranks, by their namespaces.
 _EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
 
 

@@ -66,7 +66,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         init(self, *args, **{**kwargs, "parameters_as_bucket_view": False})
 
     yield ZeroRedundancyOptimizer, "__init__", init_without_views
-    yield ring, "Exchange", _InTurn
+    yield ring, "RingReducer", _InTurn
 
 
 def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:

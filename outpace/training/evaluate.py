@@ -15,7 +15,7 @@ from outpace.parallel.layout import divisor
 from outpace.records.measurement import Evaluation
 from outpace.training.step import Batch
 
-# Ranks ask each other so often whether a signal came: seldom enough not to be seen in the time.
+# How often ranks ask each other whether a signal came: too seldom to show in the step time.
 _ASK_EVERY = 8
 
 

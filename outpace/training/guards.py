@@ -17,7 +17,7 @@ from outpace.data.seeding import seed_generators
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.signals import ENDING, may_handle
 
-# The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
+# The kernel, a terminal and a launcher can each deliver what the user meant as one signal.
 _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
 # Who asked to end and sees nothing end for so long is told what is waited for.

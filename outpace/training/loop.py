@@ -47,7 +47,7 @@ class Loop:
     look: Callable[[list[Batch], bool], Tensor | None] | None = None
     around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
     run_started: str | None = None  # by run.json, so that a checkpoint names its run
-    # Steps from one collection of garbage to the next; None: whenever Python wishes.
+    # Steps from one collection of garbage to the next; None: when Python decides.
     collect_every: int | None = None
 
     def run(self) -> None:

@@ -22,7 +22,7 @@ _KINDS = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
     "send": "send",
 }  # fmt: skip
-# The last is of exchanges that outpace does itself (parallel.peer_memory).
+# The last is of collectives that outpace does itself (parallel.peer_memory).
 _NAMESPACES = ("c10d", "_c10d_functional", "outpace")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -55,7 +55,7 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_spread(types):
-            return NotImplemented  # come back with what DTensor makes of it, exchanges included
+            return NotImplemented  # come back with what DTensor makes of it, communication included
         if not self._paused and func.namespace in _NAMESPACES:
             kind = _kind(func._opname.strip("_"))
             if kind is not None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from outpace.interop.outline import described, needs_trace, outline_from_config
+from outpace.interop.outline import needs_trace, outline_from_config, read_outline_and_spec
 from outpace.interop.transformers_build import build_on_meta
 from outpace.jobs.planning.find_outline import find_outline
 from outpace.planner.model.flops import keys_reached
@@ -220,7 +220,7 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
 def test_a_folder_with_code_of_its_own_and_the_layers_of_a_family(tmp_path: Path) -> None:
     values = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2}
     folder(tmp_path, model_type="deepseek_v3", **values)
-    known, _ = described(tmp_path)
+    known, _ = read_outline_and_spec(tmp_path)
     folder(tmp_path, model_type="kimi_k2", **values)
     _, found, _ = find_outline(str(tmp_path))
     assert found.stacks == known.stacks

@@ -7,7 +7,7 @@ from outpace.records.hardware import Dtype
 _BITS: dict[Dtype, int] = {
     "fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8,
 }  # fmt: skip
-# A register of AMX is 16 rows of so many bits.
+# A register of AMX is 16 rows of this many bits.
 _ROW_BITS = 512
 
 

@@ -25,7 +25,7 @@ from outpace.records.figure import Figure, Key, Unit
 
 # Beyond this a figure would say little: it is not given.
 CONCLUSIVE = 0.25
-# A sample of so many times its usual length is one long call.
+# A sample this many times as long as usual is one long call.
 _LONG = 5
 
 

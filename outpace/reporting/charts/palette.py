@@ -21,8 +21,8 @@ PARTS: Mapping[str, str] = {
     "communication": RED,
     "other": GREY,
 }
-# The same of an estimate, as planner.titles.PARTS names them: computing in blues, exchanges in reds
-# and their like, waiting in greys.
+# The same for an estimate, by the names of planner.titles.PARTS: computing in blues, communication
+# in reds and their like, waiting in greys.
 ESTIMATED: Mapping[str, str] = {
     "products_s": BLUE,
     "attention_s": SKY,

@@ -215,7 +215,7 @@ def _offloading(one: Estimate) -> list[str]:
     return lines
 
 
-# Of a rank's step; docs/concepts/planner.md says how each is reckoned.
+# Of a rank's step; docs/concepts/planner.md says how each is computed.
 _OFFLOADED = {
     "weights": "offloading copies {size} of weights, for each micro-batch's forward and backward",
     "activations": "offloading copies {size} of activations, there in the forward and back in the "

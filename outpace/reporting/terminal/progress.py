@@ -33,7 +33,7 @@ from outpace.training.callbacks import TRAINING, Callback
 
 # Seconds between lines where nobody watches live.
 _LINE_EVERY_S = 5.0
-# Steps of which the bottleneck is told: medians over so many, and of fewer nothing is said.
+# Steps over whose medians the bottleneck is told; with fewer it is not.
 _MOST_STEPS, _LEAST_STEPS = 20, 5
 # Columns of a terminal in which the live line has room for the bottleneck.
 _WIDE = 110

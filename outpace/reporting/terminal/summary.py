@@ -15,7 +15,7 @@ from outpace.reporting.bottleneck import BottleneckInputs, bottleneck
 from outpace.reporting.terminal.utilisation import averages_table
 
 _BAR_CELLS = 30
-_MOST_WORDS = 24  # characters of a text to go on from
+_MOST_WORDS = 24  # characters of a text to continue from
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
