@@ -11,7 +11,7 @@ from outpace.records.plan import Checkpointing
 _ATTENTION_ROWS = 512  # of scores that ring attention holds at once
 
 
-class Block(Setup):
+class BlockMemory(Setup):
     """The MLP and attention, each with the norm before it or after."""
 
     def _block(self, tape: Tape, present: Floats, mode: dict[Checkpointing, Floats]) -> None:

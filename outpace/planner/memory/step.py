@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from outpace.planner.memory.block_backward import Block
+from outpace.planner.memory.block_backward import BlockMemory
 from outpace.planner.memory.fullest_rank import Place, places
 from outpace.planner.memory.loss import Loss
 from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
@@ -21,7 +21,7 @@ _WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
 _UNIT_BYTES = 4 * _MIB  # of parameters that an offloaded optimizer steps together, at least
 
 
-class Step(Loss, Block):
+class Step(Loss, BlockMemory):
     """A step of each plan, on the ranks that may be the fullest."""
 
     def _for_good(self, tape: Tape, place: Place, later: Floats) -> None:
