@@ -207,25 +207,38 @@ def _search(job: Job) -> Found:
 
 
 def _add_alternatives(job: Job, found: Found) -> Found:
-    """Add the simplest and the leanest of plans about as fast, with their pipelines simulated."""
-    question = job.question
+    """Add the simplest and the leanest of plans about as fast, with their pipelines simulated.
+
+    In the place of one that is slower once it is simulated comes the best without a pipeline.
+    """
+    found = _find_simulated_alternatives(job, found)
+    slow = _slow_alternatives(found)
+    if not any(slow) or found.layouts is None:
+        return found
+    whole = np.flatnonzero(found.layouts.pp == 1)
+    fewer = replace(found, layouts=found.layouts.take(whole), bound=found.bound[whole])
+    again = _find_simulated_alternatives(job, fewer)
+    return replace(
+        again,
+        simplest=again.simplest if slow[0] else found.simplest,
+        leanest=again.leanest if slow[1] else found.leanest,
+    )
+
+
+def _find_simulated_alternatives(job: Job, found: Found) -> Found:
     found = find_alternatives(
-        question, job.wanted, found, job.checked_bytes, job.least_bytes, job.limit
+        job.question, job.wanted, found, job.checked_bytes, job.least_bytes, job.limit
     )
     places = np.array([found.simplest, found.leanest])
-    times = simulate_pipelines(question, found.columns, found.times, places)
-    return _drop_slow_alternatives(replace(found, times=times))
+    times = simulate_pipelines(job.question, found.columns, found.times, places)
+    return replace(found, times=times)
 
 
-def _drop_slow_alternatives(found: Found) -> Found:
-    """Take the fastest in the place of alternatives that are slower once they are simulated."""
+def _slow_alternatives(found: Found) -> tuple[bool, bool]:
+    """Whether the simplest and the leanest are slower than they may be, once simulated."""
     took, least = found.times.step_s, float(found.times.step_s[found.fastest])
-    is_slow = took[found.simplest] > EQUAL * least, took[found.leanest] > LEAN * least
-    return replace(
-        found,
-        simplest=found.fastest if is_slow[0] else found.simplest,
-        leanest=found.fastest if is_slow[1] else found.leanest,
-    )
+    slow = took[[found.simplest, found.leanest]] > least * np.array([EQUAL, LEAN])
+    return bool(slow[0]), bool(slow[1])
 
 
 def list_places(found: Found) -> list[tuple[int, tuple[Role, ...]]]:

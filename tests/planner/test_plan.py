@@ -10,6 +10,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import find_node
 from outpace.jobs.memory.query import question as memory_question
 from outpace.jobs.planning.request import PlanQuestion, job
+from outpace.planner import plan as planner
 from outpace.planner.explain.axis_links import axis_links
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan import estimate_plan, plans, throughput
@@ -78,6 +79,29 @@ def test_the_first_plan_is_the_simplest_of_those_as_fast():
     assert lean.estimate.step_time_s <= 1.1 * fast.estimate.step_time_s
     assert throughput(asked("llama-3.1-8b", keep="compile=False", seq_len=8192, global_batch=8),
                       1).plan == fast.plan  # fmt: skip
+
+
+def test_nothing_is_offloaded_where_a_plan_as_fast_keeps_all_on_the_device():
+    first = plans(asked("gpt2-xl", "8xrtx-3090", global_batch=64)).plan_for("recommended").plan
+    assert first.offload_activations == first.offload_parameters == first.offload_optimizer
+    assert first.offload_optimizer == "none" and first.pp == first.tp == 1
+
+
+@pytest.mark.slow
+def test_alternatives_that_simulation_shows_to_be_slow_give_way_to_the_next(monkeypatch):
+    question, real = asked("gpt2-xl", "8xrtx-3090", global_batch=64), planner.simulate_pipelines
+    assert plans(question).plan_for("leanest").plan.pp > 1
+
+    def slower(model, columns, times, places):
+        found = real(model, columns, times, places)
+        bubbles = found.bubble_s + (columns.pp > 1) * found.step_s
+        return replace(found, bubble_s=bubbles)
+
+    monkeypatch.setattr(planner, "simulate_pipelines", slower)
+    fast, lean = (plans(question).plan_for(role) for role in ("fastest", "leanest"))
+    assert fast.plan.pp == lean.plan.pp == 1
+    assert lean.estimate.peak_memory_bytes < fast.estimate.peak_memory_bytes
+    assert lean.estimate.step_time_s <= 1.1 * fast.estimate.step_time_s
 
 
 def test_pipelines_that_wait_do_not_hide_what_is_faster():

@@ -6,6 +6,7 @@ offloaded, no axis or schedule more than needed, and memory left.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,106 +18,100 @@ LEAN = 1.10  # times the fastest's step, at most, of the leanest
 ROOMY = 0.9  # of a device's memory: above, fragments and longer samples may run out of it
 _ENOUGH = 0.5  # of it: less use of memory is no further advantage
 _TIGHT = 2  # what less room counts for, beside the axes and options of `_layout_costs`
+# More than tensor with pipeline parallelism, or than less room: offloading adds the host's memory,
+# its links and its other programs to what a step waits for.
+_OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
 _LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
 _PIECE = 256  # plans whose bytes are reckoned first; then twice as many, again and again
 
 Estimates = Callable[[Columns], Floats]
 
 
-def simplest(
-    plain: Columns,
-    chosen: Sequence[Lever],
-    seconds: Estimates,
-    needs: Estimates,
-    floors: Estimates,
-    memory_bytes: float,
-    most_s: float,
-    trains_all: bool,
-) -> Columns | None:
+@dataclass(frozen=True)
+class Choice:
+    """Plans to choose among, and how each is judged.
+
+    `plain` are layouts without options, `chosen` the options to go with each. A plan takes
+    `seconds` a step and `needs` bytes of a device's `memory_bytes`; `floors` are bytes that it
+    needs at least, which are known in less time than `needs`.
+    """
+
+    plain: Columns
+    chosen: Sequence[Lever]
+    seconds: Estimates
+    needs: Estimates
+    floors: Estimates
+    memory_bytes: float
+
+    def narrow(self, plain: Columns, chosen: Sequence[Lever]) -> "Choice":
+        """Return the same choice among fewer layouts or options."""
+        return replace(self, plain=plain, chosen=chosen)
+
+
+def simplest(choice: Choice, most_s: float, trains_all: bool) -> Columns | None:
     """The simplest plan that takes `most_s` at most and fits; of equals that with the most room.
 
-    `plain` are layouts without options that may be as fast, `chosen` the options to go with them.
     `trains_all`: the trainer is not outpace, so that what outpace does not train counts nothing.
     """
-    of_layout = _layout_costs(plain, trains_all)
+    chosen, limit = choice.chosen, choice.memory_bytes
+    of_layout = _layout_costs(choice.plain, trains_all)
     of_lever = np.array([_option_cost(lever, chosen[0]) for lever in chosen])
     best: tuple[float, float, float, Columns] | None = None
     for cost in np.unique(of_layout[:, None] + of_lever[None, :]):
         if best is not None and best[0] < cost:
             break
         for own in np.unique(of_lever):
-            some = plain.take(np.flatnonzero(of_layout == cost - own))
+            some = choice.plain.take(np.flatnonzero(of_layout == cost - own))
             levers = [lever for lever, c in zip(chosen, of_lever, strict=True) if c == own]
-            found = _roomiest(some, levers, seconds, needs, floors, memory_bytes, most_s,
-                              _ENOUGH * memory_bytes)  # fmt: skip
+            found = _roomiest(choice.narrow(some, levers), most_s, _ENOUGH * limit)
             if found is None:
                 continue
-            total = float(cost) + _TIGHT * (found[0] > ROOMY * memory_bytes)
+            total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
             if best is None or (total, *found[:2]) < best[:3]:
                 best = total, *found
     return None if best is None else best[3]
 
 
-def leanest(
-    plain: Columns,
-    chosen: Sequence[Lever],
-    seconds: Estimates,
-    needs: Estimates,
-    floors: Estimates,
-    memory_bytes: float,
-    most_s: float,
-    offloads: bool,
-) -> Columns | None:
+def leanest(choice: Choice, most_s: float, offloads: bool) -> Columns | None:
     """The plan of the least memory of a device that takes `most_s` at most and fits.
 
     `offloads`: nothing else fits; without need nothing is moved to a host's memory.
     """
     places = [f"offload_{name}" for name in ("activations", "parameters", "optimizer")]
-    levers = [one for one in chosen if offloads or not any(one[name] for name in places)]
-    found = _roomiest(plain, levers, seconds, needs, floors, memory_bytes, most_s, 0.0)
+    levers = [one for one in choice.chosen if offloads or not any(one[name] for name in places)]
+    found = _roomiest(choice.narrow(choice.plain, levers), most_s, 0.0)
     return None if found is None else found[2]
 
 
-def _roomiest(
-    plain: Columns,
-    chosen: Sequence[Lever],
-    seconds: Estimates,
-    needs: Estimates,
-    floors: Estimates,
-    memory_bytes: float,
-    most_s: float,
-    enough: float,
-) -> tuple[float, float, Columns] | None:
+def _roomiest(choice: Choice, most_s: float, enough: float) -> tuple[float, float, Columns] | None:
     """The plan of the least memory among the layouts with all options; None: none fits.
 
     With its bytes and seconds: of those that need `enough` or less, the fastest, with `enough`.
-    `floors` are bytes that a plan needs at least, which take less time than `needs`: the
-    lowest come first, until none of the rest can need less than what was found.
+    Those of the lowest `floors` come first, until none of the rest can need less than what was
+    found.
     """
     best: tuple[float, float, Columns] | None = None
-    for part, took in _quick_plans(plain, chosen, seconds, most_s):
-        least = np.maximum(floors(part), enough)
+    for part, took in _quick_plans(choice, most_s):
+        least = np.maximum(choice.floors(part), enough)
         order = np.argsort(least, kind="stable")
         size = _PIECE
         while len(order):
             rows, order, size = order[:size], order[size:], 2 * size
-            if least[rows[0]] > (memory_bytes if best is None else best[0]):
+            if least[rows[0]] > (choice.memory_bytes if best is None else best[0]):
                 break
-            nbytes = np.maximum(needs(part.take(rows)), enough)
+            nbytes = np.maximum(choice.needs(part.take(rows)), enough)
             place = int(np.lexsort((took[rows], nbytes))[0])
             own = float(nbytes[place]), float(took[rows[place]])
-            if own[0] <= memory_bytes and (best is None or own < best[:2]):
+            if own[0] <= choice.memory_bytes and (best is None or own < best[:2]):
                 best = *own, part.take(rows[[place]])
     return best
 
 
-def _quick_plans(
-    plain: Columns, chosen: Sequence[Lever], seconds: Estimates, most_s: float
-) -> Iterator[tuple[Columns, Floats]]:
+def _quick_plans(choice: Choice, most_s: float) -> Iterator[tuple[Columns, Floats]]:
     """Yield plans that take `most_s` at most, with their seconds, those of some layouts a time."""
-    for begin in range(0, len(plain) if chosen else 0, _LAYOUTS):
-        part = expand(plain.take(slice(begin, begin + _LAYOUTS)), chosen)
-        took = seconds(part)
+    for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
+        part = expand(choice.plain.take(slice(begin, begin + _LAYOUTS)), choice.chosen)
+        took = choice.seconds(part)
         within = np.flatnonzero(took <= most_s)
         if len(within):
             yield part.take(within), took[within]
@@ -144,7 +139,7 @@ def _option_cost(option: Lever, plainest: Lever) -> int:
     """Count what options ask: offloading most, recomputation and a chunked loss a little."""
     disk = OFFLOADS.index("disk")
     places = [option[f"offload_{name}"] for name in ("activations", "parameters", "optimizer")]
-    offloads = sum(3 if place == disk else 2 for place in places if place)
+    offloads = sum(_OFFLOAD_TO_DISK if place == disk else _OFFLOAD for place in places if place)
     others = (
         option["modes"][0] < 1,
         option["optimizer"] != plainest["optimizer"],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Columns, Floats, Ints
-from outpace.planner.search.alternatives import EQUAL, LEAN, leanest, simplest
+from outpace.planner.search.alternatives import EQUAL, LEAN, Choice, leanest, simplest
 from outpace.planner.search.space import Lever, Wanted, expand, layouts, levers, to_plan
 from outpace.planner.step_time.estimate import Times, estimate
 from outpace.planner.step_time.setup import Question
@@ -119,13 +119,13 @@ def find_alternatives(
         return estimate(question, columns).step_s
 
     near, lean = (found.layouts.take(found.bound <= limit * least) for limit in (EQUAL, LEAN))
-    simple = simplest(near, chosen, seconds, needs, floors, memory_bytes, EQUAL * least,
-                      question.other_program)  # fmt: skip
+    choice = Choice(near, chosen, seconds, needs, floors, memory_bytes)
+    simple = simplest(choice, EQUAL * least, question.other_program)
     first = found.columns.take([found.fastest])
     offloads = any(
         getattr(first, f"offload_{name}")[0] for name in ("activations", "parameters", "optimizer")
     )
-    small = leanest(lean, chosen, seconds, needs, floors, memory_bytes, LEAN * least, offloads)
+    small = leanest(choice.narrow(lean, chosen), LEAN * least, offloads)
     both = _concatenate([one for one in (simple, small) if one is not None] or [near.take([])])
     more = estimate(question, both)
     times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])

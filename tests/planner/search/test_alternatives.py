@@ -10,7 +10,7 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
-from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, leanest
+from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, Choice, leanest
 from outpace.planner.search.branch_and_bound import find_alternatives, search
 from outpace.planner.search.space import (
     Wanted,
@@ -56,7 +56,7 @@ def words_asked(plan, need, limit):
         + 2 * ((plan.tp > 1) + (plan.cp > 1) + (plan.pp > 1) + exotic)
         + 3 * (plan.strategy in ("dp", "ps", "ring", "mp"))
         + 3 * (plan.training_obstacle is not None)
-        + sum({"none": 0, "cpu": 2, "disk": 3}[place] for place in offloads)
+        + sum({"none": 0, "cpu": 5, "disk": 6}[place] for place in offloads)
         + (plan.checkpointing != "none") + (plan.loss == "chunked")
         + 2 * (need > ROOMY * limit)
     )  # fmt: skip
@@ -105,7 +105,8 @@ def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
         counts["needs"].append(len(c))
         return needs(c)
 
-    found = leanest(plain, chosen, seconds, counted, floors, np.inf, np.inf, False)
+    choice = Choice(plain, chosen, seconds, counted, floors, np.inf)
+    found = leanest(choice, np.inf, False)
     plans = expand(plain, chosen)
     plans = plans.take(sum(getattr(plans, name) for name in PLACES) == 0)
     need = needs(plans)
