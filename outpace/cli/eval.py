@@ -1,10 +1,10 @@
 """`outpace eval`."""
 
-import sys
 from collections.abc import Mapping
 from typing import get_args
 
 from outpace.cli.generate import add_device, add_model
+from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.run import explain_removed_checkpoint
@@ -29,7 +29,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         device=arguments.device,
         text_field=arguments.text_field,
         task=arguments.task,
-        on_hint=lambda hint: print(f"hint: {hint}", file=sys.stderr),
+        on_hint=tell_hint,
     )
     if arguments.json:
         print(evaluation.model_dump_json(indent=2))

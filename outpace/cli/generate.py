@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.run import explain_removed_checkpoint
@@ -28,7 +29,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     sampling = inference.Sampling(
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed
     )
-    writer = inference.Writer(arguments.run, sampling, arguments.device)
+    writer = inference.Writer(arguments.run, sampling, arguments.device, on_hint=tell_hint)
     begin = inference.system_message(arguments.system)
     if arguments.conversations is not None:
         for messages in inference.questions(arguments.conversations):

@@ -1,11 +1,10 @@
 """`outpace merge`."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from outpace.cli.output import output_place
+from outpace.cli.output import output_place, tell_hint
 from outpace.cli.parser import Parser
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
@@ -35,7 +34,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         print(json.dumps({**values, "notes": merged.notes}, indent=2))
     else:
         for note in merged.notes:
-            print(f"hint: {note}", file=sys.stderr)
+            tell_hint(note)
         print(f"{arguments.out}: {show_count(merged.parameters)} parameters, the adapter merged in")
     return 0
 

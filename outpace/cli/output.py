@@ -1,7 +1,8 @@
-"""Files that a command is asked to write: whether it can is known before it begins."""
+"""Files that a command is asked to write, known before it begins to be writable; and hints."""
 
 import argparse
 import os
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,11 @@ from outpace.records.errors import BadInputError, excerpt
 
 if TYPE_CHECKING:
     from outpace.records.base import Record
+
+
+def tell_hint(hint: str) -> None:
+    """Print a hint to standard error, beside the result."""
+    print(f"hint: {hint}", file=sys.stderr)
 
 
 def output_file(text: str) -> Path:

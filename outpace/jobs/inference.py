@@ -67,11 +67,18 @@ class Sampling:
 class Writer:
     """A model that writes, with its tokenizer.
 
-    Raises BadInputError when the folder has no model, no tokenizer, or one that cannot write.
+    `on_hint` is called with what should be known of how they were read. Raises BadInputError when
+    the folder has no model, no tokenizer, or one that cannot write.
     """
 
-    def __init__(self, run: Path, sampling: Sampling, device: str) -> None:
-        self._model, self._tokenizer, self._stop_ids = _open(run, device)
+    def __init__(
+        self,
+        run: Path,
+        sampling: Sampling,
+        device: str,
+        on_hint: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._model, self._tokenizer, self._stop_ids = _open(run, device, on_hint)
         self._sampling = sampling
         self._talk: ChatFormat | None = None
 
@@ -331,13 +338,10 @@ def _samples(
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
     corpus = _held_out_data(data, settings, tokenizer)
     check_vocab(corpus, tokenizer, opened.spec.vocab if opened.spec else None, opened.name)
-    hints = [*opened.notes, *corpus.hints, *foreign_id_hints(corpus, tokenizer)]
-    if opened.tokenizer is not None and tokenizer is not None:
-        cache_dir = cache_folder(settings.cache_dir, os.environ)
-        if (found := source_difference(opened.tokenizer, tokenizer, cache_dir)) is not None:
-            hints.append(found)
-    for hint in hints:
+    for hint in (*opened.notes, *corpus.hints, *foreign_id_hints(corpus, tokenizer)):
         on_hint(hint)
+    if opened.tokenizer is not None and tokenizer is not None:
+        _tell_difference(opened.tokenizer, tokenizer, settings.cache_dir, on_hint)
     return TokenDataset(
         corpus,
         (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
@@ -346,6 +350,15 @@ def _samples(
         document_attention=settings.document_attention,
         tokenizer=tokenizer,
     )
+
+
+def _tell_difference(
+    folder: Path, tokenizer: Tokenizer, cache_dir: Path | None, on_hint: Callable[[str], None]
+) -> None:
+    """Say where transformers reads the tokenizer in `folder` otherwise than it was read here."""
+    found = source_difference(folder, tokenizer, cache_folder(cache_dir, os.environ))
+    if found is not None:
+        on_hint(found)
 
 
 def _held_out_data(
@@ -365,7 +378,9 @@ def _held_out_data(
     )
 
 
-def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer, frozenset[int]]:
+def _open(
+    run: Path, device: str, on_hint: Callable[[str], None]
+) -> tuple[Transformer, Tokenizer, frozenset[int]]:
     """A model that writes, with its tokenizer, and the tokens that end what it writes.
 
     These are the tokenizer's end of text and those that the model's folder names.
@@ -389,6 +404,10 @@ def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer, frozenset[int
     tokenizer = load_tokenizer(str(opened.tokenizer))
     check_tokenizer(tokenizer, opened.spec.vocab, opened.name)
     model = load_model(opened, opened.spec)
+    for note in opened.notes:
+        on_hint(note)
+    cache_dir = None if record is None else record.settings.cache_dir
+    _tell_difference(opened.tokenizer, tokenizer, cache_dir, on_hint)
     settings = TrainSettings.parse({"device": device}, "--device")
     target = resolve_device(settings, Ranks())
     stop_ids = {tokenizer.eos_id}

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,26 @@ def test_generate_reads_stdin_and_writes_json(
     document = json.loads(generated(capsys, f"--run={run}", "-", "--json", "--top-k=5"))
     assert document["prompt"] == "class A"
     assert document["text"].startswith("class A")
+
+
+def test_generate_and_eval_say_where_the_tokenizers_class_reads_otherwise(
+    run: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers builds Qwen 2's tokenizer by its class, which cuts digits one by one."""
+    model = shutil.copytree(run / "model", tmp_path / "model")
+    (model / "checksums.json").unlink()
+    path = model / "tokenizer_config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "tokenizer_class": "Qwen2Tokenizer"})
+    )
+    capsys.readouterr()
+    words = ["--model", str(model), "--device=cpu"]
+    assert main(["generate", *words, "--max-new-tokens=1", "In 1234"]) == 0
+    said = capsys.readouterr().err
+    assert "by its class Qwen2Tokenizer, otherwise than its tokenizer.json" in said
+    assert main(["eval", *words, "--batches=1", "--batch-size=1", "--data", str(corpus)]) == 0
+    [hint] = [line for line in capsys.readouterr().err.splitlines() if "Qwen2Tokenizer" in line]
+    assert hint in said
 
 
 def test_eval_measures_what_the_run_held_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
