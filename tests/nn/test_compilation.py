@@ -42,7 +42,7 @@ def one_rank(tmp_path):
 
 
 def _pair(make_spec, family="gpt2", plan=None, **values):
-    """An objective, and its copy with the plan's levers; both in float64."""
+    """An objective, and its copy with the plan's options; both in float64."""
     model = Transformer(make_spec(family, **values))
     plain = LanguageModelObjective(model, "plain", None).double()
     compiled = copy.deepcopy(plain)

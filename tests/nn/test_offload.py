@@ -68,10 +68,10 @@ class Watched(OnDisk):
 def test_gradients_are_the_same_to_the_last_bit(checkpointing, backwards):
     if checkpointing == "selective" and backwards == 2:
         pytest.skip("torch's selective checkpointing has one backward")
-    levers = {"checkpointing": checkpointing}
+    options = {"checkpointing": checkpointing}
     plain, moved, scratch = model(), model(), Scratch()
-    apply_options(plain, Plan.parse(levers, "test"))
-    apply_options(moved, Plan.parse({**levers, "offload_activations": "disk"}, "test"),
+    apply_options(plain, Plan.parse(options, "test"))
+    apply_options(moved, Plan.parse({**options, "offload_activations": "disk"}, "test"),
                  scratch=scratch)  # fmt: skip
     known = gradients(plain, backwards=backwards)
     for _ in range(2):

@@ -45,8 +45,8 @@ def main() -> None:
             whole = LanguageModelObjective(adapt(Transformer(spec, seed=3), plan, 5))
             at_once = parts(apply(LayoutRequest(whole, plan, ranks, CPU)))
             with torch.device("meta"):
-                hollow = LanguageModelObjective(adapt(Transformer(spec), plan, 5))
-            layout = apply(LayoutRequest(hollow, plan, ranks, CPU))
+                objective = LanguageModelObjective(adapt(Transformer(spec), plan, 5))
+            layout = apply(LayoutRequest(objective, plan, ranks, CPU))
             fill(layout, CPU, partial(first, spec, shapes, plan))
             later = parts(layout)
             assert later.keys() == at_once.keys()

@@ -1,6 +1,6 @@
 """Two steps in a process of their own for each case; prints what each held in memory, as JSON.
 
-    python tests/parallel/offload_memory.py LIMIT[,LEVER=VALUE ...] ...
+    python tests/parallel/offload_memory.py LIMIT[,OPTION=VALUE ...] ...
 
 LIMIT is the anonymous memory that may be added to the model's, in units of the model's bytes; 0:
 no limit. `anonymous_bytes` and `resident_bytes` are of the process after a step, `forward_bytes`
@@ -35,10 +35,10 @@ def status(field: str) -> int:
     return int(found.split()[1]) * 1024
 
 
-def train(limit: float, levers: dict[str, Any], groups: Groups) -> dict[str, int]:
+def train(limit: float, options: dict[str, Any], groups: Groups) -> dict[str, int]:
     trial = Trial(SPEC, steps=2, seq_len=32)
     forward: list[int] = []
-    run = Run(trial, plan_of("single", precision="fp32", **levers), groups)
+    run = Run(trial, plan_of("single", precision="fp32", **options), groups)
     model_bytes = sum(p.nbytes for _, p in run.layout.named_parameters())
     if limit:
         allowed = status("VmData") + int(limit * model_bytes)
@@ -62,8 +62,8 @@ def train(limit: float, levers: dict[str, Any], groups: Groups) -> dict[str, int
 def main() -> None:
     found: list[dict[str, Any]] = []
     for case in sys.argv[1:]:
-        limit, *levers = case.split(",")
-        given = dict(lever.split("=") for lever in levers)
+        limit, *options = case.split(",")
+        given = dict(option.split("=") for option in options)
         try:
             found += world(1, partial(train, float(limit), given))
         except RuntimeError as error:

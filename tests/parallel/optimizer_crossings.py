@@ -32,9 +32,9 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def crossed(folder: Path, optimizer: str, precision: str, before: str, after: str) -> dict:
-    levers = {"optimizer": optimizer, "precision": precision}
-    known = alone(TRIAL, **levers)
-    first, second = plan_of(before, **levers), plan_of(after, **levers)
+    options = {"optimizer": optimizer, "precision": precision}
+    known = alone(TRIAL, **options)
+    first, second = plan_of(before, **options), plan_of(after, **options)
     world(first.world_size, lambda groups: save(first, TRIAL, groups, folder))
     files = contents(folder)
 

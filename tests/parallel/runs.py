@@ -38,7 +38,7 @@ SPEC = ModelSpec.parse(
 )  # fmt: skip
 
 
-def plan_of(name: str, samples: int = 16, **levers: Any) -> Plan:
+def plan_of(name: str, samples: int = 16, **options: Any) -> Plan:
     """From "zero3@4", with two accumulation steps; "servers" is ps where the servers step."""
     strategy, _, ranks = name.partition("@")
     by_servers = strategy == "servers"
@@ -51,7 +51,7 @@ def plan_of(name: str, samples: int = 16, **levers: Any) -> Plan:
     values = {"micro_batch": share // parts, "pp_microbatches": parts, "precision": "fp64",
               "optimizer": "adamw-for-loop"}  # fmt: skip
     own = {"strategy": strategy, "servers": servers, "server_updates": by_servers}
-    return Plan.parse({**own, **sizes, **values, **levers}, "test")
+    return Plan.parse({**own, **sizes, **values, **options}, "test")
 
 
 class Run:
@@ -133,11 +133,11 @@ class Step:
     held: dict[str, torch.Tensor]
 
 
-def alone(trial: Trial, **levers: Any) -> list[Step]:
+def alone(trial: Trial, **options: Any) -> list[Step]:
     """Every step of a single process."""
 
     def train(groups: Groups) -> list[Step]:
-        run, steps = Run(trial, plan_of("single", **levers), groups), []
+        run, steps = Run(trial, plan_of("single", **options), groups), []
         for number in range(1, trial.steps + 1):
             raw = run.step(number)
             steps.append(Step(loss_of(raw), float(raw.grad_norm), run.held()))

@@ -1,4 +1,4 @@
-"""Stages of a person's forward, one process after the other: right, or caught."""
+"""Stages of a user's forward, one process after the other: right, or caught."""
 
 import re
 from pathlib import Path

@@ -14,9 +14,9 @@ from outpace.records.model import ModelSpec
 pytestmark = pytest.mark.gloo
 
 
-def proved(on_ranks, strategies, levers, ranks=2):
+def proved(on_ranks, strategies, options, ranks=2):
     """The verdicts by strategy, and the bytes of the model's weights."""
-    found = on_ranks(ranks, "outpace", "verify", strategies, "--json", "--levers", levers)
+    found = on_ranks(ranks, "outpace", "verify", strategies, "--json", "--levers", options)
     verdicts = found["verdicts"]
     assert all(v["passed"] and v["worst_relative_difference"] < 1e-9 for v in verdicts)
     weights_bytes = 8 * parameter_count(ModelSpec.parse(found["model"], "verify"))
@@ -39,8 +39,8 @@ def test_adapters_are_trained_as_by_one_process(on_ranks, strategies, ranks):
 
 @pytest.mark.slow
 def test_beside_weights_in_4_bits_too_and_these_are_what_zero3_gathers(on_ranks):
-    levers = "lora_rank=2,base=nf4,checkpointing=full"
-    verdicts, weights_bytes = proved(on_ranks, "zero3,1f1b", levers)
+    options = "lora_rank=2,base=nf4,checkpointing=full"
+    verdicts, weights_bytes = proved(on_ranks, "zero3,1f1b", options)
     # Forward and backward of two passes; of 64 bits a number it would be twice the weights.
     assert verdicts["zero3"]["bytes_by_kind"]["all_gather"] < weights_bytes
 

@@ -58,15 +58,15 @@ def test_a_run_lives_in_memory_in_which_it_could_not_without(memory):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("strategies", "levers"),
+    ("strategies", "options"),
     [
         pytest.param("single,ddp,zero1,zero3,1f1b,tp", "disk", marks=pytest.mark.slow),
         ("single,ddp,zero1,zero3,1f1b,tp", "cpu"),
     ],
 )
-def test_offloading_is_exact(strategies, levers, on_ranks):
-    asked = f"offload_optimizer={levers}"
-    if levers == "disk":
+def test_offloading_is_exact(strategies, options, on_ranks):
+    asked = f"offload_optimizer={options}"
+    if options == "disk":
         asked += ",offload_parameters=disk,offload_activations=disk"
     found = on_ranks(2, "outpace", "verify", strategies, "--levers", asked, "--json")
     assert all(verdict["passed"] for verdict in found["verdicts"]), found["verdicts"]
@@ -98,7 +98,7 @@ def test_what_cannot_be_offloaded_is_refused_with_what_can():
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_activations_of_compiled_blocks_leave_and_come_back_exactly(on_ranks):
-    for levers in ("", ",checkpointing=full"):
+    for options in ("", ",checkpointing=full"):
         found = on_ranks(2, "outpace", "verify", "single,ddp,zero1,zero2,zero3", "--levers",
-                         f"compile=true,offload_activations=disk{levers}", "--json")  # fmt: skip
+                         f"compile=true,offload_activations=disk{options}", "--json")  # fmt: skip
         assert all(verdict["passed"] for verdict in found["verdicts"]), found["verdicts"]

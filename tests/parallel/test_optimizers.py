@@ -16,7 +16,7 @@ CROSSINGS = Path(__file__).with_name("optimizer_crossings.py")
 
 
 @pytest.mark.parametrize(
-    ("strategies", "levers"),
+    ("strategies", "options"),
     [
         ("zero3,tp", "optimizer=adafactor"),
         ("single,zero2,zero3", "optimizer_in_backward=true"),
@@ -29,8 +29,8 @@ CROSSINGS = Path(__file__).with_name("optimizer_crossings.py")
         ),
     ],
 )  # fmt: skip
-def test_an_exact_optimizer_equals_one_process(strategies, levers, on_ranks):
-    flags = ["--json", "--strategy", strategies, "--levers", levers]
+def test_an_exact_optimizer_equals_one_process(strategies, options, on_ranks):
+    flags = ["--json", "--strategy", strategies, "--levers", options]
     for verdict in on_ranks(2, "outpace", "verify", *flags)["verdicts"]:
         assert verdict["passed"] and verdict["worst_relative_difference"] < 1e-9, verdict
 

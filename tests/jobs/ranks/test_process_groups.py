@@ -20,7 +20,7 @@ def calls(monkeypatch):
     def note(name):
         return lambda *args, **given: seen.append((name, args, given))
 
-    monkeypatch.setattr(group, "_meet", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(group, "_open_store", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr(group, "agree_on_session", lambda *_: "a")
     monkeypatch.setattr(group, "register_gloo_shutdown", lambda: None)
     for name in ("init_process_group", "destroy_process_group", "new_group"):

@@ -1,8 +1,8 @@
-"""Tries every lever under strategies on two ranks, and prints what each came to, a line each.
+"""Tries every option under strategies on two ranks, and prints what each came to, a line each.
 
-python tests/parallel/levers.py LEVER[,LEVER ...] [STRATEGY ...]
+python tests/parallel/options.py OPTION[,OPTION ...] [STRATEGY ...]
 
-A line is JSON: strategy, lever, and either `apart`, the worst difference from what it must equal,
+A line is JSON: strategy, option, and either `apart`, the worst difference from what it must equal,
 or `refused`, the sentence, or `crashed`. (What accumulation, clipping, tied weights and unequal
 stages come to, `outpace verify` says: they are always part of it.)
 """
@@ -32,9 +32,9 @@ PLAIN = Trial(SPEC, steps=2)
 WITH_DROPOUT = Trial(DROPS, steps=2)
 
 
-def equals_one_process(name: str, steps: int = 2, **levers: Any) -> float:
-    """The worst difference of weights and moments from a single process without the lever."""
-    known, plan = alone(replace(PLAIN, steps=steps)), plan_of(name, **levers)
+def equals_one_process(name: str, steps: int = 2, **options: Any) -> float:
+    """The worst difference of weights and moments from a single process without the option."""
+    known, plan = alone(replace(PLAIN, steps=steps)), plan_of(name, **options)
 
     def train(groups: Groups) -> float:
         run = Run(PLAIN, plan, groups)
@@ -189,7 +189,7 @@ def export(name: str) -> float:
     return max(world(2, train))
 
 
-LEVERS: Mapping[str, Callable[[str], float]] = {
+OPTIONS: Mapping[str, Callable[[str], float]] = {
     "checkpointing selective": partial(equals_one_process, checkpointing="selective"),
     "checkpointing full": partial(equals_one_process, checkpointing="full"),
     "checkpointing some": partial(
@@ -217,25 +217,25 @@ STRATEGIES = (
 )
 
 
-def tried(strategy: str, lever: str) -> dict[str, Any]:
+def tried(strategy: str, option: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = {
-            "apart": LEVERS[lever](strategy if strategy == "single" else f"{strategy}@2")
+            "apart": OPTIONS[option](strategy if strategy == "single" else f"{strategy}@2")
         }
     except BadInputError as error:
         found = {"refused": str(error)}
     except RuntimeError as error:
         sentence = str(error).rpartition("BadInputError: ")
         found = {"refused": sentence[2].strip()} if sentence[1] else {"crashed": str(error)}
-    return {"strategy": strategy, "lever": lever, **found}
+    return {"strategy": strategy, "option": option, **found}
 
 
 def main() -> None:
 
-    levers = list(LEVERS) if sys.argv[1] == "all" else sys.argv[1].split(",")
+    options = list(OPTIONS) if sys.argv[1] == "all" else sys.argv[1].split(",")
     for strategy in sys.argv[2:] or STRATEGIES:
-        for lever in levers:
-            print(json.dumps(tried(strategy, lever)), flush=True)
+        for option in options:
+            print(json.dumps(tried(strategy, option)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 from outpace.records.plan import GATHERS, Strategy
 
-LEVERS = Path(__file__).with_name("levers.py")
+OPTIONS = Path(__file__).with_name("options.py")
 DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "compile.md"
 SPLIT = {name for name, schedule in SCHEDULES.items() if schedule.splits_backward}
 ONE_BACKWARD = ("checkpointing selective", "checkpointing full", "checkpointing some",
                 "recomputed dropout", "loss chunked", "compile")  # fmt: skip
-REFUSED = {(strategy, lever) for strategy in SPLIT for lever in ONE_BACKWARD}
+REFUSED = {(strategy, option) for strategy in SPLIT for option in ONE_BACKWARD}
 REFUSED |= {("tp", "loss chunked")}
 REFUSED |= {(strategy, "offload parameters") for strategy in (*get_args(Strategy), "servers")
             if strategy not in GATHERS}  # fmt: skip
@@ -26,9 +26,9 @@ REFUSED |= {(strategy, "offload parameters") for strategy in (*get_args(Strategy
 LOW = {"bf16": 2e-3, "fp16": 1e-3}
 
 
-def tried(levers, *strategies):
+def tried(options, *strategies):
     done = subprocess.run(
-        [sys.executable, str(LEVERS), levers, *strategies],
+        [sys.executable, str(OPTIONS), options, *strategies],
         capture_output=True, text=True, timeout=2900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -37,12 +37,12 @@ def tried(levers, *strategies):
 
 def check(found):
     assert found.get("crashed") is None, found
-    case = (found["strategy"], found["lever"])
+    case = (found["strategy"], found["option"])
     assert ("refused" in found) == (case in REFUSED), found
     if "refused" in found:
         assert "Use " in found["refused"] or "Leave " in found["refused"], found
     else:
-        assert found["apart"] < LOW.get(found["lever"], 1e-9), found
+        assert found["apart"] < LOW.get(found["option"], 1e-9), found
 
 
 @pytest.mark.gloo
