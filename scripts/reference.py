@@ -164,7 +164,7 @@ def settings_page() -> str:
         named = [action.dest for action in group._group_actions if action.dest in SETTINGS]
         if not named:
             continue
-        parts.append(f"## {(group.title or '').capitalize()}\n\n")
+        parts.append(f"## {sentence(group.title or '').removesuffix('.')}\n\n")
         rows = []
         for name in named:
             field = SETTINGS[name]
