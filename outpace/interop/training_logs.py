@@ -13,6 +13,8 @@ import re
 import statistics
 from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -25,6 +27,7 @@ from outpace.records.training_log import LoggedRun
 
 _MOST_BYTES = 2**30
 _EVAL = re.compile(r"eval\w*_runtime$")
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # A number, not the beginning of what is none ("1.2.3").
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
@@ -133,6 +136,40 @@ def _is_possible(value: object) -> TypeGuard[float]:
     return _LEAST < value < _MOST
 
 
+def _clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, float] | None:
+    """Return the least and the most that a step took by the times at the beginning of lines.
+
+    `step` finds a step's number. Between two lines other things may have happened, too
+    (evaluations, checkpoints): both are of the median pair of lines. None: no times, or of
+    less than two steps.
+    """
+    marks: list[tuple[int, float]] = []
+    unit_s = 0.0
+    for line in lines:
+        time, number = _TIME.search(line), step.search(line)
+        if time is None or number is None:
+            continue
+        fraction = time[2] or ""
+        unit_s = max(unit_s, 10.0 ** -len(fraction))
+        try:
+            moment = datetime.fromisoformat(time[1].replace("T", " ")).replace(tzinfo=UTC)
+        except ValueError:
+            continue
+        mark = int(number[1]), moment.timestamp() + float(f"0.{fraction or 0}")
+        if marks and (mark[0] <= marks[-1][0] or mark[1] < marks[-1][1]):
+            marks.clear()  # resumed, or the clock was set
+        marks.append(mark)
+    if len(marks) < 2 or marks[-1][1] - marks[0][1] <= 0:
+        return None
+    pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
+    least, most = (
+        statistics.median(max(0.0, seconds + error_s) / count for count, seconds in pairs)
+        for error_s in (-unit_s, unit_s)
+    )
+    steps, total_s = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
+    return least, min(most, (total_s + unit_s) / steps)
+
+
 def _torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
     step = re.compile(
         rf"step:\s*(\d+)\s+loss:\s*\S+.*memory:\s*{_NUMBER}GiB\([^)]*\)\s+tps:\s*{_NUMBER}"
@@ -152,6 +189,7 @@ def _torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
         "trainer": "torchtitan",
         "steps": max(1, len(found) - 1),
         "tokens_per_s_per_device": _steady([rate for _, rate in found]),
+        "clock_step_s": _clock_step_s(re.compile(r"step:\s*(\d{1,15})\s"), lines),
         "peak_memory_bytes": int(max(gib for gib, _ in found) * _GIB),
         "memory_kind": "reserved",
         **dict(zip(("micro_batch", "global_batch", "seq_len"), values, strict=True)),
@@ -280,6 +318,7 @@ def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
         "trainer": "deepspeed",
         "steps": max(1, len(rates) - 1),
         "samples_per_s": _steady(rates),
+        "clock_step_s": _clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines),
         "peak_memory_bytes": int(most * _GIB) or None,
         **({} if stage is None else {"zero": stage}),
         **{name: value for name, value in found.items() if value},

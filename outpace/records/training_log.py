@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from outpace.records.base import Record, read_object
 from outpace.records.errors import BadInputError
@@ -29,6 +36,9 @@ class LoggedRun(Record):
     steps: PositiveInt
     step_time_s: PositiveFloat | None = None
     tokens_per_s_per_device: PositiveFloat | None = None
+    clock_step_s: tuple[NonNegativeFloat, PositiveFloat] | None = Field(
+        default=None, description="least and most of a step, by the times of the log's lines"
+    )
     samples_per_s: PositiveFloat | None = None
     peak_memory_bytes: NonNegativeInt | None = None
     memory_kind: MemoryKind = "allocated"

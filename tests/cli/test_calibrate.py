@@ -78,7 +78,8 @@ def test_the_next_plan_starts_from_what_was_measured(
     # The same name with another batch is another run; the same run again replaces the first.
     again = (str(other), WORDS[0], f"--machine={out}", WORDS[2], f"--out={out}")
     text = other.read_text()
-    other.write_text(text.replace("global batch size 8", "global batch size 16"))
+    larger = text.replace("global batch size 8", "global batch size 16")
+    other.write_text(larger.replace("10:00:09", "10:00:18"))
     told(capsys, *again)
     other.write_text(text)
     told(capsys, *again)
@@ -236,6 +237,29 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert main(["calibrate", state, *CARD, "--layout=checkpointing=full,optimizer=sgd"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "assumed, as the log does not say: precision=bf16 (--layout)" in text
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "step"), [("32", "4096", "4.00 s"), ("8", "1024", "250.0 ms")]
+)
+def test_a_batch_that_the_logs_own_clock_contradicts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, batch: str, seq_len: str, step: str
+) -> None:
+    """8 devices at 4,096 tokens a second; 90 steps in 91 s, and the last ten with an evaluation."""
+    head, _, steps = (line.split("\n")[0] for line in LOG.split("[titan] ")[1:4])
+    lines = [f"[titan] {head}"]
+    for number, time in ((1, "10:00:09"), (50, "10:00:58"), (91, "10:01:40"), (101, "10:05:00")):
+        line = steps.replace("10:00:02", time).replace("step:  1", f"step: {number}")
+        lines.append(f"[titan] {line.replace('tps: 812', 'tps: 4,096')}")
+    log, out = tmp_path / "titan.log", tmp_path / "machine.json"
+    log.write_text("\n".join(lines) + "\n")
+    words = (str(log), *WORDS[:2], f"--out={out}")
+    layout = "--layout=strategy=zero3,checkpointing=full,micro_batch=1"
+    said = refusal(capsys, *words, layout, f"--global-batch={batch}", f"--seq-len={seq_len}")
+    assert f"sequences of {seq_len} tokens {step}, but by the log's own clock a step took" in said
+    assert "--global-batch" in said and not out.exists()
+    (row,) = told(capsys, *words, layout, "--global-batch=8", "--seq-len=4096")
+    assert row["step_time_s"] == pytest.approx(1.0)
 
 
 def test_flags_that_contradict_the_log(

@@ -10,6 +10,7 @@ from outpace.catalog.nodes import find_node
 from outpace.interop.training_logs import read_log
 from outpace.jobs.planning.check_logged_runs import (
     Answers,
+    check_clock,
     check_contradictions,
     check_micro_batch,
     check_possible,
@@ -83,7 +84,8 @@ def calibrate_machine(
         _observe(one, question, plan)
         for one, (question, plan) in zip(logged, questions, strict=True)
     )
-    for run, planned, (question, _) in zip(runs, before, questions, strict=True):
+    for one, run, planned, (question, _) in zip(logged, runs, before, questions, strict=True):
+        check_clock(one, run)
         check_possible(question, run, planned)
     every = (*(run for run in kept if not any(map(run.same_run, runs))), *runs)
     after = [

@@ -1,5 +1,6 @@
 """Whether a logged run can have been on this machine, in this layout; what was assumed of it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from outpace.records.units import show_bytes, show_seconds
 _MEMORY_ERROR = 1.2
 # A batch that a log tells as a rate, or in three digits, is not exact.
 _BATCH_ERROR = 0.05
+# Between lines of a log there are evaluations and checkpoints, and rates are of some steps only.
+_CLOCK_ERROR = 1.5
 # A probe's best product is no peak: what else ran on the machine slowed it down.
 _PROBE_ERROR = 2.0
 _ASSUMED = ("precision", "checkpointing", "optimizer")
@@ -104,6 +107,37 @@ def check_possible(question: Job, run: ObservedRun, planned: Estimate) -> None:
             "more devices (--nodes, --devices-per-node), or of another model (--model)? Nothing is "
             "corrected."
         )
+
+
+def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
+    """Raises BadInputError where batch and length do not go with the log's own times of steps.
+
+    A log's rate makes a step of them; the times of its lines, or the step's time beside the rate,
+    tell how long it took.
+    """
+    tokens = run.global_batch * run.seq_len
+    if logged.tokens_per_s_per_device is not None:
+        rate = logged.tokens_per_s_per_device
+        by_rate_s = tokens / (rate * run.plan.world_size)
+        told = f"{rate:,.6g} tokens a second on each of {run.plan.world_size} devices"
+    elif logged.samples_per_s is not None:
+        by_rate_s = run.global_batch / logged.samples_per_s
+        told = f"{logged.samples_per_s:,.6g} samples a second"
+    else:
+        return
+    least, most = logged.clock_step_s or (0.0, math.inf)
+    if logged.step_time_s is not None:
+        least = most = logged.step_time_s
+    if least / _CLOCK_ERROR <= by_rate_s <= most * _CLOCK_ERROR:
+        return
+    clock_s = least if by_rate_s < least else most
+    raise BadInputError(
+        f"{run.log}: {told} make a step of {run.global_batch} sequences of {run.seq_len} tokens "
+        f"{show_seconds(by_rate_s)}, but by the log's own clock a step took "
+        f"{show_seconds(clock_s)}. Give the batch of a whole step, all devices and accumulated "
+        "micro-batches together, with --global-batch, the length with --seq-len, or the number of "
+        "devices (--nodes, --devices-per-node). Nothing is corrected."
+    )
 
 
 def _check_speed(question: Job, run: ObservedRun) -> None:
