@@ -45,11 +45,11 @@ from outpace.planner.memory.framework_traits import LIGHTNING_FSDP
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan import plans
 from outpace.planner.plan_batch import OPTIMIZERS, of_plans
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.simulate_finalists import simulate_pipelines
-from outpace.planner.search.space import Wanted, expand, layouts, levers
+from outpace.planner.search.space import Wanted, expand, layouts, memory_options
 from outpace.planner.step_time.estimate import estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
@@ -104,7 +104,7 @@ def predict(row: Row) -> Predicted:
         room = question.device.memory_bytes or math.inf
         held = published.columns(row, found, question.outline.layers, times=False)
         needs = memory.reserved_bytes(question.outline, question.seq_len, held,
-                                      habits=published.habits(row))  # fmt: skip
+                                      traits=published.traits(row))  # fmt: skip
         fits = needs <= room
         step = np.where(fits | ~fits.any(), step, np.inf)
     place = int(np.argmin(step))
@@ -128,7 +128,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _flops(row: Row, question: Question) -> float:
+def _flops(row: Row, question: StepTimeQuestion) -> float:
     """Of a step by the usual closed form: 6 for each parameter and token, 12 Lhs for attention."""
     tokens = published.step_samples(row) * question.seq_len
     model = question.outline
@@ -215,7 +215,7 @@ def titans() -> tuple[dict[str, Any], dict[str, float]]:
         cluster = of_catalog(NODES[machine], 1)
         plan = Plan.parse({"strategy": strategy, "dp_replicate": 2, "micro_batch": 4}, "seeds")
         columns = of_plans([plan], 8, model.layers)
-        asked = Question(model, 1024, cluster.device, cluster.fabric,
+        asked = StepTimeQuestion(model, 1024, cluster.device, cluster.fabric,
                          FRAMEWORKS["transformers"].kernel,
                          other_program=True)  # fmt: skip
         took[name] = _short(float(estimate(asked, columns).step_s[0]) * 200)
@@ -250,11 +250,11 @@ def predict_bytes(row: Row) -> dict[str, Any]:
     question = published.question(row)
     found = published.plans(row)[:1]
     columns = published.columns(row, found, question.outline.layers, times=False)
-    habits, fused = published.habits(row), question.kernel != "unfused"
+    traits, fused = published.traits(row), question.kernel != "unfused"
     peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank=_WRITER,
-                             fused_attention=fused, habits=habits)  # fmt: skip
+                             fused_attention=fused, traits=traits)  # fmt: skip
     needs = memory.reserved_bytes(question.outline, question.seq_len, columns,
-                                  fused_attention=fused, habits=habits)  # fmt: skip
+                                  fused_attention=fused, traits=traits)  # fmt: skip
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     return {
         "row": row.id,
@@ -357,11 +357,11 @@ def _sharded_adapters(row: Row) -> tuple[float, float]:
     columns = of_plans([plan], row.number("global_batch"), model.layers)
     # Whose step makes nothing for itself: so small are the parameters that are stepped.
     columns = replace(columns, optimizer=np.array([OPTIMIZERS.index("adamw-fused")]))
-    habits, length = LIGHTNING_FSDP, _longest(row)
-    kinds = memory.anatomy(model, length, columns, habits=habits)
+    traits, length = LIGHTNING_FSDP, _longest(row)
+    kinds = memory.anatomy(model, length, columns, traits=traits)
     states = float(kinds["optimizer state"][0])
-    peak = memory.peak_bytes(model, length, columns, habits=habits)
-    needs = memory.reserved_bytes(model, length, columns, habits=habits)
+    peak = memory.peak_bytes(model, length, columns, traits=traits)
+    needs = memory.reserved_bytes(model, length, columns, traits=traits)
     return float(peak[0]) - states, float(needs[0]) - states
 
 
@@ -397,9 +397,9 @@ def speed() -> list[dict[str, Any]]:
     scores = []
     asked = Wanted(model, 8192, 4096, 1024, 8, "bf16")
     cluster = of_catalog(NODES["dgx-h100"], 128)
-    columns = expand(layouts(asked), list(levers(asked)))
+    columns = expand(layouts(asked), list(memory_options(asked)))
     columns = columns.take(slice(0, 200_000))
-    question = Question(model, 8192, cluster.device, cluster.fabric)
+    question = StepTimeQuestion(model, 8192, cluster.device, cluster.fabric)
     best = min(_timed(lambda: estimate(question, columns).step_s) for _ in range(3))
     rate = len(columns) / best
     scores.append(
@@ -408,7 +408,7 @@ def speed() -> list[dict[str, Any]]:
     )  # fmt: skip
     for devices, target in ANSWERS_S.items():
         nodes = devices // 8
-        job = Job(model, of_catalog(NODES["dgx-h100"], nodes),
+        job = PlanningProblem(model, of_catalog(NODES["dgx-h100"], nodes),
                   Wanted(model, 8192, 4 * devices, devices, 8, "bf16"))  # fmt: skip
         took = min(_timed(lambda job=job: plans(job)) for _ in range(2))
         scores.append(

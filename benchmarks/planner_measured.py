@@ -257,7 +257,7 @@ def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     """What the planner says of a configuration."""
     from outpace.planner.model.outline import outline
     from outpace.planner.plan import estimate_plan
-    from outpace.planner.problem import Job
+    from outpace.planner.problem import PlanningProblem
     from outpace.planner.search.space import Wanted
     from outpace.records.plan import Plan
 
@@ -266,7 +266,7 @@ def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     asked = Plan.parse(row["plan"], "benchmark")
     model = outline(_spec(number), name)
     wanted = Wanted(model, seq_len, batch, world, world, asked.precision, on_host=True)
-    return estimate_plan(Job(model, cluster, wanted), asked).estimate
+    return estimate_plan(PlanningProblem(model, cluster, wanted), asked).estimate
 
 
 def _course(row: dict[str, Any]) -> int:

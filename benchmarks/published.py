@@ -28,12 +28,12 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.stacks import SoftwareStack
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.networks import read_network
-from outpace.planner.memory.framework_traits import Habits
+from outpace.planner.memory.framework_traits import FrameworkTraits
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Columns, of_plans
+from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, PlanBatch, of_plans
 from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.layer import Kernel
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Node
 from outpace.records.network import Network
@@ -200,7 +200,7 @@ def published_flops(row: Row) -> float:
     return 6.0 * tokens * (layers * products + hidden * vocab)
 
 
-def least_s(row: Row, question: Question) -> float:
+def least_s(row: Row, question: StepTimeQuestion) -> float:
     """Return seconds of a row's products alone at the chip's peak rate; of frozen weights, two."""
     peak = question.device.peak_flops_per_s
     rate = peak.get("fp8", peak["bf16"]) if eight(row) else peak["bf16"]
@@ -287,12 +287,12 @@ def network(row: Row, devices: int) -> Network | None:
 _GENERATIONS = {100: "EDR", 200: "HDR", 400: "NDR", 800: "XDR"}
 
 
-def question(row: Row) -> Question:
+def question(row: Row) -> StepTimeQuestion:
     """The row's model on its machine, with its network; where none is said, the catalog's."""
     each = node(row)
     nodes = math.ceil(row.optional("n_gpus", 1) / each.processes)
     cluster = of_catalog(each, max(nodes, 2), network(row, each.devices))
-    return Question(
+    return StepTimeQuestion(
         outline(row), row.number("seq"), cluster.device, cluster.fabric, kernel(row),
         other_program=True, stack=software(row), adapters=adapters(row),
     )  # fmt: skip
@@ -381,7 +381,7 @@ def eight(row: Row) -> bool:
     return "fp8" in said or "float8" in said
 
 
-def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Columns:
+def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> PlanBatch:
     """Plans' columns. For `times` products of eight bits are said, and another's fused AdamW.
 
     A plan of ours refuses eight bits beside tensor parallelism, which others have; what they keep
@@ -408,9 +408,9 @@ def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Col
     return all_of
 
 
-def habits(row: Row) -> Habits:
+def traits(row: Row) -> FrameworkTraits:
     """Of memory, by the framework."""
-    return row.framework.habits(row["precision"])
+    return row.framework.traits(row["precision"])
 
 
 def plans(row: Row) -> list[Plan]:

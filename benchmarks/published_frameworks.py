@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from outpace.catalog.stacks import STACKS, SoftwareStack
-from outpace.planner.memory.framework_traits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
+from outpace.planner.memory.framework_traits import (
+    MEGATRON_BF16,
+    MEGATRON_FP16,
+    OUTPACE,
+    FrameworkTraits,
+)
 from outpace.planner.step_time.layer import Kernel
 
 _ONE_BUCKET_MIB = 10**6
@@ -49,7 +54,7 @@ class Framework:
         """How it trains, by its stack."""
         return STACKS[_SOFTWARE.get(self.stack, "megatron-lm")]
 
-    def habits(self, precision: str) -> Habits:
+    def traits(self, precision: str) -> FrameworkTraits:
         """Of memory; Megatron's depend on what gradients are added up in."""
         if self.memory == "megatron":
             return MEGATRON_FP16 if precision.startswith("fp16") else MEGATRON_BF16

@@ -118,13 +118,13 @@ def _memory(row: Row) -> dict[str, Any] | None:
         kind = kind_of(row)
     except UnstatedError:
         return None
-    habits, fused = published.habits(row), not published.keeps_scores(row)
+    traits, fused = published.traits(row), not published.keeps_scores(row)
     needs = memory.reserved_bytes(question.outline, question.seq_len, held,
-                                  fused_attention=fused, habits=habits)  # fmt: skip
+                                  fused_attention=fused, traits=traits)  # fmt: skip
     measured = row.measured_bytes
     tensors = needs
     if measured is not None:
-        tensors = memory.peak_bytes(question.outline, question.seq_len, held, habits=habits,
+        tensors = memory.peak_bytes(question.outline, question.seq_len, held, traits=traits,
                                     fused_attention=fused, rank=_rank(row))  # fmt: skip
     reserved = any(word in row["peak_mem_kind"] for word in ("reserved", "nvidia-smi"))
     cut = row.optional("tp", 1) * row.optional("pp", 1)

@@ -17,7 +17,7 @@ from outpace.planner.plan_batch import of_plans
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.layer import Kernel
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
@@ -51,7 +51,9 @@ def step(
     cluster = of_catalog(
         find_node(machine, ACCELERATORS), nodes, read_network(network) if network else None
     )
-    question = Question(of, seq_len, cluster.device, cluster.fabric, kernel, other_program=True)
+    question = StepTimeQuestion(
+        of, seq_len, cluster.device, cluster.fabric, kernel, other_program=True
+    )
     columns = of_plans([Plan.parse(dict(plan), "seeds")], global_batch, of.layers)
     times = simulate_pipelines(question, columns, estimate(question, columns), np.array([0]))
     parts = {f.name: float(getattr(times, f.name)[0]) for f in fields(times)}

@@ -9,7 +9,7 @@ from outpace.cli.parser import Parser
 from outpace.cli.plan import ADAPTER_OPTIONS, add_question
 
 if TYPE_CHECKING:
-    from outpace.planner.problem import Job
+    from outpace.planner.problem import PlanningProblem
     from outpace.records.estimate import Planned
     from outpace.records.plan import PlanFile
 
@@ -48,7 +48,7 @@ def answer(argv: list[str], file: "PlanFile") -> "Planned":
     return _estimate(_parser().read(argv), file)[0]
 
 
-def _estimate(arguments: argparse.Namespace, file: "PlanFile") -> "tuple[Planned, Job]":
+def _estimate(arguments: argparse.Namespace, file: "PlanFile") -> "tuple[Planned, PlanningProblem]":
     from outpace.jobs.planning.estimate import estimate
     from outpace.jobs.planning.request import PlanQuestion
 

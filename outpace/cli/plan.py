@@ -16,7 +16,7 @@ from outpace.records.optimizers import Precision
 if TYPE_CHECKING:
     from outpace.interop.export import ExportedPlan
     from outpace.jobs.planning.request import PlanQuestion
-    from outpace.planner.problem import Job
+    from outpace.planner.problem import PlanningProblem
     from outpace.records.estimate import Plans
     from outpace.records.plan import Plan
 
@@ -125,7 +125,9 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     )
 
 
-def _defaults(arguments: argparse.Namespace, answer: "Plans", question: "Job") -> dict[str, str]:
+def _defaults(
+    arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
+) -> dict[str, str]:
     """Options that decide on time and memory, where they were not given."""
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
@@ -188,7 +190,7 @@ def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
     return 0
 
 
-def _try_to_plan(question: "Job") -> "Plans | str":
+def _try_to_plan(question: "PlanningProblem") -> "Plans | str":
     """Return the plans, or why there are none."""
     from outpace.planner.plan import plans
 
@@ -198,7 +200,7 @@ def _try_to_plan(question: "Job") -> "Plans | str":
         return str(error)
 
 
-def _save(plan: "Plan", question: "Job", path: Path) -> None:
+def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
     """Write a plan with the length and the batch that it is for."""
     from outpace.records.plan import PlanFile
 
@@ -207,7 +209,7 @@ def _save(plan: "Plan", question: "Job", path: Path) -> None:
 
 
 def _export(
-    arguments: argparse.Namespace, question: "Job", answer: "Plans", chosen: int | None
+    arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
 ) -> int:
     """Write the chosen plan, the recommended, or the fastest that the format can express."""
     from outpace.jobs.planning.export_format import Named, figures, pick

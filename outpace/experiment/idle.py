@@ -19,7 +19,13 @@ from outpace.jobs.ranks.process_groups import Groups
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, LayoutRequest, StepHooks, apply
-from outpace.planner.pipeline.simulator import Action, StageTime, Timeline, idle_share_formula, play
+from outpace.planner.pipeline.simulator import (
+    Action,
+    StageTime,
+    Timeline,
+    idle_share_formula,
+    simulate,
+)
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Strategy
@@ -164,12 +170,12 @@ def judge(
     microbatches = len({action.microbatch for order in todo for action in order})
     played: Timeline | None = None
     if times:
-        played = play(todo, lambda action: expected_time_s(action, times))
+        played = simulate(todo, lambda action: expected_time_s(action, times))
     return Idleness(
         measured=seen.idle_share,
         formula=idle_share_formula(strategy, len(todo), microbatches),
         simulated=None if played is None else played.idle_share,
-        replayed=play(todo, seen.seconds.__getitem__).idle_share,
+        replayed=simulate(todo, seen.seconds.__getitem__).idle_share,
         makespan_s=seen.makespan_s,
         simulated_makespan_s=None if played is None else played.makespan_s,
     )

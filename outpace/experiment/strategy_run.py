@@ -96,7 +96,10 @@ class StrategyRun:
         with wire:
             self._steps.step()
         self.cost = StepCost(
-            wire.tally.bytes, dict(wire.tally.exchanges), allocated.peak_bytes, allocated.left_bytes
+            wire.tally.bytes,
+            dict(wire.tally.collectives),
+            allocated.peak_bytes,
+            allocated.left_bytes,
         )
 
     def step(self) -> StepDuration:

@@ -249,8 +249,8 @@ def _judge(
         # Horovod's do not pass through torch.
         bytes_on_wire=None if plan.strategy == "horovod" else sent.bytes,
         bytes_formula=None if formula is None else formula.bytes,
-        collectives=dict(sent.exchanges),
-        collectives_formula=None if formula is None else dict(formula.exchanges),
+        collectives=dict(sent.collectives),
+        collectives_formula=None if formula is None else dict(formula.collectives),
         bytes_by_kind=dict(sent.bytes_by_kind),
         bytes_by_kind_formula=None if formula is None else dict(formula.bytes_by_kind),
         reason=reason,

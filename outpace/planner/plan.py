@@ -27,8 +27,8 @@ from outpace.planner.hardware.device import dtype_of
 from outpace.planner.memory import peak as memory
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_batch import MODES, Columns, Floats, of_plans
-from outpace.planner.problem import Job
+from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL, LEAN
 from outpace.planner.search.branch_and_bound import (
     Found,
@@ -41,7 +41,7 @@ from outpace.planner.search.branch_and_bound import (
 )
 from outpace.planner.search.simulate_finalists import order, simulate_pipelines
 from outpace.planner.search.space import Wanted, to_plan
-from outpace.planner.step_time.estimate import Times, estimate, offloading
+from outpace.planner.step_time.estimate import StepTimes, estimate, offloading
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Insistence, OffloadingPart, Planned, Plans, Role
 from outpace.records.plan import Plan
@@ -50,7 +50,7 @@ from outpace.records.units import show_count
 _FINALISTS = 2  # times as many as are shown
 
 
-def plans(job: Job) -> Plans:
+def plans(job: PlanningProblem) -> Plans:
     """Every plan considered; raises BadInputError, naming what would do, if none fits."""
     began = time.perf_counter()
     wanted = job.wanted
@@ -94,7 +94,7 @@ def plans(job: Job) -> Plans:
     )
 
 
-def _interval(job: Job) -> Interval:
+def _interval(job: PlanningProblem) -> Interval:
     """Return the interval of a problem's kind: of its chips and of its kind of model."""
     chip = ACCELERATORS.get(job.cluster.device.name)
     return interval(
@@ -106,7 +106,7 @@ def _interval(job: Job) -> Interval:
     )
 
 
-def likeness(job: Job, plan: Plan) -> Likeness:
+def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
     """Describe a plan of the problem as measured cases are compared with it."""
     device = job.cluster.device
     chip = ACCELERATORS.get(device.name)
@@ -122,7 +122,7 @@ def likeness(job: Job, plan: Plan) -> Likeness:
     )
 
 
-def _measured_fields(job: Job, plan: Plan) -> dict[str, Any]:
+def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
     """Return the fields of `Planned` on what was measured; nothing on processors and guesses."""
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
@@ -131,7 +131,7 @@ def _measured_fields(job: Job, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _extrapolations(job: Job, plan: Plan) -> tuple[str, ...]:
+def _extrapolations(job: PlanningProblem, plan: Plan) -> tuple[str, ...]:
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return ()
     return extrapolations(likeness(job, plan))
@@ -157,7 +157,7 @@ def _extrapolated_note(planned: Planned) -> list[str]:
     return [f"Extrapolated: {'; '.join(planned.extrapolated)}{wider}."]
 
 
-def _routing(job: Job) -> list[str]:
+def _routing(job: PlanningProblem) -> list[str]:
     """Return what is assumed of the experts' load."""
     if not job.outline.experts:
         return []
@@ -169,7 +169,7 @@ def _routing(job: Job) -> list[str]:
     ]
 
 
-def _adapters(job: Job, planned: Sequence[Planned]) -> list[str]:
+def _adapters(job: PlanningProblem, planned: Sequence[Planned]) -> list[str]:
     """Return what takes less than training all weights, where these wait on the host."""
     if planned[0].plan.offload_parameters in (None, "none") or job.outline.untrained:
         return []
@@ -180,7 +180,7 @@ def _adapters(job: Job, planned: Sequence[Planned]) -> list[str]:
     ]
 
 
-def _list_hints(job: Job, found: Found) -> list[str]:
+def _list_hints(job: PlanningProblem, found: Found) -> list[str]:
     """Return what is not searched and would gain, where hints are asked for."""
     if not job.hints or job.wanted.on_host:
         return []
@@ -189,7 +189,7 @@ def _list_hints(job: Job, found: Found) -> list[str]:
     return [] if told is None else [told]
 
 
-def _simulate_finalists(job: Job, found: Found) -> Found:
+def _simulate_finalists(job: PlanningProblem, found: Found) -> Found:
     """Simulate the finalists' pipelines, and rank them by the result.
 
     Two at least, that the fastest has another to be compared with.
@@ -199,14 +199,14 @@ def _simulate_finalists(job: Job, found: Found) -> Found:
     return replace(found, times=times, ranked=ranked)
 
 
-def _search(job: Job) -> Found:
+def _search(job: PlanningProblem) -> Found:
     count = _FINALISTS * max(2, job.count)
     return _simulate_finalists(
         job, search(job.question, job.wanted, job.checked_bytes, job.limit, count)
     )
 
 
-def _add_alternatives(job: Job, found: Found) -> Found:
+def _add_alternatives(job: PlanningProblem, found: Found) -> Found:
     """Add the simplest and the leanest of plans about as fast, with their pipelines simulated.
 
     In the place of one that is slower once it is simulated comes the best without a pipeline.
@@ -225,7 +225,7 @@ def _add_alternatives(job: Job, found: Found) -> Found:
     )
 
 
-def _find_simulated_alternatives(job: Job, found: Found) -> Found:
+def _find_simulated_alternatives(job: PlanningProblem, found: Found) -> Found:
     found = find_alternatives(
         job.question, job.wanted, found, job.checked_bytes, job.least_bytes, job.limit
     )
@@ -258,7 +258,7 @@ def list_places(found: Found) -> list[tuple[int, tuple[Role, ...]]]:
     return [*listed.values(), *((place, ()) for place in others)]
 
 
-def _fastest(job: Job) -> tuple[Job, Found]:
+def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, Found]:
     """Search on all nodes; where nodes may stay idle, on those that are fastest."""
     best = job, _search(job)
     for nodes in _fewer(job) if job.idle else ():
@@ -277,7 +277,7 @@ def _seconds(found: Found) -> float:
     return float(found.times.step_s[found.fastest]) if len(found.ranked) else math.inf
 
 
-def _fewer(job: Job) -> list[int]:
+def _fewer(job: PlanningProblem) -> list[int]:
     """Fewer nodes that are worth a look, the most first.
 
     Halves again and again, powers of two, and those whose devices divide the global batch: all
@@ -291,7 +291,7 @@ def _fewer(job: Job) -> list[int]:
     return sorted((n for n in halves | powers | even if 0 < n < nodes), reverse=True)
 
 
-def _least_s(job: Job, nodes: int) -> float:
+def _least_s(job: PlanningProblem, nodes: int) -> float:
     """Return less than any plan's step on `nodes` nodes takes: its products at the best rate."""
     wanted = job.wanted
     flops = 3 * forward_flops(job.outline, wanted.seq_len, wanted.global_batch, attention=False)
@@ -301,7 +301,7 @@ def _least_s(job: Job, nodes: int) -> float:
     return flops / (rate * nodes * job.cluster.fabric.per_node)
 
 
-def fastest_plans(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
+def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, float]], int]:
     """The `count` fastest plans with seconds of a step, of one kind or many; and of how many."""
     columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
     places = np.arange(len(columns))
@@ -310,7 +310,9 @@ def fastest_plans(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
     return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
 
 
-def fastest_plan(job: Job, accepts: Callable[[Plan], bool]) -> tuple[Planned | None, int]:
+def fastest_plan(
+    job: PlanningProblem, accepts: Callable[[Plan], bool]
+) -> tuple[Planned | None, int]:
     """The fastest plan that fits and that `accepts` takes, and of how many."""
     plan, considered = fastest_accepted(
         job.question, job.wanted, job.checked_bytes, job.limit, accepts
@@ -321,7 +323,7 @@ def fastest_plan(job: Job, accepts: Callable[[Plan], bool]) -> tuple[Planned | N
     return estimate_plan(job, plan).model_copy(update={"title": named}), considered
 
 
-def estimate_plan(job: Job, plan: Plan) -> Planned:
+def estimate_plan(job: PlanningProblem, plan: Plan) -> Planned:
     """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
@@ -338,7 +340,9 @@ def estimate_plan(job: Job, plan: Plan) -> Planned:
     )
 
 
-def _describe_plan(job: Job, found: Found, place: int, roles: tuple[Role, ...]) -> Planned:
+def _describe_plan(
+    job: PlanningProblem, found: Found, place: int, roles: tuple[Role, ...]
+) -> Planned:
     plan = to_plan(found.columns, place)
     return Planned(
         title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
@@ -353,7 +357,9 @@ def _describe_plan(job: Job, found: Found, place: int, roles: tuple[Role, ...]) 
     )
 
 
-def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: int) -> Estimate:
+def _estimate(
+    job: PlanningProblem, columns: PlanBatch, times: StepTimes, needs: Floats, place: int
+) -> Estimate:
     wanted, device = job.wanted, job.cluster.device
     seconds = float(times.step_s[place])
     samples = wanted.global_batch
@@ -367,7 +373,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     low, high, _, level = _interval(job)
     wider = spread_beyond(_extrapolations(job, to_plan(row, 0)))
     low, high = low**wider, high**wider
-    by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind, habits=job.habits)
+    by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind, traits=job.traits)
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }
@@ -401,7 +407,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     )
 
 
-def _offloading(job: Job, row: Columns) -> tuple[OffloadingPart, ...]:
+def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, ...]:
     """Copies and steps of a plan that offloads."""
     found = offloading(job.question, row)
     plan = to_plan(row, 0)
@@ -427,7 +433,7 @@ def _offloading(job: Job, row: Columns) -> tuple[OffloadingPart, ...]:
     return tuple(parts)
 
 
-def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
+def _insistences(job: PlanningProblem, fastest_s: float) -> list[Insistence]:
     """Return the cost of each option that the user insists on: the time without it."""
     rows = []
     wanted = job.wanted
@@ -446,7 +452,7 @@ def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
     return rows
 
 
-def _infeasible(job: Job, found: Found) -> str:
+def _infeasible(job: PlanningProblem, found: Found) -> str:
     """Explain why nothing fits, and name the smallest machine that would do."""
     if not found.smallest:
         return impossible(job.wanted)
@@ -469,7 +475,7 @@ _MOST_BESIDE = 8  # accelerators in a host
 _COUNT = re.compile(r"^\d+-?[x×*]-?")  # of "4xrtx-3090" and "4-x-rtx-3090"
 
 
-def _fewest_beside(job: Job) -> tuple[int, str] | None:
+def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
     """The fewest accelerators in one node that are enough, and the machine's name by number.
 
     None where the machine is one that is sold as it is or was probed, or 8 are too few.
@@ -496,7 +502,7 @@ def _fewest_beside(job: Job) -> tuple[int, str] | None:
     return None
 
 
-def _beyond_positions(job: Job) -> str:
+def _beyond_positions(job: PlanningProblem) -> str:
     """Return ' Its sequences …' where they are longer than the model takes as it is, or ''."""
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
@@ -527,7 +533,7 @@ def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
     return enough
 
 
-def _fits_on(job: Job, nodes: int) -> bool:
+def _fits_on(job: PlanningProblem, nodes: int) -> bool:
     """Return whether `nodes` nodes are enough, with a global batch that they can share out."""
     if nodes <= job.cluster.nodes:
         return False
@@ -538,7 +544,7 @@ def _fits_on(job: Job, nodes: int) -> bool:
     return fits(wanted, other.checked_bytes, job.limit)
 
 
-def throughput(job: Job, nodes: int) -> Planned | None:
+def throughput(job: PlanningProblem, nodes: int) -> Planned | None:
     """Return the fastest plan on `nodes` nodes; None where none fits."""
     used, found = _fastest(replace(job.with_nodes(nodes), count=2))
     if not len(found.ranked):

@@ -28,7 +28,7 @@ OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
 
 @dataclass(frozen=True)
-class Columns:
+class PlanBatch:
     """Plans, one entry each. `samples` are a data-parallel rank's of a step.
 
     `zero` is 0 where dp_shard is 1. `modes` has four columns: the share of blocks that recompute
@@ -110,13 +110,13 @@ class Columns:
         return np.isin(self.precision, [PRECISIONS.index(name) for name in names])
 
 
-def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> Columns:
+def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch:
     """The columns of `plans`. Raises BadInputError where one does not divide the batch."""
     rows = [_row(plan, global_batch, layers) for plan in plans]
     arrays: dict[str, Any] = {
-        field.name: np.array([row[field.name] for row in rows]) for field in fields(Columns)
+        field.name: np.array([row[field.name] for row in rows]) for field in fields(PlanBatch)
     }
-    return Columns(**arrays)
+    return PlanBatch(**arrays)
 
 
 def _row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:

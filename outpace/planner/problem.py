@@ -9,19 +9,19 @@ from outpace.catalog.stacks import OUTPACE as OUTPACE_STACK
 from outpace.catalog.stacks import SoftwareStack
 from outpace.planner.calibration.cluster import Cluster
 from outpace.planner.memory import peak
-from outpace.planner.memory.framework_traits import OUTPACE, Habits
-from outpace.planner.plan_batch import OFFLOADS, Bools, Columns, Floats
+from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
+from outpace.planner.plan_batch import OFFLOADS, Bools, Floats, PlanBatch
 from outpace.planner.search.space import Wanted
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanningProblem:
     """A model, a batch and a machine, and what is asked of the answer.
 
     `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `hints`: whether to
-    say what a setting that is not searched would gain. `habits`: what the trainer holds in memory,
+    say what a setting that is not searched would gain. `traits`: how the trainer uses memory,
     `stack`: how it trains.
     """
 
@@ -32,7 +32,7 @@ class Job:
     price: float | None = None  # of a device and hour
     count: int = 5
     idle: bool = False
-    habits: Habits = OUTPACE
+    traits: FrameworkTraits = OUTPACE
     stack: SoftwareStack = OUTPACE_STACK
     hints: bool = False
 
@@ -41,15 +41,15 @@ class Job:
         """Bytes of a device's memory, as its driver leaves it; the largest number: not known."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
-    def with_nodes(self, nodes: int) -> "Job":
+    def with_nodes(self, nodes: int) -> "PlanningProblem":
         """Return the same problem on another number of nodes."""
         cluster = replace(self.cluster, nodes=nodes)
         return replace(self, cluster=cluster, wanted=replace(self.wanted, world=cluster.devices))
 
     @property
-    def question(self) -> Question:
+    def question(self) -> StepTimeQuestion:
         """Problem as the time model takes it."""
-        return Question(
+        return StepTimeQuestion(
             self.outline,
             self.wanted.seq_len,
             self.cluster.device,
@@ -59,21 +59,21 @@ class Job:
             stack=self.stack,
         )
 
-    def required_bytes(self, columns: Columns) -> Floats:
+    def required_bytes(self, columns: PlanBatch) -> Floats:
         """Bytes of each plan's fullest rank."""
         return peak.reserved_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
-            habits=self.habits,
+            traits=self.traits,
         )  # fmt: skip
 
-    def least_bytes(self, columns: Columns) -> Floats:
+    def least_bytes(self, columns: PlanBatch) -> Floats:
         """Bytes that each plan's fullest rank needs at least, in a fraction of the time."""
         return peak.least_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
-            traits=self.habits,
+            traits=self.traits,
         )  # fmt: skip
 
-    def checked_bytes(self, columns: Columns) -> Floats:
+    def checked_bytes(self, columns: PlanBatch) -> Floats:
         """`needs`, but just above the limit where a node's host cannot take what is offloaded.
 
         Such a plan does not fit, and is nearer to it than those that are too large for a device.
@@ -88,21 +88,21 @@ class Job:
             needs[away[short]] = np.nextafter(self.limit, np.inf)
         return needs
 
-    def offloads(self, columns: Columns) -> Floats:
+    def offloads(self, columns: PlanBatch) -> Floats:
         """Bytes of a node's host memory that its ranks offload to, of each plan."""
         return self.offloaded_bytes(columns)[0]
 
-    def offloaded_bytes(self, columns: Columns) -> tuple[Floats, Floats]:
+    def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:
         """Bytes that the ranks of a node keep in its host's memory and on its disks, at most."""
         host, disk = peak.offloaded_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
-            traits=self.habits,
+            traits=self.traits,
         )  # fmt: skip
         ranks = np.minimum(self.cluster.fabric.per_node, columns.ranks)
         return host * ranks, disk * ranks
 
 
-def _on_host(columns: Columns) -> Bools:
+def _on_host(columns: PlanBatch) -> Bools:
     """Return which plans offload to the host's memory."""
     host = OFFLOADS.index("cpu")
     found: Bools = (

@@ -8,7 +8,7 @@ import torch
 from outpace.experiment.idle import expected_time_s
 from outpace.experiment.memory import Saved
 from outpace.planner.pipeline.schedules import orders
-from outpace.planner.pipeline.simulator import StageTime, idle_share_formula, play
+from outpace.planner.pipeline.simulator import StageTime, idle_share_formula, simulate
 from outpace.records.pipelines import SCHEDULES
 from outpace.trace.allocations import Allocations
 
@@ -34,7 +34,7 @@ def test_every_schedule_does_all_there_is_to_do(strategy):
     todo = orders(strategy, ranks, microbatches)
     stages = ranks * SCHEDULES[strategy].stages_per_rank
     times = [StageTime(1, 1, 1)] * stages
-    done = play(todo, lambda action: expected_time_s(action, times))
+    done = simulate(todo, lambda action: expected_time_s(action, times))
     busy = [done.busy_s(rank) for rank in range(ranks)]
     assert busy == [pytest.approx(3 * microbatches * stages / ranks)] * ranks
     formula = idle_share_formula(strategy, ranks, microbatches)

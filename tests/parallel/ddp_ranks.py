@@ -49,7 +49,7 @@ def gradient(layout) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for _, p in layout.named_parameters()])
 
 
-def exchanges(ranks) -> dict[str, list[int]]:
+def collectives(ranks) -> dict[str, list[int]]:
     """All-reduces and bytes of a step in 1, 2 and 4 micro-batches, with and without no_sync."""
     found = {}
     for accumulating in ("no_sync", "every time"):
@@ -61,7 +61,7 @@ def exchanges(ranks) -> dict[str, list[int]]:
             with Wire() as wire:
                 layout.gradients(inputs(ranks.rank, 1, parts), StepHooks())
             found[f"{accumulating}, {parts}"] = [
-                wire.tally.exchanges["all_reduce"],
+                wire.tally.collectives["all_reduce"],
                 wire.tally.bytes,
             ]
     return found
@@ -128,7 +128,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     with process_groups(ranks, torch.device("cpu"), 60.0):
-        said = {"exchanges": exchanges(ranks), "low_rank": low_rank(ranks)}
+        said = {"exchanges": collectives(ranks), "low_rank": low_rank(ranks)}
         said["marks"] = marks(ranks)
     if ranks.rank == 0:
         print(json.dumps(said))

@@ -97,7 +97,7 @@ def counted(ranks) -> dict:
                         ("reduce_scatter", [six, all_])):  # fmt: skip
         with Wire() as wire:
             getattr(torch.ops.outpace, f"{name}_directly")(*given, group)
-        assert wire.tally.exchanges == {name: 1}
+        assert wire.tally.collectives == {name: 1}
         found[name] = wire.tally.bytes
     return found
 

@@ -93,7 +93,7 @@ def replicas(ranks) -> dict:
         "without": [name for name, p in layout.named_parameters() if p.grad is None],
         "sent_by_all": int(sent),
         "formula": 2 * (size - 1) * numbers * 8,
-        "sends": wire.tally.exchanges["send"],
+        "sends": wire.tally.collectives["send"],
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from outpace.jobs.defaults import find_in_catalog
 from outpace.jobs.memory.trace_worker import Ask, Traced
 from outpace.planner.communication.volume import step_traffic
-from outpace.planner.fit.cost import Cost, Predict, Rates
+from outpace.planner.fit.cost import Cost, CostRates, Predict
 from outpace.planner.model.flops import parameter_count
 from outpace.planner.pipeline.stages import representatives
 from outpace.records.hardware import Accelerator
@@ -136,7 +136,7 @@ def _offloaded_bytes(plan: Plan, spec: ModelSpec) -> int:
     return 2 * _STATE_BYTES * parameter_count(spec) // (plan.dp_shard * plan.tp * plan.pp)
 
 
-def rates(plan: Plan, machine: Machine, device: torch.device) -> Rates:
+def rates(plan: Plan, machine: Machine, device: torch.device) -> CostRates:
     """Return the rates of one rank: from the catalog's entry for its device, else assumed."""
     slow = _SLOW_BYTES_PER_S.get(device.type, 1e9)
     if device.type == "cuda":
@@ -144,6 +144,6 @@ def rates(plan: Plan, machine: Machine, device: torch.device) -> Rates:
         if known is not None:
             peaks = {str(dtype): rate for dtype, rate in known.peak.flops_per_s.items()}
             peak = peaks.get(plan.precision.split("-")[0], min(peaks.values()))
-            return Rates(_OF_PEAK * peak, _OF_BANDWIDTH * known.memory_bytes_per_s, slow)
-        return Rates(10e12, 500e9, slow)
-    return Rates(_CORE_FLOPS_PER_S * machine.host_cores, _HOST_BYTES_PER_S, slow)
+            return CostRates(_OF_PEAK * peak, _OF_BANDWIDTH * known.memory_bytes_per_s, slow)
+        return CostRates(10e12, 500e9, slow)
+    return CostRates(_CORE_FLOPS_PER_S * machine.host_cores, _HOST_BYTES_PER_S, slow)

@@ -6,7 +6,7 @@ from outpace.interop.models import open_model
 from outpace.jobs.memory.query import ask_of_module, worst
 from outpace.jobs.memory.trace_worker import Ask, account_of
 from outpace.planner.pipeline.stages import representatives
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned
 from outpace.records.memory import MemoryAccount
@@ -14,7 +14,7 @@ from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
 
-def use_traced_memory(planned: Planned, model: str, job: Job) -> Planned:
+def use_traced_memory(planned: Planned, model: str, job: PlanningProblem) -> Planned:
     """Replace the formula's memory by that of a trace.
 
     Raises BadInputError for plans and models that outpace does not train.
@@ -36,7 +36,9 @@ def use_traced_memory(planned: Planned, model: str, job: Job) -> Planned:
     return planned.model_copy(update={"estimate": estimate})
 
 
-def fullest(plan: Plan, model: str, job: Job, dropout: float | None = None) -> MemoryAccount:
+def fullest(
+    plan: Plan, model: str, job: PlanningProblem, dropout: float | None = None
+) -> MemoryAccount:
     """The traced account of the rank with the most, by default with the model's own dropout.
 
     Raises BadInputError where it cannot be traced.

@@ -23,7 +23,7 @@ from outpace.jobs.planning.request import KEPT, default_vary
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.model.outline import classifier_outline
 from outpace.planner.plan import plans
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import Wanted
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.process_memory import anonymous_bytes
@@ -173,7 +173,7 @@ def _plan_world(
     machine: Machine,
     world: int,
     per_node: int | None,
-) -> tuple[Plans, Job]:
+) -> tuple[Plans, PlanningProblem]:
     """Return plans for `world` processes, and the problem. Raises BadInputError if none fits."""
     job = question(settings, origins, machine, world, per_node)
     return plans(job), job
@@ -275,7 +275,7 @@ def question(
     world: int,
     per_node: int | None = None,
     measured: HostRates | None = None,
-) -> Job:
+) -> PlanningProblem:
     """Ask the planner for what `settings` leave open, on `world` processes of machines like this.
 
     `per_node` is the number of processes on each host; None: all on one. `measured` are this
@@ -302,7 +302,7 @@ def question(
     away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
     if away is None:
         keep["precision"] = precision
-    return Job(
+    return PlanningProblem(
         outline=outline,
         cluster=cluster,
         wanted=Wanted(
@@ -372,7 +372,9 @@ def _cluster(
     return replace(cluster, device=replace(cluster.device, memory_bytes=allowed))
 
 
-def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[str], None]) -> bool:
+def _fits(
+    planned: Planned, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
+) -> bool:
     """Whether the trace agrees that it fits; where it cannot be traced, the formula decides."""
     limit = job.cluster.device.memory_bytes
     # A traced model has a head over the vocabulary.

@@ -22,7 +22,7 @@ from outpace.planner.memory.peak import library_bytes
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan import estimate_plan
 from outpace.planner.plan_batch import of_plans
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
@@ -135,7 +135,7 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     return base, file.runs
 
 
-def _planned_bytes(question: Job, run: ObservedRun, planned: Estimate) -> int:
+def _planned_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> int:
     """Return the predicted memory of the kind that the run's log tells."""
     if run.memory_kind == "allocated":
         return planned.peak_memory_bytes - planned.memory.get("allocator and libraries", 0)
@@ -159,7 +159,7 @@ def _file(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachin
 
 def _question(
     logged: LoggedRun, request: CalibrationRequest, base: PlanQuestion
-) -> tuple[Job, Plan]:
+) -> tuple[PlanningProblem, Plan]:
     """Return what is asked of the planner for the run of a log, and its plan."""
     answers = _answers(request)
     check_contradictions(logged, answers)
@@ -203,7 +203,7 @@ def _answers(request: CalibrationRequest) -> Answers:
     return Answers(source, layout, asked.seq_len, asked.global_batch, asked.precision)
 
 
-def _observe(logged: LoggedRun, question: Job, plan: Plan) -> ObservedRun:
+def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> ObservedRun:
     """The run with its step's time, which some logs tell as a throughput."""
     wanted = question.wanted
     step_time_s = logged.step_time_s

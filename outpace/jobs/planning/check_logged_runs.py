@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace.planner.hardware.device import dtype_of
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate
 from outpace.records.plan import Plan
@@ -86,7 +86,7 @@ def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, s
     return {name: str(getattr(plan, name)) for name in _ASSUMED if name not in told}
 
 
-def check_possible(question: Job, run: ObservedRun, planned: Estimate) -> None:
+def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> None:
     """Raises BadInputError for a step that no such machine can do, or that does not fit there."""
     device = question.cluster.device
     most = device.nominal_bytes or device.memory_bytes
@@ -140,7 +140,7 @@ def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
     )
 
 
-def _check_speed(question: Job, run: ObservedRun) -> None:
+def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
     """Model FLOPs, with the half of attention that causal masks leave, against the peak."""
     plan, device = run.plan, question.cluster.device
     dtype = dtype_of(plan.precision)

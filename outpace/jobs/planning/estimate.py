@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from outpace.jobs.planning.request import PlanQuestion, job
 from outpace.planner.plan import estimate_plan
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned
 from outpace.records.plan import Plan
@@ -13,7 +13,7 @@ from outpace.records.plan import Plan
 
 def estimate(
     asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
-) -> tuple[Planned, Job]:
+) -> tuple[Planned, PlanningProblem]:
     """Estimate a plan on the machines that are asked of, and return what was asked, too.
 
     `name`: of the plan, as errors say it. With `trace` the real model runs under fake tensors for

@@ -6,9 +6,14 @@ from types import MappingProxyType
 
 from outpace.catalog.stacks import STACKS
 from outpace.interop.export import ExportedPlan, export_plan
-from outpace.planner.memory.framework_traits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
+from outpace.planner.memory.framework_traits import (
+    MEGATRON_BF16,
+    MEGATRON_FP16,
+    OUTPACE,
+    FrameworkTraits,
+)
 from outpace.planner.plan import estimate_plan, fastest_plan
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Planned, Plans, join_roles
@@ -19,7 +24,7 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 
 # No other trainer takes a large vocabulary's logits in chunks by itself, as outpace does.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
-_HABITS: Mapping[str, Habits] = MappingProxyType({"outpace": OUTPACE})
+_HABITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
 # Names of formats and trainers that are another stack's: fully_shard over the modules that
 # transformers has, and TRL's SFTTrainer, which is a Trainer.
 _STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
@@ -52,7 +57,9 @@ class Picked:
     warning: str | None
 
 
-def pick(name: str, job: Job, answer: Plans, model: Named, chosen: int | None) -> Picked:
+def pick(
+    name: str, job: PlanningProblem, answer: Plans, model: Named, chosen: int | None
+) -> Picked:
     """The `chosen` plan, else the recommended, else the fastest that format `name` can express.
 
     The recommended where the format can express it and it fits and is about as fast as that
@@ -92,12 +99,12 @@ def pick(name: str, job: Job, answer: Plans, model: Named, chosen: int | None) -
     return _pick(name, there, found, model, number, why)
 
 
-def assign_trainer(name: str, job: Job) -> Job:
+def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
     """Return the problem where the trainer `name` is the one that trains."""
-    return replace(job, habits=_framework_traits(name, job), stack=STACKS[_STACKS.get(name, name)])
+    return replace(job, traits=_framework_traits(name, job), stack=STACKS[_STACKS.get(name, name)])
 
 
-def _framework_traits(name: str, job: Job) -> Habits:
+def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
     """Return how the trainer that is written for uses memory."""
     if name == "megatron":
         precision = job.wanted.keep.get("precision", job.wanted.precision)
@@ -108,7 +115,7 @@ def _framework_traits(name: str, job: Job) -> Habits:
 
 
 def _write(
-    name: str, job: Job, plan: Plan, model: Named, global_batch: int | None = None
+    name: str, job: PlanningProblem, plan: Plan, model: Named, global_batch: int | None = None
 ) -> ExportedPlan:
     wanted = job.wanted
     return export_plan(
@@ -117,7 +124,7 @@ def _write(
     )  # fmt: skip
 
 
-def _describe_loss(name: str, job: Job, plan: Plan, model: Named) -> str:
+def _describe_loss(name: str, job: PlanningProblem, plan: Plan, model: Named) -> str:
     """Say what the format lacks of a plan, or why it cannot be written."""
     try:
         return " ".join(_write(name, job, plan, model).differences)
@@ -126,7 +133,7 @@ def _describe_loss(name: str, job: Job, plan: Plan, model: Named) -> str:
 
 
 def _pick(
-    name: str, job: Job, planned: Planned, model: Named, number: int | None, why: str
+    name: str, job: PlanningProblem, planned: Planned, model: Named, number: int | None, why: str
 ) -> Picked:
     written = _write(name, job, planned.plan, model)
     estimate, known = _estimate_written(job, planned.plan, written)
@@ -135,7 +142,9 @@ def _pick(
     )
 
 
-def _find_obstacle(name: str, job: Job, first: Planned, found: Planned, lost: str) -> str | None:
+def _find_obstacle(
+    name: str, job: PlanningProblem, first: Planned, found: Planned, lost: str
+) -> str | None:
     """Say why the recommended plan is not written; None: nothing is against it.
 
     `found` is the fastest that the format can express, `lost` what the format lacks of `first`.
@@ -155,7 +164,7 @@ def _find_obstacle(name: str, job: Job, first: Planned, found: Planned, lost: st
     return None
 
 
-def _reason_for_first(name: str, job: Job, first: Planned, found: Planned) -> str:
+def _reason_for_first(name: str, job: PlanningProblem, first: Planned, found: Planned) -> str:
     """Say that the recommended plan is written, and how it compares with the fastest."""
     label = f"Plan 1, the {join_roles(first.roles)}: {first.title}"
     slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
@@ -174,7 +183,9 @@ def _slower_than_fastest(found: Planned, answer: Plans) -> str:
     return f"{show_share(slower)} slower than plan {number}, the {join_roles(fastest.roles)}"
 
 
-def _estimate_written(job: Job, plan: Plan, written: ExportedPlan) -> tuple[Estimate | None, bool]:
+def _estimate_written(
+    job: PlanningProblem, plan: Plan, written: ExportedPlan
+) -> tuple[Estimate | None, bool]:
     """The estimate of what the configuration describes, and whether that is all known."""
     described, known = written.written_plan(plan)
     if described is None:

@@ -10,8 +10,8 @@ from outpace.catalog.dimensions import DIMENSIONS
 from outpace.planner.calibration.cluster import assumed_network_note, default_network
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.model.flops import parameter_count
-from outpace.planner.network.default_plans import PRODUCT, Contest, entries
-from outpace.planner.network.requirement import Question, answer
+from outpace.planner.network.default_plans import PRODUCT, NetworkStudy, candidate_plans
+from outpace.planner.network.requirement import NetworkProblem, answer
 from outpace.planner.network.roofline import Roof
 from outpace.planner.network.site import Asked, Site, value_of
 from outpace.records.errors import BadInputError
@@ -89,7 +89,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
             refused[title] = chosen
             continue
         try:
-            question = Question(
+            question = NetworkProblem(
                 chosen, spec, batch, seq_len, site.per_node, roof, inside, site.memory_bytes
             )
             needs.append(
@@ -153,12 +153,12 @@ def _plans(
         "checkpointing": asked.checkpointing,
     }
     axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
-    contest = Contest(
+    study = NetworkStudy(
         spec, nodes=site.nodes, per_node=site.per_node, common=common, axes=axes,
         global_batch=asked.global_batch or world * asked.micro_batch,
         micro_batch=asked.micro_batch, memory_bytes=site.memory_bytes,
     )  # fmt: skip
-    found = [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in entries(contest)]
+    found = [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in candidate_plans(study)]
     impossible = [chosen for title, chosen, _ in found if title == PRODUCT]
     if axes and impossible:
         given = " ".join(f"--{axis} {size}" for axis, size in axes.items())

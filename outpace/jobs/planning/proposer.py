@@ -13,7 +13,7 @@ from outpace.jobs.planning import auto_plan
 from outpace.planner.calibration.fit_rates import (
     UNKNOWN,
     Calibration,
-    Rates,
+    RateFit,
     SeenStep,
     calibrate,
     steps_s,
@@ -22,7 +22,7 @@ from outpace.planner.calibration.strategy_residuals import Deviations
 from outpace.planner.explain.titles import title
 from outpace.planner.plan import fastest_plans
 from outpace.planner.plan_batch import MODES, Floats, of_plans
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError
@@ -78,7 +78,7 @@ class Proposer:
         own, device = _ranks(settings), resolve_device(settings, Ranks())
         self.default = resolve_plan(settings, own, device, self.machine)
         used = auto_plan.used_machine(self.machine, device)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, PlanningProblem] = {}
         self._told: dict[tuple[PlanTrial, ...], _Learned] = {}
         refused: list[BadInputError] = []
         for world in _worlds(settings, used):
@@ -135,7 +135,7 @@ class Proposer:
             for trial in trials if trial.compared_s is not None
         ]  # fmt: skip
         rates = {
-            world: Rates(job.cluster.device, job.cluster.fabric)
+            world: RateFit(job.cluster.device, job.cluster.fabric)
             for world, job in self._jobs.items()
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
@@ -167,7 +167,9 @@ class _Learned:
     slopes: Floats
 
 
-def _propose(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[TuningProposal]:
+def _propose(
+    job: PlanningProblem, plans: Sequence[Plan], learned: _Learned
+) -> list[TuningProposal]:
     if not plans:
         return []
     world, take = job.wanted.world, partial(_steps_s, job, plans)
@@ -182,12 +184,12 @@ def _propose(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[TuningP
     ]
 
 
-def _needs(job: Job, plans: Sequence[Plan]) -> Floats:
+def _needs(job: PlanningProblem, plans: Sequence[Plan]) -> Floats:
     """Bytes of a rank."""
     return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
 
 
-def _fitting_plans(job: Job, plans: Sequence[Plan], too_many: float) -> list[Plan]:
+def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float) -> list[Plan]:
     if not plans:
         return []
     return [plan for plan, needs in zip(plans, _needs(job, plans), strict=True) if needs < too_many]
@@ -222,12 +224,12 @@ def _without_savings(plan: Plan) -> str:
     return plan.model_copy(update=nothing).model_dump_json()
 
 
-def _steps_s(job: Job, plans: Sequence[Plan], rates: Rates) -> Floats:
+def _steps_s(job: PlanningProblem, plans: Sequence[Plan], rates: RateFit) -> Floats:
     columns = of_plans(plans, job.wanted.global_batch, job.outline.layers)
     return steps_s(_with_rates(job, rates).question, columns)
 
 
-def _with_rates(job: Job, rates: Rates) -> Job:
+def _with_rates(job: PlanningProblem, rates: RateFit) -> PlanningProblem:
     """The question to a machine of these rates."""
     cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
     return replace(job, cluster=cluster)

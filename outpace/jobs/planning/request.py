@@ -24,7 +24,7 @@ from outpace.planner.explain.hints import FP8_PARAMETERS
 from outpace.planner.hardware.device import dtype_of
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.model.outline import parameters
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import VARIED, Wanted
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
@@ -85,7 +85,7 @@ class PlanQuestion:
     measures: bool = False
 
 
-def job(asked: PlanQuestion) -> Job:
+def job(asked: PlanQuestion) -> PlanningProblem:
     """The planner's question. Raises BadInputError for what is unknown or cannot be."""
     _, outline, _ = find_outline(asked.model)
     cluster = _cluster(asked)
@@ -100,7 +100,7 @@ def job(asked: PlanQuestion) -> Job:
     keep = read_keep(asked.keep)
     precision = asked.precision or _precision(cluster, asked.autocast)
     _check_dtype(keep.get("precision", precision), cluster)
-    question = Job(
+    question = PlanningProblem(
         outline=outline,
         cluster=cluster,
         wanted=Wanted(
@@ -447,7 +447,7 @@ def _inside_share(cluster: Cluster) -> float:
     return cluster.fabric.inside_bytes_per_s / printed
 
 
-def with_numbers(question: Job, numbers: Mapping[str, float]) -> Job:
+def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> PlanningProblem:
     """Replace rates and sizes of the question's machine."""
     cluster = question.cluster
     fabric, device = cluster.fabric, cluster.device

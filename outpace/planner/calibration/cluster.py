@@ -13,13 +13,13 @@ from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.processors import flops_per_cycle
 from outpace.catalog.references import Kind, references
-from outpace.planner.calibration.fit_rates import Rates, SeenStep, calibrate, steps_s
-from outpace.planner.hardware.device import Device, MeasuredProduct, of_accelerator, product_s
+from outpace.planner.calibration.fit_rates import RateFit, SeenStep, calibrate, steps_s
+from outpace.planner.hardware.device import DeviceRates, MeasuredProduct, of_accelerator, product_s
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.hardware.networks import of_node
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_batch import of_plans
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import RateSource
 from outpace.records.figure import Figure, Key
@@ -44,7 +44,7 @@ class Cluster:
 
     name: str
     nodes: int
-    device: Device
+    device: DeviceRates
     fabric: Fabric
     probed: bool
     notes: tuple[str, ...] = ()
@@ -210,7 +210,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     if machine.devices:
         chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
     device = _probed_device(machine, known, ranks, chip)
-    rates = Rates(device, _probed_fabric(known, ranks, device.kind))
+    rates = RateFit(device, _probed_fabric(known, ranks, device.kind))
     world = ranks * probed.hosts
     seen = list(_reference_steps(known, world, rates.device.kind))
     said: list[str] = []
@@ -242,11 +242,11 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     )
 
 
-def _residuals(rates: Rates, seen: Sequence[SeenStep]) -> tuple[float, ...]:
+def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
     """Return measured by predicted time of each step."""
     found = []
     for one in seen:
-        question = Question(one.outline, one.seq_len, rates.device, rates.fabric)
+        question = StepTimeQuestion(one.outline, one.seq_len, rates.device, rates.fabric)
         columns = of_plans([one.plan], one.global_batch, one.outline.layers)
         found.append(one.step_time_s / float(steps_s(question, columns)[0]))
     return tuple(found)
@@ -275,7 +275,7 @@ def _by_gloo(fabric: Fabric) -> Fabric:
     return replace(fabric, scatter_rounds=2)
 
 
-def _with_all_rates(rates: Rates) -> Rates:
+def _with_all_rates(rates: RateFit) -> RateFit:
     """Add the rates of which the catalog has no figure for an accelerator: steps correct them."""
     device = rates.device
     if device.kind == "cpu":
@@ -447,7 +447,9 @@ class _Known:
         ]
 
 
-def _probed_device(machine: Machine, known: _Known, ranks: int, chip: Accelerator | None) -> Device:
+def _probed_device(
+    machine: Machine, known: _Known, ranks: int, chip: Accelerator | None
+) -> DeviceRates:
     """The catalog's device with measured rates in it; a CPU's cores are shared by the ranks."""
     curves = {dtype: known.products(dtype) for dtype in _DTYPES}
     best = {dtype: max(points.values()) for dtype, points in curves.items() if points}
@@ -479,7 +481,7 @@ _SMALL_SIDE = 64  # of products that take what their launch takes
 
 def _measured_accelerator(
     machine: Machine, known: _Known, chip: Accelerator, memory: float | None
-) -> Device:
+) -> DeviceRates:
     """Return the catalog's device with what was measured of it in place of what others reach.
 
     Products that were measured correct those near them, each by its own shape; rows that are no
@@ -504,7 +506,7 @@ def _measured_accelerator(
 
 
 def _compare_products(
-    base: Device, known: _Known, least_s: float
+    base: DeviceRates, known: _Known, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredProduct, ...]], list[float]]:
     """Return measured by predicted time of products of each dtype, and rates of unaligned ones.
 
@@ -524,7 +526,7 @@ def _compare_products(
     return ratios, unaligned
 
 
-def _by_tiles(device: Device, dtype: str, m: int, n: int, k: int) -> float:
+def _by_tiles(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
     """Return seconds of a product by the catalog."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
@@ -537,7 +539,7 @@ def _unknown(
     rates: dict[str, float],
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
-) -> Device:
+) -> DeviceRates:
     """An accelerator that the catalog has not: as measured, and for the rest as most are."""
     if bytes_per_s is None:
         raise BadInputError(
@@ -565,7 +567,7 @@ def _cpu(
     rates: dict[str, float],
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
-) -> Device:
+) -> DeviceRates:
     """One of `ranks` processes on a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
     found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
@@ -585,9 +587,9 @@ def _measured_cluster(
     rates: dict[str, float],
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
-) -> Device:
+) -> DeviceRates:
     """A device of which no tiles are known: a CPU, unless what calls this says otherwise."""
-    return Device(
+    return DeviceRates(
         name=name,
         kind="cpu",
         memory_bytes=memory_bytes,

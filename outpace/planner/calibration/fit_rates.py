@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric
-from outpace.planner.plan_batch import Columns, Floats, of_plans
+from outpace.planner.plan_batch import Floats, PlanBatch, of_plans
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
@@ -42,15 +42,15 @@ class SeenStep:
 
 
 @dataclass(frozen=True)
-class Rates:
+class RateFit:
     """Rates by which plans are estimated."""
 
-    device: Device
+    device: DeviceRates
     fabric: Fabric
 
 
 # A rate, and what becomes of all when what it is of takes so many times as long.
-Knob = Callable[[Rates, float], Rates]
+Knob = Callable[[RateFit, float], RateFit]
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Calibration:
     logarithms of what the knobs were turn_knobs by, (knobs, knobs).
     """
 
-    rates: dict[int, Rates]
+    rates: dict[int, RateFit]
     off: float
     knobs: tuple[Knob, ...]
     covariance: Floats
 
-    def slopes(self, ranks: int, steps_s: Callable[[Rates], Floats]) -> Floats:
+    def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
         """Derivatives of the logarithms of times by those of the knobs, (knobs, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
@@ -84,7 +84,7 @@ class Calibration:
 
 
 def calibrate(
-    rates: Mapping[int, Rates], seen: Sequence[SeenStep], spread: float = UNKNOWN
+    rates: Mapping[int, RateFit], seen: Sequence[SeenStep], spread: float = UNKNOWN
 ) -> Calibration:
     """The rates by which `seen` are predicted best.
 
@@ -96,7 +96,7 @@ def calibrate(
     knobs, groups = _knobs(next(iter(rates.values()))), _groups(seen)
     took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])
 
-    def turn_knobs(logs: Floats) -> dict[int, Rates]:
+    def turn_knobs(logs: Floats) -> dict[int, RateFit]:
         found = dict(rates)
         for knob, log in zip(knobs, logs, strict=True):
             found = {ranks: knob(one, math.exp(log)) for ranks, one in found.items()}
@@ -133,17 +133,17 @@ class _Group:
     ranks: int
     outline: Outline
     seq_len: int
-    columns: Columns
+    columns: PlanBatch
     step_time_s: Floats
 
-    def steps_s(self, rates: Rates) -> Floats:
+    def steps_s(self, rates: RateFit) -> Floats:
         """Return the predicted time of each step."""
         return steps_s(
-            Question(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
+            StepTimeQuestion(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
         )
 
 
-def steps_s(question: Question, columns: Columns) -> Floats:
+def steps_s(question: StepTimeQuestion, columns: PlanBatch) -> Floats:
     """Return the step times of plans, every pipeline simulated."""
     pipelines = np.nonzero(columns.pp > 1)[0]
     return simulate_pipelines(question, columns, estimate(question, columns), pipelines).step_s
@@ -167,7 +167,7 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
     ]
 
 
-def _knobs(rates: Rates) -> list[Knob]:
+def _knobs(rates: RateFit) -> list[Knob]:
     """Return knobs for every dtype and for all else that a step consists of."""
     return [
         *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
@@ -179,34 +179,34 @@ def _knobs(rates: Rates) -> list[Knob]:
 def _of_dtype(field: str, dtype: str) -> Knob:
     """Return the knob of one of a device's rates by dtype."""
 
-    def knob(rates: Rates, factor: float) -> Rates:
+    def knob(rates: RateFit, factor: float) -> RateFit:
         before = getattr(rates.device, field)
         return _replace_rates(rates, **{field: {**before, dtype: before[dtype] / factor}})
 
     return knob
 
 
-def _replace_rates(rates: Rates, **values: Any) -> Rates:
+def _replace_rates(rates: RateFit, **values: Any) -> RateFit:
     return replace(rates, device=replace(rates.device, **values))
 
 
-def _memory(rates: Rates, factor: float) -> Rates:
+def _memory(rates: RateFit, factor: float) -> RateFit:
     return _replace_rates(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
 
 
-def _operators(rates: Rates, factor: float) -> Rates:
+def _operators(rates: RateFit, factor: float) -> RateFit:
     return _replace_rates(rates, operator_s=rates.device.operator_s * factor)
 
 
-def _optimizer(rates: Rates, factor: float) -> Rates:
+def _optimizer(rates: RateFit, factor: float) -> RateFit:
     return _replace_rates(rates, optimizer_share=rates.device.optimizer_share / factor)
 
 
-def _units(rates: Rates, factor: float) -> Rates:
+def _units(rates: RateFit, factor: float) -> RateFit:
     return _replace_rates(rates, unit_s=rates.device.unit_s * factor)
 
 
-def _links(rates: Rates, factor: float) -> Rates:
+def _links(rates: RateFit, factor: float) -> RateFit:
     fabric = rates.fabric
     return replace(
         rates,
@@ -219,17 +219,17 @@ def _links(rates: Rates, factor: float) -> Rates:
     )
 
 
-def _gathers(rates: Rates, factor: float) -> Rates:
+def _gathers(rates: RateFit, factor: float) -> RateFit:
     fabric = rates.fabric
     return replace(rates, fabric=replace(fabric, gather_share=fabric.gather_share / factor))
 
 
-def _scatters(rates: Rates, factor: float) -> Rates:
+def _scatters(rates: RateFit, factor: float) -> RateFit:
     fabric = rates.fabric
     return replace(rates, fabric=replace(fabric, scatter_share=fabric.scatter_share / factor))
 
 
-def _latency(rates: Rates, factor: float) -> Rates:
+def _latency(rates: RateFit, factor: float) -> RateFit:
     protocols = tuple(
         one._replace(base_s=one.base_s * factor, inside_s=one.inside_s * factor,
                      across_s=one.across_s * factor)

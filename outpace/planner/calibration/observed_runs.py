@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outpace.planner.calibration.cluster import Cluster
-from outpace.planner.calibration.fit_rates import Rates, SeenStep, calibrate
+from outpace.planner.calibration.fit_rates import RateFit, SeenStep, calibrate
 from outpace.records.training_log import ObservedRun
 from outpace.records.units import show_share
 
@@ -20,7 +20,7 @@ def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
         SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)
         for run in runs
     ]
-    rates = Rates(cluster.device, cluster.fabric)
+    rates = RateFit(cluster.device, cluster.fabric)
     worlds = {run.plan.world_size for run in runs}
     found = calibrate(dict.fromkeys(worlds, rates), seen)
     corrected = found.rates[runs[0].plan.world_size]

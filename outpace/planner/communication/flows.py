@@ -19,8 +19,8 @@ from typing import Literal
 
 from outpace.planner.communication.volume import (
     NORM_BYTES,
+    StepOnRank,
     Tally,
-    Work,
     of_every_job,
     sent_bytes,
     step_traffic,
@@ -63,7 +63,7 @@ _AXIS: dict[Strategy, Axis] = {
 }
 
 
-def flows(work: Work) -> list[Flow]:
+def flows(work: StepOnRank) -> list[Flow]:
     """Return the communication of `work.rank` in a step. Raises BadInputError if it is unknown."""
     plan = work.plan
     if plan.strategy == "single":
@@ -99,7 +99,7 @@ def _no_recompute(plan: Plan) -> Plan:
     )
 
 
-def _of_one_axis(work: Work, axis: Axis, tally: Tally) -> Iterator[Flow]:
+def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
     """Yield the tally's kinds by purpose. What every job sends beside is put apart."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
@@ -152,7 +152,7 @@ def _control_bytes(plan: Plan) -> Counter[str]:
     return tally.bytes_by_kind
 
 
-def _product(work: Work) -> Iterator[Flow]:
+def _product(work: StepOnRank) -> Iterator[Flow]:
     """3d: a rank's part of a stage, its shards and replicas, and what crosses stages.
 
     A pipeline's micro-batches share one reduction, and blocks are gathered for every forward and
@@ -188,7 +188,7 @@ def _product(work: Work) -> Iterator[Flow]:
     yield _same("control", "world", _control_bytes(plan).total())
 
 
-def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[Flow]:
+def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iterator[Flow]:
     """Yield tensor and context parallelism: for each layer of the stage and micro-batch."""
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
@@ -209,7 +209,7 @@ def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[F
         yield _same("ring", "cp", numbers * sent * place.layers * micro_batches)
 
 
-def _repeated_collectives(work: Work, layers: int, micro_batches: int) -> int:
+def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
     """Return collectives of a block's forward that full recomputation repeats.
 
     All but the last, where nothing of the backward reads what it gives: measured, 2 all-gathers
@@ -238,7 +238,7 @@ class _Place:
     units: dict[str, list[tuple[int, int]]]
 
 
-def _place(work: Work) -> _Place:
+def _place(work: StepOnRank) -> _Place:
     plan = work.plan
     schedule = SCHEDULES.get(plan.schedule)
     at = work.rank // (plan.world_size // plan.pp)

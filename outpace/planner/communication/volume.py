@@ -56,13 +56,13 @@ def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
 class Tally:
     """Number of collectives and bytes sent, by kind."""
 
-    exchanges: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, ranks: int, given: int, times: int = 1, root: bool = False) -> None:
         """Count `times` collectives of `given` bytes among `ranks`."""
         if times:
-            self.exchanges[kind] += times
+            self.collectives[kind] += times
             self.bytes_by_kind[kind] += times * sent_bytes(kind, ranks, given, root)
 
     @property
@@ -72,7 +72,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepOnRank:
     """One rank's part of a step."""
 
     plan: Plan
@@ -123,7 +123,7 @@ class Work:
         return 4 if several and self.plan.precision == "bf16-master" else self.item
 
     @property
-    def exchanged_item(self) -> int:
+    def gradient_item_bytes(self) -> int:
         """Bytes of a number of gradients as ddp and ring reduce them."""
         return 2 if self.plan.compress_gradients == "bf16" else self.item
 
@@ -152,7 +152,7 @@ def step_traffic(
         return None
     tally = of_every_job(plan)
     if plan.world_size > 1:
-        formula(Work(plan, spec, global_batch, seq_len, rank), tally)
+        formula(StepOnRank(plan, spec, global_batch, seq_len, rank), tally)
     return tally
 
 
@@ -165,7 +165,7 @@ def of_every_job(plan: Plan) -> Tally:
     return tally
 
 
-def _replicas(work: Work, tally: Tally) -> None:
+def _replicas(work: StepOnRank, tally: Tally) -> None:
     """ddp: one all-reduce of Ψ numbers a step, in buckets (Li et al., VLDB 2020, §3.2).
 
     How they are cut depends on the order in which gradients come; here the reverse of the
@@ -177,10 +177,10 @@ def _replicas(work: Work, tally: Tally) -> None:
             buckets.append(0)
         buckets[-1] += size
     for bucket in buckets:
-        tally.add("all_reduce", work.plan.world_size, bucket * work.exchanged_item)
+        tally.add("all_reduce", work.plan.world_size, bucket * work.gradient_item_bytes)
 
 
-def _shared_states(work: Work, tally: Tally) -> None:
+def _shared_states(work: StepOnRank, tally: Tally) -> None:
     """zero1: as ddp, and each rank tells the others the parameters that it has stepped.
 
     Rajbhandari et al., SC 2020, §7.1, whose reduce-scatter is an all-reduce here. Parameters go
@@ -197,16 +197,16 @@ def _shared_states(work: Work, tally: Tally) -> None:
         tally.add("broadcast", ranks, numbers * work.item, int(numbers > 0), root)
 
 
-def _ring(work: Work, tally: Tally) -> None:
+def _ring(work: StepOnRank, tally: Tally) -> None:
     """ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
 
     A buffer has a number more for each parameter. Where N does not divide its length, pieces
     differ by one number, and a rank sends up to two numbers a buffer more or less than this.
     """
-    ranks, item = work.plan.world_size, work.exchanged_item
+    ranks, item = work.plan.world_size, work.gradient_item_bytes
     for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
         length = (sum(sizes) + len(sizes)) * item
-        tally.exchanges["send"] += 2 * (ranks - 1)
+        tally.collectives["send"] += 2 * (ranks - 1)
         tally.bytes_by_kind["send"] += sent_bytes("all_reduce", ranks, length, False)
 
 
@@ -221,7 +221,7 @@ def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _sharded_traffic(work: Work, tally: Tally) -> None:
+def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
     """zero2: an all-gather and a reduce-scatter of Ψ a pass, 2(N−1)/N · Ψ, as ddp sends.
 
     zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et
@@ -253,7 +253,7 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
     return units
 
 
-def _data_parallel(work: Work, tally: Tally) -> None:
+def _data_parallel(work: StepOnRank, tally: Tally) -> None:
     """Add dp: five collectives a batch, as `nn.DataParallel` does (Li et al., VLDB 2020, §2.2).
 
     Weights, samples, outputs, their gradients, the weights' gradients (a number more for each).
@@ -272,7 +272,7 @@ def _data_parallel(work: Work, tally: Tally) -> None:
     tally.add("broadcast", ranks, max(work.item, 4), root=first)  # the norm
 
 
-def _servers(work: Work, tally: Tally) -> None:
+def _servers(work: StepOnRank, tally: Tally) -> None:
     """ps: a worker sends all gradients, a server its share of sums or weights to each worker.
 
     Li et al., OSDI 2014, §2.2. With gradients goes a number more for each parameter. A worker's
@@ -313,7 +313,7 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
     return chosen
 
 
-def _pipeline(work: Work, tally: Tally) -> None:
+def _pipeline(work: StepOnRank, tally: Tally) -> None:
     """Hidden states forwards and their gradients backwards, over each border between ranks.
 
     b · S · D numbers for each micro-batch and border (Narayanan et al., arXiv 2104.04473, §3.2).
@@ -334,7 +334,7 @@ def _pipeline(work: Work, tally: Tally) -> None:
     tally.add("all_reduce", plan.pp, NORM_BYTES)
 
 
-def _tensor(work: Work, tally: Tally) -> None:
+def _tensor(work: StepOnRank, tally: Tally) -> None:
     """tp: 8(N−1)/N · b · S · D numbers a layer and pass, with sequence parallelism or without.
 
     Without: all-reduces of attention's and the MLP's outputs, and of their inputs' gradients
@@ -366,7 +366,7 @@ def _tensor(work: Work, tally: Tally) -> None:
     tally.add("all_reduce", ranks, NORM_BYTES)
 
 
-def _shared_numbers(work: Work) -> int:
+def _shared_numbers(work: StepOnRank) -> int:
     """Numbers in whole weights of which each tensor-parallel rank has a share of the gradient."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
@@ -379,7 +379,7 @@ def _shared_numbers(work: Work) -> int:
     )
 
 
-def _context(work: Work, tally: Tally) -> None:
+def _context(work: StepOnRank, tally: Tally) -> None:
     """Add cp: keys and values go round the ring, N−1 messages a layer, forwards and backwards.
 
     Their gradients go all the way home, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
@@ -393,11 +393,11 @@ def _context(work: Work, tally: Tally) -> None:
     _replicas(work, tally)
 
 
-def _no_traffic(work: Work, tally: Tally) -> None:
+def _no_traffic(work: StepOnRank, tally: Tally) -> None:
     """A single process."""
 
 
-_FORMULAS: Mapping[str, Callable[[Work, Tally], None]] = {
+_FORMULAS: Mapping[str, Callable[[StepOnRank, Tally], None]] = {
     "single": _no_traffic,
     "dp": _data_parallel,
     "ps": _servers,

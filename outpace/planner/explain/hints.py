@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan_batch import Floats
 from outpace.planner.search.branch_and_bound import Needs, search
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import Wanted
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
 
 _ASKED: tuple[tuple[str, Any, str], ...] = (
@@ -24,7 +24,12 @@ _LEAST = 1.02  # times as fast, to be worth a word
 
 
 def hint(
-    question: Question, wanted: Wanted, needs: Needs, limit: float, best: Plan, step_s: float
+    question: StepTimeQuestion,
+    wanted: Wanted,
+    needs: Needs,
+    limit: float,
+    best: Plan,
+    step_s: float,
 ) -> str | None:
     """One sentence on what could be varied; None where nothing gains or all of it is decided.
 
@@ -51,7 +56,7 @@ def _word(name: str) -> str:
     return next(word for one, _, word in _ASKED if one == name)
 
 
-def _variations(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
+def _variations(device: DeviceRates, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
     """Yield requests with one setting more, on the axes of the best plan."""
     for name, value, _ in _ASKED:
         if name in wanted.keep or name in wanted.vary:

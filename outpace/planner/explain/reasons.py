@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outpace.planner.explain.titles import PARTS, choices, title
-from outpace.planner.plan_batch import Columns
-from outpace.planner.problem import Job
+from outpace.planner.plan_batch import PlanBatch
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import LEAN
 from outpace.planner.search.branch_and_bound import FAMILIES, Found, family
 from outpace.planner.search.nearest_batch import nearest_batches
@@ -19,7 +19,7 @@ _MORE_ROOM = 1.03  # times as much memory, to be worth a word
 _ALIKE = 5e-4  # what would be shown as 0.0 %
 
 
-def explain_plan(job: Job, found: Found, place: int, roles: Sequence[Role]) -> str:
+def explain_plan(job: PlanningProblem, found: Found, place: int, roles: Sequence[Role]) -> str:
     """One sentence: what a plan is listed for, against the fastest, or, of it, the next."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles)
@@ -44,7 +44,7 @@ def explain_plan(job: Job, found: Found, place: int, roles: Sequence[Role]) -> s
     return f"{slower}: {show_seconds(max(0.0, -gaps[name]))} more for {PARTS[name]}"
 
 
-def _explain_fastest(job: Job, found: Found, place: int, roles: Sequence[Role]) -> str:
+def _explain_fastest(job: PlanningProblem, found: Found, place: int, roles: Sequence[Role]) -> str:
     """The fastest against the next kind, and what else it is."""
     begin = f"{join_roles(roles)}: "
     others = [int(other) for other in found.ranked if other != place]
@@ -89,7 +89,7 @@ def _reason_for_single(wanted: Wanted) -> str:
     return "the only kind of plan that there is"
 
 
-def rejected_families(job: Job, found: Found, listed: Sequence[int]) -> list[Rejected]:
+def rejected_families(job: PlanningProblem, found: Found, listed: Sequence[int]) -> list[Rejected]:
     """Every family that is not among the listed, and its best or its smallest plan."""
     shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
@@ -103,7 +103,7 @@ def rejected_families(job: Job, found: Found, listed: Sequence[int]) -> list[Rej
     return rows
 
 
-def _rejected_family(job: Job, found: Found, name: str) -> Rejected:
+def _rejected_family(job: PlanningProblem, found: Found, name: str) -> Rejected:
     """A family's best plan against the fastest, or how far its smallest is from fitting."""
     place, first = found.best[name], found.fastest
     if place < 0:
@@ -135,7 +135,7 @@ def _format_kept(wanted: Wanted) -> str:
     return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
 
 
-def lacks(job: Job, columns: Columns, place: int) -> str:
+def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
     """Return what a plan that does not fit needs of what there is, on a device or its host."""
     row = columns.take([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes

@@ -33,7 +33,7 @@ def title(plan: Plan) -> str:
         mesh = name if plan.world_size == 1 else f"{name} {plan.world_size}"
         if plan.strategy == "hsdp":
             mesh = f"HSDP {plan.dp_replicate} × {plan.dp_shard}"
-    return ", ".join([mesh, f"micro-batch {plan.micro_batch}", *levers_of(plan)])
+    return ", ".join([mesh, f"micro-batch {plan.micro_batch}", *plan_options(plan)])
 
 
 def _axes(plan: Plan) -> str:
@@ -47,7 +47,7 @@ def _axes(plan: Plan) -> str:
     return " × ".join(words + ([f"EP {plan.ep}"] if plan.ep > 1 else []))
 
 
-def levers_of(plan: Plan) -> list[str]:
+def plan_options(plan: Plan) -> list[str]:
     """Return what a plan gives for memory, in words."""
     found = []
     if plan.checkpointing != "none":
@@ -95,4 +95,4 @@ def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
 
 def choices(plan: Plan) -> str:
     """Return a plan's micro-batch and options, in words."""
-    return ", ".join([f"micro-batch {plan.micro_batch}", *levers_of(plan)])
+    return ", ".join([f"micro-batch {plan.micro_batch}", *plan_options(plan)])

@@ -31,7 +31,7 @@ Predict = Callable[[Plan], Cost]
 
 
 @dataclass(frozen=True)
-class Rates:
+class CostRates:
     """Rates at which a rank computes, moves bytes, and moves them to slower places."""
 
     flops_per_s: float

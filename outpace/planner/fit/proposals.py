@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from outpace.planner.fit.cost import Cost, Predict, Rates
+from outpace.planner.fit.cost import Cost, CostRates, Predict
 from outpace.records.errors import BadInputError
 from outpace.records.memory import Kind
 from outpace.records.plan import Plan
@@ -99,7 +99,7 @@ def propose(
     plan: Plan,
     limit_bytes: int,
     predict: Predict,
-    rates: Rates,
+    rates: CostRates,
     kinds: Iterable[Sequence[Change]],
     count: int = 3,
     enough: Callable[[], bool] = lambda: False,

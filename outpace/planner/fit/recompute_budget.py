@@ -8,7 +8,7 @@ at. (Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and
 from collections.abc import Mapping
 from typing import get_args
 
-from outpace.planner.fit.cost import Cost, Predict, Rates
+from outpace.planner.fit.cost import Cost, CostRates, Predict
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -25,7 +25,7 @@ _TRIES = 3
 
 
 def plan_within(
-    plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict, rates: Rates
+    plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict, rates: CostRates
 ) -> Plan:
     """`plan` with the modes of its blocks that fit into the budget and cost the least time.
 

@@ -24,7 +24,7 @@ _ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRates:
     """One rank's device. Rates are reached ones, but for `peak_flops_per_s`.
 
     `multiprocessors` take a product's tiles, one each at a time. `operator_s` is what one operator
@@ -109,7 +109,7 @@ def items(precision: Ints) -> Floats:
     return np.asarray(sizes, float)[precision]
 
 
-def of_accelerator(chip: Accelerator) -> Device:
+def of_accelerator(chip: Accelerator) -> DeviceRates:
     """Return the device by its architecture's published measurements."""
     curve = efficiency.product_curve(chip)
     kernels = efficiency.attention_rates(chip)
@@ -121,7 +121,7 @@ def of_accelerator(chip: Accelerator) -> Device:
     }
     held = efficiency.power_share(chip)
     low = peaks.get("bf16") or peaks.get("fp16") or peaks["fp32"]
-    return Device(
+    return DeviceRates(
         name=chip.name,
         kind="cuda",
         memory_bytes=chip.usable_bytes,
@@ -162,7 +162,7 @@ def of_accelerator(chip: Accelerator) -> Device:
 
 
 def product_s(
-    device: Device,
+    device: DeviceRates,
     rate: Floats,
     m: Floats,
     n: Floats,
@@ -204,7 +204,7 @@ def product_s(
 
 
 def sustained_product_s(
-    device: Device,
+    device: DeviceRates,
     rate: Floats,
     m: Floats,
     n: Floats,
@@ -225,7 +225,7 @@ def sustained_product_s(
     return seconds
 
 
-def _measured_ratio(device: Device, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
+def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
     """Return by how much measured products take longer than by tiles, at the shape asked for.
 
     The points of the same dtype count by their nearness, in logarithms of the three dimensions: a
@@ -250,7 +250,7 @@ def _interpolate(points: Sequence[MeasuredProduct], m: Floats, n: Floats, k: Flo
 
 
 def _by_curve(
-    device: Device, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
+    device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
     """Each product of a batch by itself, at the share of the best rate that its size reaches."""
     flops = 2.0 * m * n * k

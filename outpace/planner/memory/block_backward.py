@@ -3,18 +3,20 @@
 import numpy as np
 
 from outpace.planner.memory.saved_activations import FP32
-from outpace.planner.memory.setup import Setup
-from outpace.planner.memory.timeline import Tape
+from outpace.planner.memory.setup import MemorySetup
+from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import Floats
 from outpace.records.plan import Checkpointing
 
 _ATTENTION_ROWS = 512  # of scores that ring attention holds at once
 
 
-class BlockMemory(Setup):
+class BlockMemory(MemorySetup):
     """The MLP and attention, each with the norm before it or after."""
 
-    def _block(self, tape: Tape, present: Floats, mode: dict[Checkpointing, Floats]) -> None:
+    def _block(
+        self, timeline: MemoryTimeline, present: Floats, mode: dict[Checkpointing, Floats]
+    ) -> None:
         """A block's backward, with what it computes again before."""
         s, b = self.s, self.block
         kept = self._saved_bytes(mode)
@@ -25,83 +27,85 @@ class BlockMemory(Setup):
         # Bytes of copies for each element of a matrix, as far as they are here.
         copied = self._copy_bytes() / np.maximum(self.matrices, 1)
         copied = copied * (1 - self.off_acts * mode["none"])
-        tape.pass_over("activations", again * present)
-        tape.take("weight copies", copies)
+        timeline.pass_over("activations", again * present)
+        timeline.take("weight copies", copies)
         cached = mode["selective"] * present * b.output
-        tape.pass_over("activations", cached)
+        timeline.pass_over("activations", cached)
         stream, read = s.part * s.stream * present, s.whole * s.operand * present
-        gathered = read * self.gathers_again
+        gathered = read * self.regathers_inputs
         inner = b.inner * present
         in_it = inner * live / np.maximum(present, 1e-9)
         # The MLP. The gradient of its output in the products' dtype, then of the inner tensor.
         cast = read * s.casts
-        tape.pass_over("temporary", cast)
-        tape.take("temporary", inner)
-        self._gradient(tape, b.down * present, copies=copied)
-        tape.drop("temporary", cast)
-        tape.drop("activations", in_it)
+        timeline.pass_over("temporary", cast)
+        timeline.take("temporary", inner)
+        self._gradient(timeline, b.down * present, copies=copied)
+        timeline.drop("temporary", cast)
+        timeline.drop("activations", in_it)
         if b.gated:
-            tape.take("temporary", 2 * inner)
-            tape.drop("activations", 2 * in_it)
-            tape.drop("temporary", inner)
-            tape.pass_over("temporary", read + gathered)
-            self._gradient(tape, b.up * present, copies=copied)
-            tape.drop("temporary", inner)
-            tape.take("temporary", inner)
-            tape.drop("activations", in_it)
-            tape.drop("temporary", inner)
-            tape.take("temporary", read)
-            tape.drop("temporary", read)
-            self._gradient(tape, b.up * present, copies=copied)
-            tape.drop("temporary", inner)
+            timeline.take("temporary", 2 * inner)
+            timeline.drop("activations", 2 * in_it)
+            timeline.drop("temporary", inner)
+            timeline.pass_over("temporary", read + gathered)
+            self._gradient(timeline, b.up * present, copies=copied)
+            timeline.drop("temporary", inner)
+            timeline.take("temporary", inner)
+            timeline.drop("activations", in_it)
+            timeline.drop("temporary", inner)
+            timeline.take("temporary", read)
+            timeline.drop("temporary", read)
+            self._gradient(timeline, b.up * present, copies=copied)
+            timeline.drop("temporary", inner)
         else:
-            tape.take("temporary", inner)
-            tape.drop("activations", in_it)
-            tape.drop("temporary", inner)
-            tape.take("temporary", read + gathered)
-            self._gradient(tape, b.up * present, copies=copied)
-            tape.drop("temporary", inner)
-        tape.drop("temporary", gathered)
+            timeline.take("temporary", inner)
+            timeline.drop("activations", in_it)
+            timeline.drop("temporary", inner)
+            timeline.take("temporary", read + gathered)
+            self._gradient(timeline, b.up * present, copies=copied)
+            timeline.drop("temporary", inner)
+        timeline.drop("temporary", gathered)
         input_ = b.input * live
-        tape.drop("activations", input_)
-        self._through_norm(tape, stream, read, live)
+        timeline.drop("activations", input_)
+        self._through_norm(timeline, stream, read, live)
         # Attention.
-        tape.pass_over("temporary", cast)
-        tape.pass_over("temporary", b.mixed * present)
+        timeline.pass_over("temporary", cast)
+        timeline.pass_over("temporary", b.mixed * present)
         heads = (b.queries + 2 * b.keys) * present
-        tape.take("temporary", heads)
-        self._ring(tape, present)
-        self._workspace(tape, present)
-        tape.drop("temporary", (b.mixed * present) + cast)
-        tape.drop("activations", b.attention * live)
+        timeline.take("temporary", heads)
+        self._ring(timeline, present)
+        self._workspace(timeline, present)
+        timeline.drop("temporary", (b.mixed * present) + cast)
+        timeline.drop("activations", b.attention * live)
         if self.outline.learned_positions == 0:
             wide = FP32 / s.operand
             turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
-            tape.moment("temporary", np.maximum(turned, 0) * present)
+            timeline.moment("temporary", np.maximum(turned, 0) * present)
         rest = b.elements - b.down - b.up * (2 if b.gated else 1)
-        tape.pass_over("temporary", 2 * read + gathered)
-        self._gradient(tape, (rest - b.vectors) * present, copies=copied)
-        self._gradient(tape, b.vectors * present, product=False)
-        tape.drop("temporary", read + gathered + heads)
-        tape.drop("activations", input_)
-        self._through_norm(tape, stream, read, live)
+        timeline.pass_over("temporary", 2 * read + gathered)
+        self._gradient(timeline, (rest - b.vectors) * present, copies=copied)
+        self._gradient(timeline, b.vectors * present, product=False)
+        timeline.drop("temporary", read + gathered + heads)
+        timeline.drop("activations", input_)
+        self._through_norm(timeline, stream, read, live)
         remains = b.saved_bytes - b.attention - b.inners * b.inner - 2 * b.input
-        tape.drop("activations", (remains - 2 * (b.residual + b.norm)) * live + cached)
+        timeline.drop("activations", (remains - 2 * (b.residual + b.norm)) * live + cached)
         held = self._copy_bytes() * present * mode["none"]
-        tape.offload(-(held * self.off_acts + away * present), self.acts_on_disk)
+        timeline.offload(-(held * self.off_acts + away * present), self.acts_on_disk)
 
-    def _through_norm(self, tape: Tape, stream: Floats, read: Floats, live: Floats) -> None:
+    def _through_norm(
+        self, timeline: MemoryTimeline, stream: Floats, read: Floats, live: Floats
+    ) -> None:
         """The gradient of what the norm made becomes its input's, and joins the stream's."""
         b, c = self.block, self.columns
         gathered = ((c.tp > 1) & c.sequence_parallel).astype(float)
-        tape.take("temporary", read * gathered)  # put together before it is scattered
-        tape.drop("temporary", read * gathered)
-        tape.pass_over("temporary", stream - read)
-        tape.take("temporary", stream * (1 + b.composed))
-        tape.drop("activations", (b.residual + b.norm) * live)
-        tape.drop("temporary", stream * (2 + b.composed))
+        timeline.take("temporary", read * gathered)  # put together before it is scattered
+        timeline.drop("temporary", read * gathered)
+        timeline.pass_over("temporary", stream - read)
+        timeline.take("temporary", stream * (1 + b.composed))
+        timeline.drop("activations", (b.residual + b.norm) * live)
+        timeline.drop("temporary", stream * (2 + b.composed))
 
-    def _ring(self, tape: Tape, present: Floats) -> None:
+    def _ring(self, timeline: MemoryTimeline, present: Floats) -> None:
         """Attention round a ring of ranks: operands in fp32, 512 rows of scores three times."""
         c, s, b = self.columns, self.s, self.block
         spread = (c.cp > 1).astype(float) * present
@@ -114,9 +118,9 @@ class BlockMemory(Setup):
         rows = np.minimum(_ATTENTION_ROWS, length)
         scores = FP32 * c.micro_batch * heads * rows * length
         operands = wide * (4 * b.queries + 8 * b.keys) + 2 * b.keys
-        tape.moment("temporary", spread * (3 * scores + operands))
+        timeline.moment("temporary", spread * (3 * scores + operands))
 
-    def _workspace(self, tape: Tape, present: Floats) -> None:
+    def _workspace(self, timeline: MemoryTimeline, present: Floats) -> None:
         """FlashAttention's sums of queries' gradients in fp32 (Dao, arXiv 2307.08691, §3)."""
         one = self.outline.stacks[0].attention
         if self.device == "cpu" or one is None:
@@ -127,4 +131,4 @@ class BlockMemory(Setup):
         length = np.ceil(self.seq_len / 128) * 128
         nbytes = FP32 * c.micro_batch * one.heads / c.tp * length * width
         repeated = 2 * self.block.queries if one.kv_heads != one.heads else 0
-        tape.moment("temporary", (c.cp == 1) * present * (nbytes + repeated))
+        timeline.moment("temporary", (c.cp == 1) * present * (nbytes + repeated))

@@ -8,45 +8,45 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Habits:
+class FrameworkTraits:
     """Use of memory by one program.
 
-    `chunks_loss`: large logits are taken in chunks. `softmax_in_place`: of logits there is one copy
-    in fp32, which becomes the softmax and then its gradient. `gathers_again`: under sequence
-    parallelism a rank keeps its share of what products read. `main_gradients`: gradients are added
-    up in a buffer of that many bytes each, there from the first step to the last, and weights are
-    whole unless a plan shards them; None: as outpace's strategies do. `cuts_evenly`: zero1 gives
-    out elements, over data and context parallelism, not whole parameters. `receives_anew`: a
-    pipeline has a buffer for what is received now, not for each micro-batch, and lets go of what
-    it has sent. `sums_whole`: where weights are sharded and micro-batches add up, gradients are
-    whole until the last one's backward.
+    `chunks_loss`: large logits are taken in chunks. `softmax_in_place`: there is one copy of the
+    logits in fp32, which becomes the softmax and then its gradient. `regathers_inputs`: under
+    sequence parallelism a rank keeps its shard of what products read, and gathers it again.
+    `main_gradients`: gradients are accumulated in a buffer of that many bytes each, which lasts
+    from the first step to the last, and weights are whole unless a plan shards them; None: as
+    outpace's strategies do. `shards_by_element`: zero1 shards elements over data and context
+    parallelism, not whole parameters. `reuses_receive_buffer`: a pipeline has one receive buffer,
+    not one for each micro-batch, and frees what it has sent. `accumulates_unsharded`: where weights
+    are sharded and micro-batches accumulate, gradients are whole until the last one's backward.
     """
 
     chunks_loss: bool = True
     softmax_in_place: bool = False
-    gathers_again: bool = False
+    regathers_inputs: bool = False
     main_gradients: int | None = None
-    cuts_evenly: bool = False
-    receives_anew: bool = False
-    sums_whole: bool = False
+    shards_by_element: bool = False
+    reuses_receive_buffer: bool = False
+    accumulates_unsharded: bool = False
 
 
-OUTPACE = Habits()
+OUTPACE = FrameworkTraits()
 # megatron-core 0.16.1. Logits: tensor_parallel/cross_entropy.py. Inputs: Korthikanti et al., arXiv
 # 2205.05198, §4.2.2. Gradients: distributed/param_and_grad_buffer.py; training/arguments.py has
 # --bf16 add them up in fp32 unless --grad-reduce-in-bf16 is said, --fp16 in 16 bits. Optimizer:
 # docs, "Distributed Optimizer": 6 + 12/d bytes a parameter in bf16, 18 without, 4 + 16/d and 20 in
 # fp16. Pipelines: pipeline_parallel/p2p_communication.py; schedules.py, deallocate_output_tensor.
-MEGATRON_BF16 = Habits(
+MEGATRON_BF16 = FrameworkTraits(
     chunks_loss=False,
     softmax_in_place=True,
-    gathers_again=True,
+    regathers_inputs=True,
     main_gradients=4,
-    cuts_evenly=True,
-    receives_anew=True,
+    shards_by_element=True,
+    reuses_receive_buffer=True,
 )
 MEGATRON_FP16 = replace(MEGATRON_BF16, main_gradients=2)
 # Micro-batches before the last are under no_sync (Fabric.no_backward_sync), where FSDP "will
 # accumulate the full model gradients" (torch 2.13, FullyShardedDataParallel.no_sync); of a frozen
 # weight, too, that is in one flat parameter with trained ones (fsdp/_wrap_utils.py, which warns).
-LIGHTNING_FSDP = Habits(sums_whole=True)
+LIGHTNING_FSDP = FrameworkTraits(accumulates_unsharded=True)

@@ -8,7 +8,7 @@ import numpy as np
 from outpace.planner.model.outline import head_in_layers
 from outpace.planner.pipeline.in_flight import Rank, ranks_of, single_rank
 from outpace.planner.pipeline.stages import balance, even
-from outpace.planner.plan_batch import MODES, SCHEDULE_NAMES, Columns, Floats, Ints
+from outpace.planner.plan_batch import MODES, SCHEDULE_NAMES, Floats, Ints, PlanBatch
 from outpace.records.outline import Outline
 
 
@@ -37,7 +37,7 @@ class Place:
         return Place(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
-def places(outline: Outline, columns: Columns) -> list[Place]:
+def places(outline: Outline, columns: PlanBatch) -> list[Place]:
     """Return one rank without a pipeline; else those that `in_flight` gives, the last repeated."""
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
@@ -51,7 +51,7 @@ def places(outline: Outline, columns: Columns) -> list[Place]:
     ]
 
 
-def recompute_interval(columns: Columns, layers: int) -> Ints:
+def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
     """Return of how many blocks one recomputes, from the first on; 0: none.
 
     Columns have shares: n of L blocks are every (L/n rounded up)-th one.

@@ -6,8 +6,8 @@ import numpy as np
 
 from outpace.planner.memory.fullest_rank import Place
 from outpace.planner.memory.saved_activations import FP32
-from outpace.planner.memory.setup import Setup
-from outpace.planner.memory.timeline import Tape
+from outpace.planner.memory.setup import MemorySetup
+from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import Bools, Floats
 
 _MIB = 2**20
@@ -48,10 +48,10 @@ class _Head:
         return replace(self, here=self.here * plans, last=self.last * plans)
 
 
-class Loss(Setup):
+class Loss(MemorySetup):
     """Memory from the last hidden state to its gradient."""
 
-    def _loss(self, tape: Tape, place: Place, losses: Floats) -> None:
+    def _loss(self, timeline: MemoryTimeline, place: Place, losses: Floats) -> None:
         """The last norm and the head; what is left of it is the gradient of the last hidden state.
 
         `losses` micro-batches have been through it whose backward is not done.
@@ -65,8 +65,8 @@ class Loss(Setup):
         # What the norm before the head keeps, and its transform where there is one.
         before = stream + self.block.norm * self.block.composed + self._head_transform()
         kept_before = np.maximum(losses, 1) * before * here
-        tape.pass_over("activations", kept_before)
-        tape.pass_over("activations", (many > 1) * rows * self.outline.hidden * s.stream)
+        timeline.pass_over("activations", kept_before)
+        timeline.pass_over("activations", (many > 1) * rows * self.outline.hidden * s.stream)
         head = vocab * self.outline.hidden
         chunked = self._uses_chunks(rows, vocab)
         more = np.maximum(losses - 1, 0) * here
@@ -74,21 +74,21 @@ class Loss(Setup):
         last = self.fsdp * self.used * self.elements * ~self.regathers
         low, accelerated = self._low() & ~chunked, self._uses_head_loss()
         at = _Head(here, rows, vocab, head, more, last)
-        self._low_logits(tape, at.select(low))
-        self._whole_logits(tape, at.select(~chunked & ~low & ~accelerated))
-        self._in_chunks(tape, at.select(chunked & ~accelerated))
+        self._low_logits(timeline, at.select(low))
+        self._whole_logits(timeline, at.select(~chunked & ~low & ~accelerated))
+        self._in_chunks(timeline, at.select(chunked & ~accelerated))
         padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
         at = replace(at, vocab=padded, elements=padded * self.outline.hidden)
         whole = accelerated & ~chunked & self._keeps_logits(rows, padded)
         copied = (self.s.operand < self.used) | (padded != vocab)
-        self._logits_in_place(tape, at.select(whole), copied)
-        self._chunks_in_place(tape, at.select(accelerated & ~whole), copied)
-        tape.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
-        self._gradient(tape, here * head)
-        tape.pass_over("temporary", self._tied_waits(place))
-        tape.drop("activations", kept_before - (np.maximum(losses, 1) - 1) * before * here)
+        self._logits_in_place(timeline, at.select(whole), copied)
+        self._chunks_in_place(timeline, at.select(accelerated & ~whole), copied)
+        timeline.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
+        self._gradient(timeline, here * head)
+        timeline.pass_over("temporary", self._tied_waits(place))
+        timeline.drop("activations", kept_before - (np.maximum(losses, 1) - 1) * before * here)
         # From here on there is the gradient of the stream.
-        tape.take("temporary", stream)
+        timeline.take("temporary", stream)
 
     def _head_waits(self, place: Place) -> tuple[Floats, Floats]:
         """Return what the head's split gradient is made from: of logits, the copy."""
@@ -119,11 +119,11 @@ class Loss(Setup):
         large = np.where(self._low(), rows > self._low_rows(vocab), large)
         large = np.where(self._uses_head_loss(), ~self._fits(rows, vocab), large)
         asked: Bools = ((large & ~self._splits()) | c.chunked_loss) & (c.tp == 1)
-        return asked & self.habits.chunks_loss
+        return asked & self.traits.chunks_loss
 
     def _uses_head_loss(self) -> Bools:
         """Return which losses are `nn.head_loss`: outpace's own, on an accelerator."""
-        own = self.habits.chunks_loss and self.device == "cuda"
+        own = self.traits.chunks_loss and self.device == "cuda"
         return np.full(len(self.columns.pp), own)
 
     def _fits(self, rows: Floats, vocab: Floats) -> Bools:
@@ -144,7 +144,7 @@ class Loss(Setup):
         block: Floats = FP32 * np.minimum(rows, most) * padded * ~self.columns.compile
         return block
 
-    def _logits_in_place(self, tape: Tape, at: _Head, copied: Bools) -> None:
+    def _logits_in_place(self, timeline: MemoryTimeline, at: _Head, copied: Bools) -> None:
         """All logits, over which the backward writes their gradient."""
         s, here, rows = self.s, at.here, at.rows
         states = here * rows * self.outline.hidden
@@ -152,17 +152,17 @@ class Loss(Setup):
         kept = logits + states * s.operand * (s.operand < s.stream) + here * rows * _KEPT_OF_TOKEN
         copy = here * at.elements * s.operand * copied
         block = here * self._loss_block(rows, at.vocab)
-        tape.pass_over("activations", at.more * kept)
-        tape.pass_over("weight copies", (1 + at.more) * copy)
-        tape.moment("temporary", kept + block + states * s.stream * s.casts)
-        tape.take("activations", kept)
-        tape.drop("communication", at.last)
-        tape.moment("temporary", np.maximum(block, states * (s.operand + s.stream * s.casts)))
-        tape.drop("weight copies", copy)
-        tape.moment("temporary", states * s.stream + here * at.elements * self.used)
-        tape.drop("activations", kept)
+        timeline.pass_over("activations", at.more * kept)
+        timeline.pass_over("weight copies", (1 + at.more) * copy)
+        timeline.moment("temporary", kept + block + states * s.stream * s.casts)
+        timeline.take("activations", kept)
+        timeline.drop("communication", at.last)
+        timeline.moment("temporary", np.maximum(block, states * (s.operand + s.stream * s.casts)))
+        timeline.drop("weight copies", copy)
+        timeline.moment("temporary", states * s.stream + here * at.elements * self.used)
+        timeline.drop("activations", kept)
 
-    def _chunks_in_place(self, tape: Tape, at: _Head, copied: Bools) -> None:
+    def _chunks_in_place(self, timeline: MemoryTimeline, at: _Head, copied: Bools) -> None:
         """All logits or some rows of them, whose gradient the forward multiplies."""
         s, here, rows = self.s, at.here, at.rows
         row_bytes = np.maximum(at.vocab, 1) * s.operand
@@ -184,13 +184,13 @@ class Loss(Setup):
         block = here * self._loss_block(chunk, at.vocab) * np.where(s.operand < FP32, 2, 1)
         block = block + weights_grad * (rows > chunk)
         product = weights_grad + here * chunk * hidden * s.operand * (s.operand < s.stream)
-        tape.pass_over("activations", (1 + at.more) * states_grad + at.more * weights_grad)
+        timeline.pass_over("activations", (1 + at.more) * states_grad + at.more * weights_grad)
         output = here * rows * hidden * s.stream
-        tape.moment("temporary", logits + copy + output + np.maximum(block, product))
-        tape.pass_over("activations", weights_grad)
-        tape.drop("communication", at.last)
-        tape.moment("temporary", here * at.elements * self.used * (self.used < FP32))
-        tape.drop("activations", states_grad + weights_grad)
+        timeline.moment("temporary", logits + copy + output + np.maximum(block, product))
+        timeline.pass_over("activations", weights_grad)
+        timeline.drop("communication", at.last)
+        timeline.moment("temporary", here * at.elements * self.used * (self.used < FP32))
+        timeline.drop("activations", states_grad + weights_grad)
 
     def _splits(self) -> Bools:
         return self.columns.schedule_in("zb", "zbv", "dualpipev")
@@ -203,7 +203,7 @@ class Loss(Setup):
             & ~self._splits()
             & (c.tp == 1)
         )
-        here: Bools = own & self.habits.chunks_loss & (self.device == "cpu")
+        here: Bools = own & self.traits.chunks_loss & (self.device == "cpu")
         return here
 
     def _low_rows(self, vocab: Floats) -> Floats:
@@ -217,7 +217,7 @@ class Loss(Setup):
         block: Floats = np.minimum(np.maximum(1, most), rows)
         return block
 
-    def _low_logits(self, tape: Tape, at: _Head) -> None:
+    def _low_logits(self, timeline: MemoryTimeline, at: _Head) -> None:
         """All logits in 16 bits, of which the gradient is made in place."""
         s, hidden = self.s, self.outline.hidden
         here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
@@ -227,46 +227,46 @@ class Loss(Setup):
         part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
         cast = part * (s.operand < self.used)
         block = self._low_block(vocab, rows)
-        tape.pass_over("activations", at.more * logits)
+        timeline.pass_over("activations", at.more * logits)
         within = np.maximum(read + cast, 2 * FP32 * block * vocab * here)
-        tape.moment("temporary", logits + within + output)
-        tape.take("activations", logits)
-        tape.drop("communication", at.last)
+        timeline.moment("temporary", logits + within + output)
+        timeline.take("activations", logits)
+        timeline.drop("communication", at.last)
         states = here * rows * hidden
         made = here * head * self.used + states * np.where(s.stream < FP32, FP32 + s.stream, FP32)
-        tape.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
-        tape.drop("activations", logits)
+        timeline.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
+        timeline.drop("activations", logits)
 
-    def _whole_logits(self, tape: Tape, at: _Head) -> None:
+    def _whole_logits(self, timeline: MemoryTimeline, at: _Head) -> None:
         s, c = self.s, self.columns
         here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
         logits, wide = here * rows * vocab, np.maximum(s.operand, FP32)
         low = s.operand < FP32
         read = here * rows * self.outline.hidden * s.operand
         # What the head reads is gathered for its product and again for its gradient, or kept.
-        gathered = read * self.gathers_again * (1 - 1 / c.tp)
+        gathered = read * self.regathers_inputs * (1 - 1 / c.tp)
         copy = here * head * s.operand * (s.operand < self.used)
         split = c.tp > 1
-        tape.pass_over("activations", at.more * (logits * wide + read - gathered))
-        tape.pass_over("weight copies", at.more * copy)
-        tape.pass_over("activations", read - gathered)
-        tape.pass_over("weight copies", copy)
+        timeline.pass_over("activations", at.more * (logits * wide + read - gathered))
+        timeline.pass_over("weight copies", at.more * copy)
+        timeline.pass_over("activations", read - gathered)
+        timeline.pass_over("weight copies", copy)
         # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
         output = here * rows * self.outline.hidden * s.stream * s.casts  # what was cast
-        again = 0 if self.habits.softmax_in_place else wide
-        tape.moment("temporary", output + logits * (s.operand * low + wide + again))
-        tape.take("activations", logits * wide)
-        tape.drop("communication", at.last)
+        again = 0 if self.traits.softmax_in_place else wide
+        timeline.moment("temporary", output + logits * (s.operand * low + wide + again))
+        timeline.take("activations", logits * wide)
+        timeline.drop("communication", at.last)
         # Its gradient, and that of the products; split or in place it is made at once, and cast.
-        made = np.where(split | self.habits.softmax_in_place, again + s.operand * low, 2 * wide)
-        tape.moment("temporary", logits * made)
-        tape.drop("activations", logits * wide)
+        made = np.where(split | self.traits.softmax_in_place, again + s.operand * low, 2 * wide)
+        timeline.moment("temporary", logits * made)
+        timeline.drop("activations", logits * wide)
         grads = logits * s.operand + here * head * s.operand + read + gathered
-        tape.moment("temporary", grads)
-        tape.drop("weight copies", copy)
-        tape.drop("activations", read - gathered)
+        timeline.moment("temporary", grads)
+        timeline.drop("weight copies", copy)
+        timeline.drop("activations", read - gathered)
 
-    def _in_chunks(self, tape: Tape, at: _Head) -> None:
+    def _in_chunks(self, timeline: MemoryTimeline, at: _Head) -> None:
         """Add the CPU's chunked loss: the forward makes gradients of hidden states and head."""
         s, hidden = self.s, self.outline.hidden
         here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
@@ -278,7 +278,7 @@ class Loss(Setup):
         states_grad = here * rows * hidden * np.where(low, s.stream, np.maximum(s.operand, FP32))
         weights_grad = here * head * np.maximum(FP32, self.used)
         raised = here * head * FP32 * (self.used < FP32) * ~low
-        tape.pass_over("activations", (1 + at.more) * (states_grad + weights_grad))
+        timeline.pass_over("activations", (1 + at.more) * (states_grad + weights_grad))
         output = here * rows * hidden * s.stream
         cast = here * head * s.operand * low * (s.operand < self.used)
         # In bf16 a chunk's gradient of the head lives while the next one is made.
@@ -288,6 +288,6 @@ class Loss(Setup):
         part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
         in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
         inside = here * np.where(low, in_place, FP32 * (chunk + block) * vocab)
-        tape.moment("temporary", inside + output + cast + raised)
-        tape.drop("communication", at.last)
-        tape.drop("activations", states_grad + weights_grad)
+        timeline.moment("temporary", inside + output + cast + raised)
+        timeline.drop("communication", at.last)
+        timeline.drop("activations", states_grad + weights_grad)

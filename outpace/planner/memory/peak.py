@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from outpace.planner.memory.framework_traits import OUTPACE, Habits
+from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.setup import Device
-from outpace.planner.memory.step import Step
-from outpace.planner.plan_batch import Columns, Floats, Ints
+from outpace.planner.memory.step import StepMemory
+from outpace.planner.plan_batch import Floats, Ints, PlanBatch
 from outpace.records.memory import KINDS, Kind
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
@@ -48,27 +48,27 @@ _RING_BYTES = 32 * (4 * _MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
 def anatomy(
     outline: Outline,
     seq_len: int,
-    columns: Columns,
+    columns: PlanBatch,
     device: Device = "cuda",
     *,
     fused_attention: bool = True,
-    habits: Habits = OUTPACE,
+    traits: FrameworkTraits = OUTPACE,
 ) -> dict[Kind, Floats]:
     """Bytes by kind at the fullest moment of a step on the fullest rank, for every plan.
 
     What is offloaded is a kind of its own, and not in the sum. `fused_attention` False is for
-    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `habits` are
+    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `traits` are
     of the program that the plans are for.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
-    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, habits, True):
-        tapes = list(step.tapes())
+    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, traits, True):
+        timelines = list(step.timelines())
         best = np.zeros(len(rows))
-        for within, tape in tapes:
-            fuller = tape.peak > best[within]
+        for within, timeline in timelines:
+            fuller = timeline.peak > best[within]
             chosen = within[fuller]
-            best[chosen] = tape.peak[fuller]
-            for kind, nbytes in tape.by_kind().items():
+            best[chosen] = timeline.peak[fuller]
+            for kind, nbytes in timeline.by_kind().items():
                 found[kind][rows[chosen]] = nbytes[fuller]
     return found
 
@@ -76,30 +76,30 @@ def anatomy(
 def peak_bytes(
     outline: Outline,
     seq_len: int,
-    columns: Columns,
+    columns: PlanBatch,
     device: Device = "cuda",
     *,
     fused_attention: bool = True,
-    habits: Habits = OUTPACE,
+    traits: FrameworkTraits = OUTPACE,
     rank: Literal["fullest", "last"] = "fullest",
 ) -> Floats:
     """Bytes of tensors on the fullest rank, or the last, at its fullest moment, for every plan."""
     peak = np.zeros(len(columns))
-    steps = _steps(outline, seq_len, columns, device, fused_attention, habits, False)
+    steps = _steps(outline, seq_len, columns, device, fused_attention, traits, False)
     for rows, step in steps:
-        for within, tape in step.tapes(rank == "last"):
+        for within, timeline in step.timelines(rank == "last"):
             at = rows[within]
-            peak[at] = np.maximum(peak[at], tape.peak)
+            peak[at] = np.maximum(peak[at], timeline.peak)
     return peak
 
 
 def offloaded_bytes(
     outline: Outline,
     seq_len: int,
-    columns: Columns,
+    columns: PlanBatch,
     device: Device = "cuda",
     *,
-    traits: Habits = OUTPACE,
+    traits: FrameworkTraits = OUTPACE,
 ) -> tuple[Floats, Floats]:
     """Bytes that a rank keeps in host memory and on a disk, each at its fullest moment.
 
@@ -108,22 +108,22 @@ def offloaded_bytes(
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
     for rows, step in _steps(outline, seq_len, columns, device, True, traits, False):
-        for within, tape in step.tapes():
+        for within, timeline in step.timelines():
             at = rows[within]
-            host[at] = np.maximum(host[at], tape.host_peak)
-            disk[at] = np.maximum(disk[at], tape.disk_peak)
+            host[at] = np.maximum(host[at], timeline.host_peak)
+            disk[at] = np.maximum(disk[at], timeline.disk_peak)
     return host, disk
 
 
 def _steps(
     outline: Outline,
     seq_len: int,
-    columns: Columns,
+    columns: PlanBatch,
     device: Device,
     fused: bool,
-    habits: Habits,
+    traits: FrameworkTraits,
     finds: bool,
-) -> Iterator[tuple[Ints, "Step"]]:
+) -> Iterator[tuple[Ints, "StepMemory"]]:
     """Plans with and without a pipeline apart, and as many at a time as caches hold."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
@@ -133,17 +133,20 @@ def _steps(
         rows = np.flatnonzero(groups == group)
         for begin in range(0, len(rows), _AT_ONCE):
             some = rows[begin : begin + _AT_ONCE]
-            yield some, Step(outline, seq_len, columns.take(some), device, fused, finds, habits)
+            yield (
+                some,
+                StepMemory(outline, seq_len, columns.take(some), device, fused, finds, traits),
+            )
 
 
 def reserved_bytes(
     outline: Outline,
     seq_len: int,
-    columns: Columns,
+    columns: PlanBatch,
     device: Device = "cuda",
     *,
     fused_attention: bool = True,
-    habits: Habits = OUTPACE,
+    traits: FrameworkTraits = OUTPACE,
 ) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
 
@@ -152,7 +155,7 @@ def reserved_bytes(
     of ranks. On a CPU it is `peak_bytes`.
     """
     peak = peak_bytes(
-        outline, seq_len, columns, device, fused_attention=fused_attention, habits=habits
+        outline, seq_len, columns, device, fused_attention=fused_attention, traits=traits
     )
     return peak if device == "cpu" else _reserve(outline, columns, peak)
 
@@ -160,10 +163,10 @@ def reserved_bytes(
 def least_bytes(
     outline: Outline,
     seq_len: int,
-    columns: Columns,
+    columns: PlanBatch,
     device: Device = "cuda",
     *,
-    traits: Habits = OUTPACE,
+    traits: FrameworkTraits = OUTPACE,
 ) -> Floats:
     """Return bytes that a device needs at least: `reserved_bytes` of what lies there for good.
 
@@ -176,14 +179,14 @@ def least_bytes(
     return peak if device == "cpu" else _reserve(outline, columns, peak)
 
 
-def _reserve(outline: Outline, columns: Columns, peak: Floats) -> Floats:
+def _reserve(outline: Outline, columns: PlanBatch, peak: Floats) -> Floats:
     """Return bytes of tensors with segments, context and buffers of collectives."""
     large = np.minimum(_LARGE_BLOCKS * outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
     lost = _SMALL_SEGMENT + _SEGMENT + large * _ROUNDED / 2
     return peak + lost + library_bytes(columns)
 
 
-def library_bytes(columns: Columns) -> Floats:
+def library_bytes(columns: PlanBatch) -> Floats:
     """Return the part of `reserved_bytes` on CUDA that is not torch's: context and buffers."""
     groups: Floats = np.zeros(len(columns))
     for size in (columns.dp_replicate, columns.dp_shard * columns.cp, columns.tp, columns.pp):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.planner.memory.framework_traits import OUTPACE, Habits
+from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.model.outline import Weight, layer_parameters, weights
-from outpace.planner.plan_batch import MODES, PRECISIONS, Columns, Floats
+from outpace.planner.plan_batch import MODES, PRECISIONS, Floats, PlanBatch
 from outpace.records.optimizers import SHARD_DTYPES
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
@@ -61,7 +61,7 @@ class Shapes:
         return (self.operand < self.stream).astype(float)
 
 
-def shapes(outline: Outline, seq_len: int, columns: Columns) -> Shapes:
+def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
     """Return the sizes for every plan."""
     weight, operand, stream = _TABLE[columns.precision].T
     weight = np.where(columns.holds_masters(), FP32, weight)
@@ -156,18 +156,18 @@ class Layer:
 def layer(
     outline: Outline,
     stack: Stack,
-    columns: Columns,
+    columns: PlanBatch,
     sizes: Shapes,
     device: str,
     fused: bool,
-    habits: Habits = OUTPACE,
+    traits: FrameworkTraits = OUTPACE,
 ) -> Layer:
     """A stack's layer for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
     zero = np.zeros_like(tokens)
     fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout
     mixing = [
-        _attention(one, columns, sizes, device, fused, stack.dropout, habits)
+        _attention(one, columns, sizes, device, fused, stack.dropout, traits)
         for one in (stack.attention, stack.cross_attention)
         if one is not None
     ]
@@ -206,7 +206,7 @@ def layer(
         residual=sizes.part * sizes.stream,
         norm=norm,
         scaled=sizes.part * np.where(composed, wide, sizes.stream),
-        input=(sizes.part if habits.gathers_again else sizes.whole) * item,
+        input=(sizes.part if traits.regathers_inputs else sizes.whole) * item,
         output=sizes.whole * item,
         queries=queries,
         keys=keys,
@@ -226,7 +226,7 @@ def layer(
     )
 
 
-def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Columns) -> Floats:
+def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:
     """Elements of a layer's largest matrix: of one expert, and not of several that are one here."""
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
@@ -239,12 +239,12 @@ def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Colu
 
 def _attention(
     one: AttentionShape,
-    columns: Columns,
+    columns: PlanBatch,
     sizes: Shapes,
     device: str,
     fused: bool,
     dropout: bool,
-    habits: Habits,
+    traits: FrameworkTraits,
 ) -> tuple[Floats, ...]:
     """Queries, keys, what is mixed, raw queries keys and values, what norms add, scores."""
     item, tokens = sizes.operand, sizes.tokens
@@ -257,7 +257,7 @@ def _attention(
     # attention on a CPU (nn.attention) keeps none.
     low = columns.precision_in("bf16", "bf16-master", "bf16-pure", "fp8")
     own = low & (columns.cp == 1) & (device == "cpu")
-    kept = fused & ~(own & habits.chunks_loss)
+    kept = fused & ~(own & traits.chunks_loss)
     mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept
     latent = item * tokens * (2 * (one.query_rank or 0) + 2 * (one.kv_rank or 0) + one.rope_dim)
     raw = queries + 2 * keys + latent
@@ -276,7 +276,7 @@ def _attention(
     return queries, keys, mixed, raw, apart, scores
 
 
-def _mlp(mlp: Mlp, columns: Columns, sizes: Shapes) -> tuple[Floats, Floats]:
+def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     """One inner tensor, and what routing to experts adds.
 
     A token goes to `active` experts, evenly: its copies as they are sent, what comes back before
@@ -301,7 +301,7 @@ def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
     )
 
 
-def share_of(columns: Columns, mode: Checkpointing) -> Floats:
+def share_of(columns: PlanBatch, mode: Checkpointing) -> Floats:
     """The share of blocks in a mode."""
     share: Floats = columns.modes[:, MODES.index(mode)]
     return share

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from outpace.planner.memory.framework_traits import OUTPACE, Habits
+from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.fullest_rank import Place
 from outpace.planner.memory.saved_activations import (
     FP32,
@@ -18,8 +18,8 @@ from outpace.planner.memory.saved_activations import (
     share_of,
 )
 from outpace.planner.memory.states import Outside, States, outside_elements, states
-from outpace.planner.memory.timeline import Tape
-from outpace.planner.plan_batch import OFFLOADS, PRECISIONS, Columns, Floats
+from outpace.planner.memory.timeline import MemoryTimeline
+from outpace.planner.plan_batch import OFFLOADS, PRECISIONS, Floats, PlanBatch
 from outpace.records.outline import Outline, Stack
 from outpace.records.plan import Checkpointing
 
@@ -27,7 +27,7 @@ Device = Literal["cuda", "cpu"]
 HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 
-class Setup:
+class MemorySetup:
     """Values that all ranks of a plan have in common.
 
     `used` are bytes of a parameter as a forward finds it, and of its gradient as the backward makes
@@ -48,21 +48,21 @@ class Setup:
         self,
         outline: Outline,
         seq_len: int,
-        columns: Columns,
+        columns: PlanBatch,
         device: Device,
         fused: bool,
         finds: bool,
-        habits: Habits = OUTPACE,
+        traits: FrameworkTraits = OUTPACE,
     ) -> None:
         self.finds = finds
         self.fused = fused
-        self.habits = habits
+        self.traits = traits
         self.outline, self.columns, self.device = outline, columns, device
         self.seq_len = seq_len
         c = columns
         self.s: Shapes = shapes(outline, seq_len, c)
         self.layers: Sequence[Layer] = [
-            layer(outline, stack, c, self.s, device, fused, habits) for stack in outline.stacks
+            layer(outline, stack, c, self.s, device, fused, traits) for stack in outline.stacks
         ]
         # The block that is looked at is of the stack that keeps the most, whatever the plan.
         widest = max(range(len(self.layers)), key=lambda i: _width(outline.stacks[i]))
@@ -75,8 +75,8 @@ class Setup:
         self.matrices = mean([one.matrices for one in self.layers], outline.stacks)
         self.ends: Outside = outside_elements(outline, c)
         # 1 where what products read is gathered again for the backward.
-        apart = (c.tp > 1) & c.sequence_parallel & habits.gathers_again
-        self.gathers_again = apart.astype(float)
+        apart = (c.tp > 1) & c.sequence_parallel & traits.regathers_inputs
+        self.regathers_inputs = apart.astype(float)
         self._strategies()
         self._experts()
 
@@ -85,7 +85,7 @@ class Setup:
         product = c.strategy_in("3d")
         away = c.offload_parameters == OFFLOADS.index("cpu")
         replicas = c.dp_replicate * c.dp_shard * c.cp
-        buffer = self.habits.main_gradients
+        buffer = self.traits.main_gradients
         # Where nothing is to be sharded outpace's 3d has fully_shard's copies all the same.
         level = np.where(product & (c.zero == 0), 3 if buffer is None else 0, c.zero)
         gathered = (product & (replicas > 1) & (level >= 2)) | (~product & (c.zero >= 2)) | away
@@ -113,7 +113,7 @@ class Setup:
         self.casts_sums = self.adds_in_fp32 & (~self.replicas | (c.passes > 2))
         self.zero1 = (c.strategy_in("zero1") | (product & (level == 1))) & (c.dp_shard > 1)
         self.owners = self.shards
-        if self.habits.cuts_evenly:
+        if self.traits.shards_by_element:
             self.owners = np.where(self.zero1, shards, self.shards)
         self.off_acts = (c.offload_activations > 0).astype(float)
         self.acts_on_disk = c.offload_activations == OFFLOADS.index("disk")
@@ -137,7 +137,7 @@ class Setup:
         self.stored = self.stepped = self.elements
         if (whole.ep < c.ep).any():
             layers = [
-                layer(self.outline, stack, whole, self.s, self.device, self.fused, self.habits)
+                layer(self.outline, stack, whole, self.s, self.device, self.fused, self.traits)
                 for stack in self.outline.stacks
             ]
             self.stepped = mean([one.elements for one in layers], self.outline.stacks)
@@ -198,7 +198,11 @@ class Setup:
         return away
 
     def _gradient(
-        self, tape: Tape, elements: Floats, product: bool = True, copies: Floats | float = 0.0
+        self,
+        timeline: MemoryTimeline,
+        elements: Floats,
+        product: bool = True,
+        copies: Floats | float = 0.0,
     ) -> None:
         """Add a weight's gradient: kept, added to the present one, or kept for its reduction.
 
@@ -210,15 +214,15 @@ class Setup:
         kept = elements * self._added_bytes() * (1 - self.fsdp)
         stays = (1 - self.there) * (1 - self.in_backward)
         low = low + nbytes * self.casts_sums
-        tape.take("temporary", low)
-        tape.drop("weight copies", copies * elements)
-        tape.moment("gradients", kept * (1 - stays))
-        tape.take("gradients", kept * stays)
+        timeline.take("temporary", low)
+        timeline.drop("weight copies", copies * elements)
+        timeline.moment("gradients", kept * (1 - stays))
+        timeline.take("gradients", kept * stays)
         # Added to what waits for a pipeline's last micro-batch: at once where that is of its dtype.
         adds = self.waits * self.there * (s.reduced == self.used)
-        tape.moment("communication", nbytes * self.fsdp * adds)
-        tape.take("communication", nbytes * self.fsdp * (1 - adds))
-        tape.drop("temporary", low)
+        timeline.moment("communication", nbytes * self.fsdp * adds)
+        timeline.take("communication", nbytes * self.fsdp * (1 - adds))
+        timeline.drop("temporary", low)
 
     def _added_bytes(self) -> Floats:
         """Bytes of a gradient as it comes to those that are there, where none are gathered."""

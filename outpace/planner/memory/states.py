@@ -10,7 +10,7 @@ import numpy as np
 from outpace.planner.communication.volume import share_by_size
 from outpace.planner.memory.optimizer_bytes import optimizer_bytes
 from outpace.planner.model.outline import layer_parameters, weights
-from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Columns, Floats
+from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Floats, PlanBatch
 from outpace.records.optimizers import OptimizerName, Precision
 from outpace.records.outline import Outline, Stack
 
@@ -27,7 +27,7 @@ class Outside:
     tail: Floats  # norms and transforms before the head
 
 
-def outside_elements(outline: Outline, columns: Columns) -> Outside:
+def outside_elements(outline: Outline, columns: PlanBatch) -> Outside:
     """Vocabularies are split over tp; what is small is whole everywhere."""
     split = columns.tp
     rows = -(-outline.vocab // split)
@@ -77,7 +77,7 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
     return [outputs // 2] * 2 if gated and name.endswith("up") else [outputs]
 
 
-def by_plans(columns: Columns, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
+def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
     """Return a number for each plan by a few columns: computed once for each combination."""
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
@@ -98,7 +98,7 @@ class States:
     rest: Floats
 
 
-def states(outline: Outline, columns: Columns) -> States:
+def states(outline: Outline, columns: PlanBatch) -> States:
     """Return states by the shapes of parameters."""
     names = ("optimizer", "precision", "tp", "ep", "etp")
 
@@ -143,12 +143,12 @@ def _states(
     return rest + optimizer_bytes((outline.outside_parameters,), name, precision, hidden=False)
 
 
-def whole_share(outline: Outline, columns: Columns) -> Floats:
+def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
     """The share of all elements on the fullest of dp_shard ranks that get parameters whole."""
     return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
 
 
-def whole_states(outline: Outline, columns: Columns) -> Floats:
+def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
     """Bytes of states on the fullest of dp_shard ranks that get parameters whole (zero1).
 
     The largest parameter first, each to the rank with the fewest elements.

@@ -8,7 +8,7 @@ from outpace.records.memory import KINDS, Kind
 Amount = Floats | float
 
 
-class Tape:
+class MemoryTimeline:
     """Changes of memory in the order of a step; what lived where the most did is asked for after.
 
     Every change is one number a plan, in bytes. A moment is looked at after what is taken

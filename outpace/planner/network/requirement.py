@@ -10,10 +10,10 @@ from functools import cached_property
 
 from outpace.planner.communication.flows import Flow, Part, Where, flows
 from outpace.planner.communication.node_placement import Crossing, place
-from outpace.planner.communication.volume import Work
+from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.memory.optimizer_bytes import optimizer_bytes
 from outpace.planner.model.shapes import parameter_shapes
-from outpace.planner.network.roofline import Roof, Times, times
+from outpace.planner.network.roofline import Roof, RooflineTimes, times
 from outpace.planner.pipeline.schedules import schedule_graph
 from outpace.planner.pipeline.simulator import StageTime
 from outpace.records.model import ModelSpec
@@ -27,7 +27,7 @@ _NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
-class Question:
+class NetworkProblem:
     """A plan on nodes of `per_node` devices whose links within a node carry `inside_bytes_per_s`.
 
     `memory_bytes` of a device, None where it is not known.
@@ -44,13 +44,13 @@ class Question:
 
 
 def answer(
-    question: Question,
+    question: NetworkProblem,
     networks: Iterable[Network],
-    own: Network | None,
+    present: Network | None,
     tolerance: float,
     title: str | None = None,
     device_links: Iterable[Network] = (),
-    own_link: Network | None = None,
+    present_link: Network | None = None,
 ) -> Need:
     """Return what the plan needs so that the network costs at most `tolerance` of a step.
 
@@ -58,7 +58,7 @@ def answer(
     both are taken into account as if the network between nodes took no time. Raises BadInputError
     for plans whose traffic is not known, or that do not divide the batch.
     """
-    step = Step(question)
+    step = NetworkStep(question)
     inside = question.inside_bytes_per_s
     ladder = tuple(map(step.cost, networks))
     device_ladder = tuple(map(step.device_cost, device_links))
@@ -76,10 +76,10 @@ def answer(
         least_device_bytes_per_s=_least(lambda rate: step.seconds(rate, math.inf) <= by_device),
         costs=ladder,
         cheapest=_cheapest(ladder, tolerance),
-        present_cost=None if own is None else step.cost(own),
+        present_cost=None if present is None else step.cost(present),
         device_costs=device_ladder,
         cheapest_inside=_cheapest(device_ladder, tolerance),
-        present_device_cost=None if own_link is None else step.device_cost(own_link),
+        present_device_cost=None if present_link is None else step.device_cost(present_link),
         states_bytes=states,
         fits=None if memory is None or states <= memory else False,
     )
@@ -105,24 +105,24 @@ def _least(enough: Callable[[float], bool]) -> float:
     return math.exp(high)
 
 
-class Step:
+class NetworkStep:
     """A step of a plan: its compute times, and its communication placed on nodes."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: NetworkProblem) -> None:
         self.plan, self.spec = question.plan, question.spec
         self._question = question
         work = self._work(0)
         self.passes = work.passes
         self.micro_batches = work.passes * self.plan.pp_microbatches
-        self.times: Times = times(work, question.roof)
+        self.times: RooflineTimes = times(work, question.roof)
         self.crossings = [place(self.plan, flow, question.per_node) for flow in self._flows()]
         # Of a rank: its layers, and what lies outside of them.
         self._units = self.spec.layers // self.plan.pp + 1
         self._laps = self.plan.stages_per_rank
 
-    def _work(self, rank: int) -> Work:
+    def _work(self, rank: int) -> StepOnRank:
         asked = self._question
-        return Work(asked.plan, asked.spec, asked.global_batch, asked.seq_len, rank)
+        return StepOnRank(asked.plan, asked.spec, asked.global_batch, asked.seq_len, rank)
 
     def _flows(self) -> list[Flow]:
         """The most of any stage, for each purpose and axis."""

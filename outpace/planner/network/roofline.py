@@ -7,7 +7,7 @@ Norms, activations and the launch of kernels are left out, so times are lower bo
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outpace.planner.communication.volume import Work
+from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec
 
@@ -28,7 +28,7 @@ class Roof:
 
 
 @dataclass(frozen=True)
-class Times:
+class RooflineTimes:
     """Seconds of one micro-batch on the slowest stage, and of the optimizer once a step.
 
     `attention_share` is the part of a pass that is attention itself.
@@ -40,7 +40,7 @@ class Times:
     attention_share: float
 
 
-def times(work: Work, roof: Roof) -> Times:
+def times(work: StepOnRank, roof: Roof) -> RooflineTimes:
     """Return a device's times for its part of a stage; a backward has two products for each."""
     plan, spec = work.plan, work.spec
     tokens = plan.micro_batch * work.seq_len // plan.cp
@@ -63,7 +63,7 @@ def times(work: Work, roof: Roof) -> Times:
     backward = max(n * inward + 2 * end for n, end in zip(counts, ends, strict=True))
     per_rank = len(counts) // plan.pp
     sharded = plan.tp * plan.pp * plan.dp_shard * (plan.cp if plan.strategy == "3d" else 1)
-    return Times(
+    return RooflineTimes(
         forward_s=forward * per_rank,
         backward_s=backward * per_rank,
         optimizer_s=sum(work.sizes) / sharded * _STEP_BYTES / roof.bytes_per_s,
@@ -85,7 +85,7 @@ def _product(roof: Roof, m: float, n: float, k: float, item: int) -> float:
     return roof.seconds(2 * m * n * k, item * (m * k + k * n + m * n))
 
 
-def _attention(work: Work, roof: Roof, tokens: int, products: int) -> float:
+def _attention(work: StepOnRank, roof: Roof, tokens: int, products: int) -> float:
     """Scores and mix of a block, fused: no score is written. All scores, as `flops` counts them."""
     spec, width = work.spec, work.spec.heads * work.spec.head_dim / work.plan.tp
     moved = work.low_item * tokens * (2 * width + 2 * width * spec.kv_heads / spec.heads)

@@ -52,7 +52,7 @@ class Site:
             self.probe = Machine.load(asked.probe, option="--probe ")
         self.nodes: int = asked.nodes
         self.per_node: int = asked.devices_per_node or self._devices()
-        self.own = self._own()
+        self.own = self._default_network()
 
     def _devices(self) -> int:
         if self.node is not None:
@@ -67,7 +67,7 @@ class Site:
             )
         return self._results.ranks_per_host
 
-    def _own(self) -> Network | None:
+    def _default_network(self) -> Network | None:
         """The machine's: as asked last, as measured across nodes, or of the catalog."""
         if self._asked.networks:
             return read_network(self._asked.networks[-1])

@@ -102,7 +102,7 @@ class Wiring:
         transfer_s: float,
         together_s: Callable[[float, float], float] = max,
     ) -> tuple[list[float], list[float]]:
-        """Return when each action begins, and when it ends; arguments as of `play`."""
+        """Return when each action begins, and when it ends; arguments as of `simulate`."""
         took = list(map(seconds, self.actions))
         if self.beside:
             for place, action in enumerate(self.actions):
@@ -128,7 +128,7 @@ class Wiring:
         transfer_s: float = 0.0,
         together_s: Callable[[float, float], float] = max,
     ) -> float:
-        """Return the time from the first beginning to the last end, as of `play_stages`."""
+        """Return the time from the first beginning to the last end, as of `simulate_stages`."""
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
         cost = {kind: [time.seconds(kind) for time in times] for kind in kinds}
         _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s, together_s)
@@ -234,7 +234,7 @@ class _Wirer:
         return f"the ranks of this schedule wait for each other: {', '.join(stopped)}"
 
 
-def play(
+def simulate(
     orders: Sequence[Order],
     seconds: Callable[[Action], float],
     transfer_s: float = 0.0,
@@ -261,15 +261,15 @@ def play(
     return Timeline(tuple(map(tuple, spans)))
 
 
-def play_stages(
+def simulate_stages(
     orders: Sequence[Order],
     times: Sequence[StageTime],
     transfer_s: float = 0.0,
     together: Collection[Action] = (),
     together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
-    """Simulate as `play`, every micro-batch taking a stage's time."""
-    return play(
+    """Simulate as `simulate`, every micro-batch taking a stage's time."""
+    return simulate(
         orders,
         lambda action: times[action.stage].seconds(action.kind),
         transfer_s,
@@ -281,7 +281,7 @@ def play_stages(
 def makespan_s(
     orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> float:
-    """Return the time of the whole of `play_stages` alone, and sooner.
+    """Return the time of the whole of `simulate_stages` alone, and sooner.
 
     For one schedule simulated more than once keep its graph, as `tables.schedule_graph` does.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outpace.planner.plan_batch import OFFLOADS, Columns, Floats, Ints
+from outpace.planner.plan_batch import OFFLOADS, Floats, Ints, PlanBatch
 from outpace.planner.search.space import Lever, expand, untrained_mask
 
 EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
@@ -24,11 +24,11 @@ _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
 _LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
 _PIECE = 256  # plans whose bytes are reckoned first; then twice as many, again and again
 
-Estimates = Callable[[Columns], Floats]
+Estimates = Callable[[PlanBatch], Floats]
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """Plans to choose among, and how each is judged.
 
     `plain` are layouts without options, `chosen` the options to go with each. A plan takes
@@ -36,19 +36,19 @@ class Choice:
     needs at least, which are known in less time than `needs`.
     """
 
-    plain: Columns
+    plain: PlanBatch
     chosen: Sequence[Lever]
     seconds: Estimates
     needs: Estimates
     floors: Estimates
     memory_bytes: float
 
-    def narrow(self, plain: Columns, chosen: Sequence[Lever]) -> "Choice":
+    def narrow(self, plain: PlanBatch, chosen: Sequence[Lever]) -> "PlanChoice":
         """Return the same choice among fewer layouts or options."""
         return replace(self, plain=plain, chosen=chosen)
 
 
-def simplest(choice: Choice, most_s: float, trains_all: bool) -> Columns | None:
+def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch | None:
     """The simplest plan that takes `most_s` at most and fits; of equals that with the most room.
 
     `trains_all`: the trainer is not outpace, so that what outpace does not train counts nothing.
@@ -56,14 +56,14 @@ def simplest(choice: Choice, most_s: float, trains_all: bool) -> Columns | None:
     chosen, limit = choice.chosen, choice.memory_bytes
     of_layout = _layout_costs(choice.plain, trains_all)
     of_lever = np.array([_option_cost(lever, chosen[0]) for lever in chosen])
-    best: tuple[float, float, float, Columns] | None = None
+    best: tuple[float, float, float, PlanBatch] | None = None
     for cost in np.unique(of_layout[:, None] + of_lever[None, :]):
         if best is not None and best[0] < cost:
             break
         for own in np.unique(of_lever):
             some = choice.plain.take(np.flatnonzero(of_layout == cost - own))
-            levers = [lever for lever, c in zip(chosen, of_lever, strict=True) if c == own]
-            found = _roomiest(choice.narrow(some, levers), most_s, _ENOUGH * limit)
+            options = [lever for lever, c in zip(chosen, of_lever, strict=True) if c == own]
+            found = _roomiest(choice.narrow(some, options), most_s, _ENOUGH * limit)
             if found is None:
                 continue
             total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
@@ -72,25 +72,27 @@ def simplest(choice: Choice, most_s: float, trains_all: bool) -> Columns | None:
     return None if best is None else best[3]
 
 
-def leanest(choice: Choice, most_s: float, offloads: bool) -> Columns | None:
+def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | None:
     """The plan of the least memory of a device that takes `most_s` at most and fits.
 
     `offloads`: nothing else fits; without need nothing is moved to a host's memory.
     """
     places = [f"offload_{name}" for name in ("activations", "parameters", "optimizer")]
-    levers = [one for one in choice.chosen if offloads or not any(one[name] for name in places)]
-    found = _roomiest(choice.narrow(choice.plain, levers), most_s, 0.0)
+    options = [one for one in choice.chosen if offloads or not any(one[name] for name in places)]
+    found = _roomiest(choice.narrow(choice.plain, options), most_s, 0.0)
     return None if found is None else found[2]
 
 
-def _roomiest(choice: Choice, most_s: float, enough: float) -> tuple[float, float, Columns] | None:
+def _roomiest(
+    choice: PlanChoice, most_s: float, enough: float
+) -> tuple[float, float, PlanBatch] | None:
     """The plan of the least memory among the layouts with all options; None: none fits.
 
     With its bytes and seconds: of those that need `enough` or less, the fastest, with `enough`.
     Those of the lowest `floors` come first, until none of the rest can need less than what was
     found.
     """
-    best: tuple[float, float, Columns] | None = None
+    best: tuple[float, float, PlanBatch] | None = None
     for part, took in _quick_plans(choice, most_s):
         least = np.maximum(choice.floors(part), enough)
         order = np.argsort(least, kind="stable")
@@ -107,7 +109,7 @@ def _roomiest(choice: Choice, most_s: float, enough: float) -> tuple[float, floa
     return best
 
 
-def _quick_plans(choice: Choice, most_s: float) -> Iterator[tuple[Columns, Floats]]:
+def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
     """Yield plans that take `most_s` at most, with their seconds, those of some layouts a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
         part = expand(choice.plain.take(slice(begin, begin + _LAYOUTS)), choice.chosen)
@@ -117,7 +119,7 @@ def _quick_plans(choice: Choice, most_s: float) -> Iterator[tuple[Columns, Float
             yield part.take(within), took[within]
 
 
-def _layout_costs(c: Columns, trains_all: bool) -> Ints:
+def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
     """Count what a layout asks of who runs it, beside DDP: 1 for an axis of shards, 2 for others.
 
     What outpace itself does not train counts 3, unless another program trains all of it.

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Columns, Floats, Ints
-from outpace.planner.search.alternatives import EQUAL, LEAN, Choice, leanest, simplest
-from outpace.planner.search.space import Lever, Wanted, expand, layouts, levers, to_plan
-from outpace.planner.step_time.estimate import Times, estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
+from outpace.planner.search.alternatives import EQUAL, LEAN, PlanChoice, leanest, simplest
+from outpace.planner.search.space import Lever, Wanted, expand, layouts, memory_options, to_plan
+from outpace.planner.step_time.estimate import StepTimes, estimate
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
 
 # Bytes that each plan's fullest rank needs.
-Needs = Callable[[Columns], Floats]
+Needs = Callable[[PlanBatch], Floats]
 
 FAMILIES = (
     "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
@@ -43,8 +43,8 @@ class Found:
     are all without options, which take the seconds of `bound` at least.
     """
 
-    columns: Columns
-    times: Times
+    columns: PlanBatch
+    times: StepTimes
     needs: Floats
     ranked: Ints
     best: dict[str, int]
@@ -52,7 +52,7 @@ class Found:
     considered: int
     simplest: int = -1
     leanest: int = -1
-    layouts: Columns | None = None
+    layouts: PlanBatch | None = None
     bound: Floats = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -63,7 +63,7 @@ class Found:
         return int(self.ranked[np.argmin(self.times.step_s[self.ranked])])
 
 
-def family(columns: Columns) -> Ints:
+def family(columns: PlanBatch) -> Ints:
     """Places in FAMILIES."""
     names = {
         "dp": 0, "ps": 1, "ring": 2, "horovod": 2, "ddp": 3, "zero1": 4, "zero2": 5, "zero3": 6,
@@ -73,20 +73,20 @@ def family(columns: Columns) -> Ints:
 
 
 def search(
-    question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int = 10
+    question: StepTimeQuestion, wanted: Wanted, needs: Needs, memory_bytes: float, count: int = 10
 ) -> Found:
     """The `count` fastest kinds of plan that fit into `memory_bytes`, and every family's end.
 
     Plans of one kind split the same axes and have the same level of ZeRO: the fastest is taken.
     """
     plain = layouts(wanted)
-    chosen = list(levers(wanted))
+    chosen = list(memory_options(wanted))
     if not chosen:
         return _empty_result(plain, question)
     bound = least_s(question, wanted, plain)
     of_family = family(plain)
     kind = kinds(plain)
-    taken: list[Columns] = []
+    taken: list[PlanBatch] = []
     for place in np.unique(of_family):
         mine = np.nonzero(of_family == place)[0]
         order = mine[np.argsort(bound[mine], kind="stable")]
@@ -100,7 +100,7 @@ def search(
 
 
 def find_alternatives(
-    question: Question,
+    question: StepTimeQuestion,
     wanted: Wanted,
     found: Found,
     needs: Needs,
@@ -113,13 +113,13 @@ def find_alternatives(
     """
     if found.layouts is None or not len(found.ranked):
         return found
-    least, chosen = float(found.times.step_s[found.fastest]), list(levers(wanted))
+    least, chosen = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
 
-    def seconds(columns: Columns) -> Floats:
+    def seconds(columns: PlanBatch) -> Floats:
         return estimate(question, columns).step_s
 
     near, lean = (found.layouts.take(found.bound <= limit * least) for limit in (EQUAL, LEAN))
-    choice = Choice(near, chosen, seconds, needs, floors, memory_bytes)
+    choice = PlanChoice(near, chosen, seconds, needs, floors, memory_bytes)
     simple = simplest(choice, EQUAL * least, question.other_program)
     first = found.columns.take([found.fastest])
     offloads = any(
@@ -129,12 +129,12 @@ def find_alternatives(
     both = _concatenate([one for one in (simple, small) if one is not None] or [near.take([])])
     more = estimate(question, both)
     times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])
-             for f in fields(Times)}  # fmt: skip
+             for f in fields(StepTimes)}  # fmt: skip
     count = len(found.columns)
     return replace(
         found,
         columns=_concatenate([found.columns, both]),
-        times=Times(**times),
+        times=StepTimes(**times),
         needs=np.concatenate([found.needs, needs(both)]),
         simplest=count if simple is not None else found.fastest,
         leanest=count + len(both) - 1 if small is not None else found.fastest,
@@ -142,13 +142,13 @@ def find_alternatives(
 
 
 def fastest(
-    question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int
-) -> tuple[Columns, int]:
+    question: StepTimeQuestion, wanted: Wanted, needs: Needs, memory_bytes: float, count: int
+) -> tuple[PlanBatch, int]:
     """Return the `count` fastest plans that fit, fastest first, and the number considered.
 
     Layouts come in the order of what they take without options, until none can be among them.
     """
-    plain, chosen = layouts(wanted), list(levers(wanted))
+    plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
     kept, worst = plain.take(slice(0, 0)), np.inf
@@ -167,7 +167,7 @@ def fastest(
 
 
 def fastest_accepted(
-    question: Question,
+    question: StepTimeQuestion,
     wanted: Wanted,
     needs: Needs,
     memory_bytes: float,
@@ -179,14 +179,14 @@ def fastest_accepted(
     to split a model and what goes with it. Layouts come in the order of what they take without
     options, until none can be faster than what was found.
     """
-    plain, chosen = layouts(wanted), list(levers(wanted))
+    plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
     asked = _Asked(accepts, wanted.seq_len)
     # No lever makes a layout one that can be accepted.
     plain = plain.take(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
-    chosen = _accepted_levers(plain.take(order), chosen, asked)
+    chosen = _accepted_options(plain.take(order), chosen, asked)
     best, best_s = None, np.inf
     for begin in range(0, len(order) if chosen else 0, _BATCH):
         places = order[begin : begin + _BATCH]
@@ -205,7 +205,7 @@ def fastest_accepted(
     return best, considered
 
 
-def least_s(question: Question, wanted: Wanted, plain: Columns) -> Floats:
+def least_s(question: StepTimeQuestion, wanted: Wanted, plain: PlanBatch) -> Floats:
     """Return seconds that no plan of a layout takes less than: without options, by any optimizer.
 
     Which optimizer is fastest depends on the layout: compiled those of fewer bits move less.
@@ -225,7 +225,7 @@ class _Asked:
         self._seq_len = seq_len
         self._known: dict[bytes, bool] = {}
 
-    def accepted_mask(self, columns: Columns) -> Bools:
+    def accepted_mask(self, columns: PlanBatch) -> Bools:
         """Return which plans are accepted."""
         rows, first, back = np.unique(
             _sayings(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
@@ -236,7 +236,7 @@ class _Asked:
         found: Bools = np.array(answers, bool)[back.reshape(-1)]
         return found
 
-    def first(self, columns: Columns) -> int | None:
+    def first(self, columns: PlanBatch) -> int | None:
         """The place of the first that is."""
         rows = _sayings(columns, self._seq_len)
         places = range(len(columns))
@@ -244,14 +244,14 @@ class _Asked:
             (place for place in places if self._accepts_row(rows[place], columns, place)), None
         )
 
-    def _accepts_row(self, saying: Ints, columns: Columns, place: int) -> bool:
+    def _accepts_row(self, saying: Ints, columns: PlanBatch, place: int) -> bool:
         key = saying.tobytes()
         if key not in self._known:
             self._known[key] = self._accepts(to_plan(columns, place))
         return self._known[key]
 
 
-def _sayings(c: Columns, seq_len: int) -> Ints:
+def _sayings(c: PlanBatch, seq_len: int) -> Ints:
     """A row for each plan; of two alike the plans can be said in the same words, or neither.
 
     Sizes of batches and numbers of replicas and shards are aside.
@@ -274,7 +274,7 @@ _TOGETHER = (
 )
 
 
-def _accepted_levers(plain: Columns, chosen: list[Lever], asked: _Asked) -> list[Lever]:
+def _accepted_options(plain: PlanBatch, chosen: list[Lever], asked: _Asked) -> list[Lever]:
     """Return options of which every part is accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
@@ -296,8 +296,8 @@ def _accepted_levers(plain: Columns, chosen: list[Lever], asked: _Asked) -> list
 
 
 def _family(
-    question: Question,
-    plain: Columns,
+    question: StepTimeQuestion,
+    plain: PlanBatch,
     order: Ints,
     bound: Floats,
     kind: Ints,
@@ -305,14 +305,14 @@ def _family(
     needs: Needs,
     memory_bytes: float,
     count: int,
-) -> Iterator[Columns]:
+) -> Iterator[PlanBatch]:
     """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
 
     Of a kind that was found, only what may be faster still is looked at. Times are estimated before
     bytes, which take longer.
     """
     fastest: dict[int, float] = {}
-    least: tuple[float, Columns] | None = None
+    least: tuple[float, PlanBatch] | None = None
     size = _FIRST
     while True:
         order = order[bound[order] <= _worth(fastest, count, kind[order])]
@@ -364,7 +364,7 @@ def _first_of(kinds: Ints, seconds: Floats) -> Ints:
     return order[first]
 
 
-def kinds(c: Columns) -> Ints:
+def kinds(c: PlanBatch) -> Ints:
     """A number for each combination of a family, the axes that are split and the level of ZeRO."""
     found = family(c)
     for split in (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1):
@@ -372,7 +372,7 @@ def kinds(c: Columns) -> Ints:
     return found * 4 + c.zero
 
 
-def _ranking_s(c: Columns, seconds: Floats) -> Floats:
+def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
     """Return seconds to rank by: of plans that take as long, the plainest comes first.
 
     Each axis that is split and each option that is set counts for a ten-thousandth.
@@ -389,13 +389,13 @@ def _ranking_s(c: Columns, seconds: Floats) -> Floats:
     return ranked
 
 
-def _concatenate(parts: list[Columns]) -> Columns:
-    names = Columns.__dataclass_fields__
-    return Columns(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+def _concatenate(parts: list[PlanBatch]) -> PlanBatch:
+    names = PlanBatch.__dataclass_fields__
+    return PlanBatch(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
 def _finish_search(
-    question: Question, columns: Columns, needs: Needs, memory_bytes: float, count: int,
+    question: StepTimeQuestion, columns: PlanBatch, needs: Needs, memory_bytes: float, count: int,
     considered: int,
 ) -> Found:  # fmt: skip
     times, need = estimate(question, columns), needs(columns)
@@ -422,7 +422,7 @@ def _finish_search(
 
 def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
     """Whether any plan does: all of the smallest micro-batch that recompute the most are tried."""
-    plain, chosen = layouts(wanted), list(levers(wanted))
+    plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False
     chosen = [lever for lever in chosen if lever["modes"] == chosen[-1]["modes"]]
@@ -436,7 +436,7 @@ def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
     return False
 
 
-def _empty_result(plain: Columns, question: Question) -> Found:
+def _empty_result(plain: PlanBatch, question: StepTimeQuestion) -> Found:
     none = plain.take(slice(0, 0))
     empty = np.zeros(0)
     return Found(none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from outpace.planner.search.space import Wanted, layouts, levers
+from outpace.planner.search.space import Wanted, layouts, memory_options
 
 _TRIED = 12  # candidates on either side: each costs a list of all layouts
 
@@ -12,7 +12,7 @@ def nearest_batches(wanted: Wanted) -> tuple[int, ...]:
 
     Empty where the batch is not what stands in the way.
     """
-    if len(layouts(wanted)) or not any(True for _ in levers(wanted)):
+    if len(layouts(wanted)) or not any(True for _ in memory_options(wanted)):
         return ()
     given, candidates = wanted.global_batch, set[int]()
     for unit in _units(wanted):

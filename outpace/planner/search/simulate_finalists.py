@@ -9,9 +9,9 @@ from dataclasses import fields
 import numpy as np
 
 from outpace.planner.pipeline.schedules import schedule_graph
-from outpace.planner.plan_batch import SCHEDULE_NAMES, Columns, Ints
-from outpace.planner.step_time.estimate import Times, stages_of
-from outpace.planner.step_time.setup import Question
+from outpace.planner.plan_batch import SCHEDULE_NAMES, Ints, PlanBatch
+from outpace.planner.step_time.estimate import StepTimes, stages_of
+from outpace.planner.step_time.setup import StepTimeQuestion
 
 # Of a step, what a pipeline's passes are made of.
 _PASSES = (
@@ -20,9 +20,11 @@ _PASSES = (
 _MOST_ACTIONS = 400_000  # that are played; longer tables have next to no bubble
 
 
-def simulate_pipelines(question: Question, columns: Columns, times: Times, places: Ints) -> Times:
+def simulate_pipelines(
+    question: StepTimeQuestion, columns: PlanBatch, times: StepTimes, places: Ints
+) -> StepTimes:
     """`times`, with those at `places` that are pipelines as their table comes out."""
-    found = {f.name: getattr(times, f.name).copy() for f in fields(Times)}
+    found = {f.name: getattr(times, f.name).copy() for f in fields(StepTimes)}
     for place in places:
         row = columns.take([int(place)])
         if row.pp[0] == 1 or row.schedule_in("mp")[0] or _actions(row) > _MOST_ACTIONS:
@@ -45,14 +47,14 @@ def simulate_pipelines(question: Question, columns: Columns, times: Times, place
         found["bubble_s"][place] = max(waits - sends, 0.0)
         if waits < 0:  # stages that were taken as the slowest wait less
             found["host_s"][place] = max(known["host_s"] + waits, 0.0)
-    return Times(**found)
+    return StepTimes(**found)
 
 
-def _actions(row: Columns) -> int:
+def _actions(row: PlanBatch) -> int:
     return int(3 * row.pp[0] * row.stages_per_rank[0] * row.microbatches[0])
 
 
-def order(times: Times, places: Ints) -> Ints:
+def order(times: StepTimes, places: Ints) -> Ints:
     """`places`, fastest first."""
     found: Ints = places[np.argsort(times.step_s[places], kind="stable")]
     return found

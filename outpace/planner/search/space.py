@@ -17,7 +17,7 @@ from outpace.planner.plan_batch import (
     PRECISIONS,
     SCHEDULE_NAMES,
     STRATEGIES,
-    Columns,
+    PlanBatch,
 )
 from outpace.records.optimizers import (
     LOW,
@@ -105,7 +105,7 @@ _WORDS: Mapping[str, Sequence[str]] = {"strategy": STRATEGIES, "pp_schedule": SC
 Lever = dict[str, Any]
 
 
-def layouts(wanted: Wanted) -> Columns:
+def layouts(wanted: Wanted) -> PlanBatch:
     """Return every layout without any option, kept or not: it takes no longer than with some.
 
     What is varied and makes some layouts faster and others slower makes layouts of its own.
@@ -113,11 +113,11 @@ def layouts(wanted: Wanted) -> Columns:
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
     optimizer, in_backward = _optimizers(wanted)[0]
-    plain = _lever(wanted, ("none", 1), _OFFLOADS[0], False, optimizer, in_backward)
+    plain = _option(wanted, ("none", 1), _OFFLOADS[0], False, optimizer, in_backward)
     count = len(rows)
     keep = wanted.keep
     among = values["dp_shard"] * values["cp"]
-    found = Columns(
+    found = PlanBatch(
         **values,
         etp=np.where(among % values["ep"] == 0, values["tp"], 1),
         **{
@@ -137,7 +137,7 @@ def layouts(wanted: Wanted) -> Columns:
     return found.take(fine)
 
 
-def _vary(found: Columns, vary: Mapping[str, Sequence[Any]]) -> Columns:
+def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
     """Each layout with each of the values, where they make a difference; else with the first."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
@@ -160,18 +160,18 @@ def _repeat(value: Any, count: int) -> Any:
     return np.broadcast_to(array, (count, *array.shape)).copy()
 
 
-def expand(columns: Columns, chosen: Sequence[Lever]) -> Columns:
+def expand(columns: PlanBatch, chosen: Sequence[Lever]) -> PlanBatch:
     """Combine every layout with every option that it goes with."""
     count = len(chosen)
-    values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(Columns)}
+    values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(PlanBatch)}
     for name in chosen[0]:
         array = np.array([lever[name] for lever in chosen])
         values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
-    found = Columns(**values)
+    found = PlanBatch(**values)
     return found.take(_possible(found))
 
 
-def _keep_mask(c: Columns, keep: Mapping[str, Any]) -> Any:
+def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
     """Return which plans are as the user insists."""
     fine = np.ones(len(c), bool)
     for name, value in keep.items():
@@ -183,7 +183,7 @@ def _keep_mask(c: Columns, keep: Mapping[str, Any]) -> Any:
     return fine
 
 
-def levers(wanted: Wanted) -> Iterator[Lever]:
+def memory_options(wanted: Wanted) -> Iterator[Lever]:
     """Yield what can be set whatever the layout is, the plainest first."""
     keep = wanted.keep
     modes = [
@@ -203,7 +203,7 @@ def levers(wanted: Wanted) -> Iterator[Lever]:
     ]
     losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
     for (name, now), three, mode, chunked in product(_optimizers(wanted), places, modes, losses):
-        yield _lever(wanted, mode, three, chunked, name, now)
+        yield _option(wanted, mode, three, chunked, name, now)
 
 
 def _optimizers(wanted: Wanted) -> list[tuple[OptimizerName, bool]]:
@@ -216,7 +216,7 @@ def _optimizers(wanted: Wanted) -> list[tuple[OptimizerName, bool]]:
     return [*product(names, whens)]
 
 
-def _lever(
+def _option(
     wanted: Wanted,
     mode: tuple[str, int],
     places: tuple[Offload, Offload, Offload],
@@ -246,7 +246,7 @@ def _lever(
     }
 
 
-def untrained_mask(c: Columns) -> Any:
+def untrained_mask(c: PlanBatch) -> Any:
     """Return which plans outpace itself does not train (`records.plan.Plan.training_obstacle`)."""
     product, piped = c.strategy_in("3d"), c.pp > 1
     found = (c.async_tp & (c.tp > 1)) | (c.ep > 1)
@@ -258,7 +258,7 @@ def untrained_mask(c: Columns) -> Any:
     return found | (piped & ~c.schedule_in("mp") & (c.stages_per_rank != usual[c.schedule]))
 
 
-def _goes(c: Columns) -> Any:
+def _goes(c: PlanBatch) -> Any:
     """Return which layouts go with what is the same in all of their plans."""
     fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
@@ -267,7 +267,7 @@ def _goes(c: Columns) -> Any:
     return fine & ~(c.schedule_in(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
 
 
-def _possible(c: Columns) -> Any:
+def _possible(c: PlanBatch) -> Any:
     """Return which can be plans: what goes with what, as `records.plan` has it."""
     fine = _goes(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
     gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
@@ -489,7 +489,7 @@ def _naive(wanted: Wanted) -> Iterator[_Row]:
             yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, passes, servers)
 
 
-def to_plan(c: Columns, place: int) -> Plan:
+def to_plan(c: PlanBatch, place: int) -> Plan:
     """One row as a plan."""
     strategy = STRATEGIES[c.strategy[place]]
     mode, every = _mode(c.modes[place])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outpace.planner.hardware.device import Device, sustained_product_s
+from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, weights
 from outpace.planner.plan_batch import Floats
 from outpace.records.outline import Outline
@@ -55,7 +55,7 @@ class Adapters:
 
 
 def adapter_s(
-    device: Device, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
+    device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
     item: Floats,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Seconds forwards, of gradients of inputs, and of the adapters' own gradients.
@@ -80,7 +80,7 @@ def adapter_s(
     return ahead, back, own
 
 
-def unpacking_s(device: Device, adapters: Adapters, elements: Floats, item: Floats) -> Floats:
+def unpacking_s(device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats) -> Floats:
     """Return seconds in which frozen weights are read packed and written as they are multiplied.
 
     As bitsandbytes does, and GPTQ's kernels for training: before the product and once more before

@@ -6,8 +6,8 @@ import numpy as np
 
 from outpace.planner.model.outline import weights
 from outpace.planner.plan_batch import MODES, Floats
-from outpace.planner.step_time.pipeline import Pipeline
-from outpace.planner.step_time.setup import FP32, Pass, Setup, of_stacks
+from outpace.planner.step_time.pipeline import PipelineTime
+from outpace.planner.step_time.setup import FP32, PassTime, StepTimeSetup, of_stacks
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class _Collectives:
     replicas: Floats
 
 
-class Exchanges(Setup):
+class CollectiveTimes(StepTimeSetup):
     """Communication that no computation hides."""
 
     def ring_s(
-        self, forwards: list[Pass], backwards: list[Pass], shares: Floats, own: Floats
+        self, forwards: list[PassTime], backwards: list[PassTime], shares: Floats, layers: Floats
     ) -> Floats:
         """Keys and values go round while attention is computed; what is left is waited for.
 
@@ -50,8 +50,8 @@ class Exchanges(Setup):
             total = total + stack.layers / c.pp * (c.cp - 1) * each
         share = (c.cp - 1) / c.cp
         full = self.c.modes[:, MODES.index("full")]
-        ahead = share * own * of_stacks(forwards, shares, "attention_s")
-        back = share * own * of_stacks(backwards, shares, "attention_s") - full * ahead
+        ahead = share * layers * of_stacks(forwards, shares, "attention_s")
+        back = share * layers * of_stacks(backwards, shares, "attention_s") - full * ahead
         exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
         whole = (3 + full) * total
         exposed = whole - self.device.hides * (whole - exposed)
@@ -92,7 +92,7 @@ class Exchanges(Setup):
         once = self.q.stack.dispatcher == "deepep"
         return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once)
 
-    def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: Pipeline) -> Floats:
+    def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: PipelineTime) -> Floats:
         """Return what is exposed of gradients' sums, and of gathering parameters that are sharded.
 
         `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks

@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from outpace.planner.plan_batch import Columns, Floats
-from outpace.planner.step_time.collectives import Exchanges
+from outpace.planner.plan_batch import Floats, PlanBatch
+from outpace.planner.step_time.collectives import CollectiveTimes
 from outpace.planner.step_time.parameters import Offloading
 from outpace.planner.step_time.pipeline import Pipelines, Stages
-from outpace.planner.step_time.setup import Question, of_stacks
+from outpace.planner.step_time.setup import StepTimeQuestion, of_stacks
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Seconds of a step by what they go to, one entry a plan; they add up to the step.
 
     `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
@@ -46,22 +46,22 @@ class Times:
         return total
 
 
-def estimate(question: Question, columns: Columns) -> Times:
+def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
     """Return the step times of all plans."""
     return _Step(question, columns).times()
 
 
-def stages_of(question: Question, columns: Columns) -> Stages:
+def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
     """Return the stages of the first plan, to be simulated."""
     return _Step(question, columns.take([0])).stages()
 
 
-def offloading(question: Question, columns: Columns) -> Offloading:
+def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
     """Parts of the time that offloading takes, of each plan."""
     return _Step(question, columns).offloading_parts()
 
 
-class _Step(Pipelines, Exchanges):
+class _Step(Pipelines, CollectiveTimes):
     def offloading_parts(self) -> Offloading:
         """Bytes and seconds, less what passes hide."""
         counts = np.array([stack.layers for stack in self.outline.stacks], float)
@@ -70,7 +70,7 @@ class _Step(Pipelines, Exchanges):
         passes_s = of_stacks(forwards, shares, "seconds") + of_stacks(backwards, shares, "seconds")
         return self.offloading(self.micro * self.pipeline(passes_s, self.end_passes()).pace_s)
 
-    def times(self) -> Times:
+    def times(self) -> StepTimes:
         """Put together."""
         c = self.c
         counts = np.array([stack.layers for stack in self.outline.stacks], float)
@@ -98,7 +98,7 @@ class _Step(Pipelines, Exchanges):
         known = products + attention + tensor + moved
         fit = np.minimum(1.0, busy / np.maximum(known, 1e-30))
         put_off = of_stacks(backwards, shares, "weights_s") / np.maximum(ahead_s + back_s, 1e-30)
-        found = Times(
+        found = StepTimes(
             products_s=products * fit,
             attention_s=attention * fit,
             memory_s=moved * fit,

@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.catalog.stacks import Dispatcher, Elementwise
-from outpace.planner.hardware.device import Device, sustained_product_s
+from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, seen_length, weights
 from outpace.planner.plan_batch import Floats
 from outpace.planner.step_time.adapters import (
@@ -57,7 +57,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """Device seconds by kind, and operators that the host launches; forwards and backwards.
 
     `inner` is the attention within a forward, which some recomputation leaves out or does alone;
@@ -114,8 +114,8 @@ _CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the othe
 
 
 def layer(
-    device: Device, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
-) -> Work:
+    device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
+) -> LayerWork:
     """One layer of `stack`, all phases."""
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
@@ -153,7 +153,7 @@ def layer(
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
     tight = cells.compiled > 0
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
-    return Work(
+    return LayerWork(
         forward_s=forward,
         backward_s=backward,
         weights_s=into,
@@ -168,7 +168,7 @@ def layer(
 
 
 def _weight(
-    device: Device, cells: Cells, weight: Weight, tokens: Floats
+    device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """A forward, and a backward's gradients of inputs and of the weight."""
     tp = cells.etp if weight.experts else cells.tp
@@ -201,7 +201,7 @@ def _weight(
 
 
 def _frozen_weight(
-    device: Device, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
+    device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     products: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Return `_weight` of a weight without a gradient, with its adapters."""
@@ -217,7 +217,7 @@ def _frozen_weight(
     return one, inputs, grads
 
 
-def _float8(device: Device, cells: Cells) -> Floats:
+def _float8(device: DeviceRates, cells: Cells) -> Floats:
     """Return 1 where products are in float8, whose operands are scaled and cast each time.
 
     torchao's Float8Linear has one scale a tensor. Bytes of a number: the largest is looked for
@@ -230,7 +230,7 @@ def _float8(device: Device, cells: Cells) -> Floats:
 
 
 def _products(
-    device: Device, cells: Cells, products: Sequence[ProductShape], length: int
+    device: DeviceRates, cells: Cells, products: Sequence[ProductShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
     """Yield `_weight` for products that nothing cuts."""
     for product in products:
@@ -242,7 +242,12 @@ def _products(
 
 
 def _attention(
-    device: Device, cells: Cells, attention: AttentionShape, length: int, keys: int, kernel: Kernel
+    device: DeviceRates,
+    cells: Cells,
+    attention: AttentionShape,
+    length: int,
+    keys: int,
+    kernel: Kernel,
 ) -> tuple[Floats, Floats]:
     """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
@@ -277,7 +282,7 @@ def _attention(
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
 
 
-def _attention_shares(device: Device, kernel: Kernel) -> tuple[float, float, float, float]:
+def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
     """Return forward and backward of the rate, the share of heads of 64, and keys that halve it."""
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
@@ -297,7 +302,7 @@ def _width_share(head_dim: int, narrow: float) -> float:
     return narrow + (1 - narrow) * min(max(head_dim - 64, 0) / 64, 1.0)
 
 
-def _keys_seen(device: Device, attention: AttentionShape, keys: int) -> int:
+def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
     """Return the keys that a query has scores for. On a GPU a window has whole blocks."""
     if attention.window is None:
         return keys
@@ -308,7 +313,7 @@ def _keys_seen(device: Device, attention: AttentionShape, keys: int) -> int:
     return min(keys, block * (1 + sides * -(-(attention.window - 1) // block)))
 
 
-def _attention_rate(device: Device, cells: Cells) -> Floats:
+def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
     """FLOP/s: in 16 bits under fp8 too; in fp32 as slowly as products are."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
@@ -318,7 +323,7 @@ def _attention_rate(device: Device, cells: Cells) -> Floats:
 
 
 def _layer_traffic(
-    device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
+    device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
     """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
     routed, routed_back = _routing_traffic(outline, stack, cells)
@@ -399,7 +404,7 @@ def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float
 
 
 def _eager_traffic(
-    device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
+    device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
     """Return `_layer_traffic` of a kernel for each operator; on a CPU also of what is compiled.
 
@@ -501,11 +506,11 @@ class Ends(NamedTuple):
 
 
 def head(
-    device: Device, outline: Outline, cells: Cells, seq_len: int, own_loss: bool = True
+    device: DeviceRates, outline: Outline, cells: Cells, seq_len: int, outpace_loss: bool = True
 ) -> Ends:
     """The head and its loss, and the operators of either direction.
 
-    `own_loss`: on a GPU by `nn.head_loss`, not as other programs take it.
+    `outpace_loss`: on a GPU by `nn.head_loss`, not as other programs take it.
     """
     zero = np.zeros_like(cells.samples)
     if not outline.outputs:
@@ -516,8 +521,8 @@ def head(
     # Float8 is of the blocks alone.
     cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     outputs = outline.outputs
-    own_loss = own_loss and device.kind == "cuda"
-    if own_loss and outline.vocab:  # tokens are predicted, not classes
+    outpace_loss = outpace_loss and device.kind == "cuda"
+    if outpace_loss and outline.vocab:  # tokens are predicted, not classes
         outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
     weight = Weight("head", outline.table_width, outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
@@ -527,7 +532,7 @@ def head(
     low = cells.item < 4
     cast = np.where(low, _CAST, 0.0)
     ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
-    if own_loss:
+    if outpace_loss:
         tight, eager = cells.compiled > 0, _EAGER_LOSS[0] * cells.item + _EAGER_LOSS[1] * 4.0
         ahead_bytes = columns * np.where(tight, cells.item, eager)
         back_bytes = columns * np.where(tight, 2 * cells.item, 0.0)
@@ -541,7 +546,7 @@ def head(
     )
 
 
-def embedding(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
+def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> Ends:
     """Looking up, and adding gradients up into a table of zeros; patches' and other products.
 
     And the operators of either direction.

@@ -5,10 +5,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.memory.states import layer_shapes
-from outpace.planner.plan_batch import OPTIMIZERS, Bools, Columns, Floats
+from outpace.planner.plan_batch import OPTIMIZERS, Bools, Floats, PlanBatch
 from outpace.planner.step_time.optimizer_operators import count_operators
 from outpace.records.optimizers import MASTERS, OptimizerName
 from outpace.records.outline import Outline
@@ -60,10 +60,10 @@ _FUSED_SGD = 20
 
 
 def optimizer_s(
-    outline: Outline, device: Device, fabric: Fabric, c: Columns, own: Floats,
+    outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch, stepped: Floats,
     ahead_s: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """Return seconds of a step and of clipping. `own` are the parameters that a rank steps.
+    """Return seconds of a step and of clipping. `stepped` are the parameters that a rank steps.
 
     Operators proceed beside the host, which launches them: what takes longer is waited for.
     `ahead_s`: on a GPU as outpace steps, whose host does not wait for the device within a step, and
@@ -81,7 +81,7 @@ def optimizer_s(
         fused = (c.optimizer == OPTIMIZERS.index("sgd")) & ~spread
         moved, operators = _on_gpu(c, moved, spread, compiled, fused)
     rate = device.memory_bytes_per_s * device.optimizer_share
-    busy = own * moved / rate
+    busy = stepped * moved / rate
     muon = c.optimizer == OPTIMIZERS.index("muon")
     if muon.any():
         busy = busy + np.where(muon, _muon_s(outline, device, fabric, c), 0.0)
@@ -95,7 +95,7 @@ def optimizer_s(
 
 
 def _on_gpu(
-    c: Columns, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
+    c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
     """Return bytes of a parameter, and operators whatever the tensors are, as outpace steps there.
 
@@ -134,7 +134,7 @@ def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
     return elements, flops
 
 
-def _muon_s(outline: Outline, device: Device, fabric: Fabric, c: Columns) -> Floats:
+def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch) -> Floats:
     """The iteration's products, in bf16, and gathers of what shards and tp have parts of.
 
     Every rank turns every matrix of its layers, but under ZeRO-1, which shares out whole ones.

@@ -17,7 +17,7 @@ from outpace.planner.memory.optimizer_bytes import (
     block,
 )
 from outpace.planner.memory.states import Shape, layer_shapes
-from outpace.planner.plan_batch import OPTIMIZERS, Bools, Columns, Floats, Ints
+from outpace.planner.plan_batch import OPTIMIZERS, Bools, Floats, Ints, PlanBatch
 from outpace.records.optimizers import OptimizerName
 from outpace.records.outline import Outline
 
@@ -65,7 +65,7 @@ _COMPILED: Mapping[OptimizerName, Operators] = {
 }
 
 
-def count_operators(outline: Outline, kind: str, c: Columns, compiled: Bools) -> Floats:
+def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
     """Return operators of the tensors that a rank steps on a device of `kind`, one entry a plan.
 
     `compiled`: where plans compile; not every optimizer does then. What does not depend on tensors

@@ -7,7 +7,7 @@ import numpy as np
 
 from outpace.planner.plan_batch import MODES, Floats
 from outpace.planner.step_time.optimizer import optimizer_s
-from outpace.planner.step_time.setup import FP32, Setup
+from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Offloading:
     disk_s: Floats
 
 
-class Parameters(Setup):
+class Parameters(StepTimeSetup):
     """Work on parameters beside the passes, or on a pipeline's ranks within them."""
 
     def weight_traffic_s(self) -> Floats:

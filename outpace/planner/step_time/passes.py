@@ -7,8 +7,8 @@ import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.planner.plan_batch import MODES, Floats
-from outpace.planner.step_time.layer import Work, embedding, head, layer
-from outpace.planner.step_time.setup import Pass, Setup
+from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
+from outpace.planner.step_time.setup import PassTime, StepTimeSetup
 from outpace.records.outline import Stack
 
 # Of a block that is computed again: states of random numbers are kept, set, and set back, on the
@@ -16,16 +16,16 @@ from outpace.records.outline import Stack
 _CHECKPOINT_OPERATORS = 6
 
 
-class Passes(Setup):
+class Passes(StepTimeSetup):
     """Forwards and backwards, with what is computed again and what tensor parallelism waits for."""
 
-    def layer_passes(self) -> tuple[list[Pass], list[Pass]]:
+    def layer_passes(self) -> tuple[list[PassTime], list[PassTime]]:
         """Return each stack's layer: a forward, and a backward with what it recomputes."""
         forwards, backwards = [], []
         for stack in self.outline.stacks:
             work = layer(self.device, self.outline, stack, self.cells, self.q.seq_len,
                          self.q.attention)  # fmt: skip
-            w = Work(**{f.name: self.spread(getattr(work, f.name)) for f in fields(work)})
+            w = LayerWork(**{f.name: self.spread(getattr(work, f.name)) for f in fields(work)})
             sums = self._sums(stack)
             forwards.append(self._forward(w, sums))
             backwards.append(self._backward(w, sums))
@@ -39,13 +39,15 @@ class Passes(Setup):
             cut = (self.c.etp == self.c.tp).astype(float)
         return float(stack.attention is not None) + cut
 
-    def _forward(self, w: Work, sums: Floats) -> Pass:
+    def _forward(self, w: LayerWork, sums: Floats) -> PassTime:
         tensor_s, calls = self._tensor(sums, w.products_s)
         host_s = self._launched_s(w.forward_operators + calls)
         none = np.zeros_like(w.forward_s)
-        return Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self.alone)
+        return PassTime(
+            w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self.alone
+        )
 
-    def _backward(self, w: Work, sums: Floats) -> Pass:
+    def _backward(self, w: LayerWork, sums: Floats) -> PassTime:
         """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
 
         What "selective" computes again moves memory, as norms and activations do; of products it
@@ -64,7 +66,7 @@ class Passes(Setup):
         own = 2.0 if self.q.adapters is None else 1.0
         tensor_s, _ = self._tensor(sums, own * w.products_s)
         launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
-        return Pass(
+        return PassTime(
             w.backward_s + again_s,
             self._launched_s(launched),
             tensor_s + most * again_tensor_s,
@@ -99,11 +101,11 @@ class Passes(Setup):
         )
         return exposed_s, sums * calls
 
-    def end_passes(self) -> tuple[Pass, Pass, Pass, Pass]:
+    def end_passes(self) -> tuple[PassTime, PassTime, PassTime, PassTime]:
         """Embedding and head, forward and backward."""
         zero = np.zeros(len(self.c))
         found = []
-        for part in (embedding, partial(head, own_loss=not self.q.other_program)):
+        for part in (embedding, partial(head, outpace_loss=not self.q.other_program)):
             work = part(self.device, self.outline, self.cells, self.q.seq_len)
             for seconds, products, share in (
                 (work.forward_s, work.products_s, 1.0),
@@ -111,5 +113,5 @@ class Passes(Setup):
             ):
                 device_s, products_s = self.spread(seconds), self.spread(products)
                 host_s = self._launched_s(self.spread(work.operators) * share)
-                found.append(Pass(device_s, host_s, zero, products_s, zero, zero, self.alone))
+                found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, self.alone))
         return found[0], found[1], found[2], found[3]

@@ -10,7 +10,7 @@ from outpace.planner.pipeline.stages import balance, even
 from outpace.planner.plan_batch import Floats, Ints
 from outpace.planner.step_time.parameters import Parameters
 from outpace.planner.step_time.passes import Passes
-from outpace.planner.step_time.setup import Pass, of_stacks
+from outpace.planner.step_time.setup import PassTime, of_stacks
 
 # Of a message sent and one received by a stage: two operations, the beginning and end of their
 # group, and waiting for either (torch.distributed.batch_isend_irecv).
@@ -18,17 +18,17 @@ _EXCHANGE_OPERATORS = 6
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineTime:
     """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together.
 
-    `own_s` is what a rank with the slowest stages computes, `pace_s` with its weights' traffic.
+    `compute_s` is what a rank with the slowest stages computes, `pace_s` with its weights' traffic.
     `ranks` has seconds and layers of the ranks that may be slowest: the first, those between, the
     last.
     """
 
     pace_s: Floats
     way_s: Floats
-    own_s: Floats
+    compute_s: Floats
     ranks: tuple[tuple[Floats, Floats], ...]
 
 
@@ -47,7 +47,9 @@ class Stages:
 class Pipelines(Passes, Parameters):
     """One stage is a pipeline without a bubble."""
 
-    def pipeline(self, layer_s: Floats, ends: tuple[Pass, Pass, Pass, Pass]) -> Pipeline:
+    def pipeline(
+        self, layer_s: Floats, ends: tuple[PassTime, PassTime, PassTime, PassTime]
+    ) -> PipelineTime:
         c, layers = self.c, float(self.outline.layers)
         first_s = ends[0].seconds + ends[1].seconds
         last_s = ends[2].seconds + ends[3].seconds
@@ -62,7 +64,9 @@ class Pipelines(Passes, Parameters):
             slowest = np.maximum(slowest, stage)
             rows.append((stage + beside * way / stages + traffic, count + beside * layers / stages))
         own = slowest + beside * way / stages
-        return Pipeline(own + traffic, way, own, tuple(rows if (stages > 1).any() else rows[:1]))
+        return PipelineTime(
+            own + traffic, way, own, tuple(rows if (stages > 1).any() else rows[:1])
+        )
 
     def _cut(self, stages: Ints) -> tuple[Floats, Floats, Floats]:
         """Blocks of the first stage, the fullest of those between, and the last.
@@ -114,7 +118,7 @@ class Pipelines(Passes, Parameters):
         one, posted = self.hop()
         return Stages(tuple(times), float(one[0]), float(posted[0]))
 
-    def bubble_s(self, pipeline: Pipeline, weights: Floats) -> Floats:
+    def bubble_s(self, pipeline: PipelineTime, weights: Floats) -> Floats:
         """Seconds that a pass's ranks wait for each other while the pipeline fills and drains.
 
         gpipe and 1f1b: a micro-batch's way through all ranks but the slowest. With v stages a
@@ -127,7 +131,7 @@ class Pipelines(Passes, Parameters):
         left = np.where(c.schedule_in("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
         none_left = np.maximum(1 - 3 * weights, 0.0)
         left = np.where(c.schedule_in("zbv", "dualpipev"), none_left, left)
-        waits = np.maximum(pipeline.way_s - pipeline.own_s, 0.0) / c.stages_per_rank * left
+        waits = np.maximum(pipeline.way_s - pipeline.compute_s, 0.0) / c.stages_per_rank * left
         alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
         waits = np.where(c.schedule_in("mp"), np.maximum(alone, 0.0), waits)
         # Ranks that take turns on a core have more of it while others wait.

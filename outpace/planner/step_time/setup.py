@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outpace.catalog.stacks import OUTPACE, SoftwareStack
-from outpace.planner.hardware.device import Device, dtype_of, items
+from outpace.planner.hardware.device import DeviceRates, dtype_of, items
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.model.outline import layer_parameters, outside_elements, weights
-from outpace.planner.plan_batch import PRECISIONS, Columns, Floats
+from outpace.planner.plan_batch import PRECISIONS, Floats, PlanBatch
 from outpace.planner.step_time.adapters import Adapters
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.optimizers import SHARD_DTYPES, WEIGHTS
@@ -20,7 +20,7 @@ FP32 = 4.0
 
 
 @dataclass(frozen=True)
-class Question:
+class StepTimeQuestion:
     """A model on a machine, and the attention kernel there.
 
     `loader_tokens_per_s` is what a node loads beside computing. `other_program`: it is
@@ -32,7 +32,7 @@ class Question:
 
     outline: Outline
     seq_len: int
-    device: Device
+    device: DeviceRates
     fabric: Fabric
     kernel: Kernel = "fused"
     loader_tokens_per_s: float = math.inf
@@ -47,7 +47,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """Pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
 
     `weights_s` are the device's for gradients of weights, which some schedules put off.
@@ -71,7 +71,7 @@ class Pass:
         return np.maximum(self.device_s + self.tensor_s, self.host_s)
 
 
-def of_stacks(passes: Sequence[Pass], shares: Floats, name: str) -> Floats:
+def of_stacks(passes: Sequence[PassTime], shares: Floats, name: str) -> Floats:
     """Return a sum over all stacks, each by its share of the layers."""
     found: Floats = np.sum(
         [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
@@ -79,10 +79,10 @@ def of_stacks(passes: Sequence[Pass], shares: Floats, name: str) -> Floats:
     return found
 
 
-class Setup:
+class StepTimeSetup:
     """Values of all plans at once, one entry each."""
 
-    def __init__(self, question: Question, columns: Columns) -> None:
+    def __init__(self, question: StepTimeQuestion, columns: PlanBatch) -> None:
         self.q, self.c = question, columns
         self.outline, self.device, self.fabric = question.outline, question.device, question.fabric
         self._sizes()

@@ -6,7 +6,7 @@ from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.model.outline import outline
 from outpace.planner.plan import estimate_plan
 from outpace.planner.plan_batch import of_plans
-from outpace.planner.problem import Job
+from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import Wanted
 from outpace.planner.step_time.estimate import stages_of
 from outpace.planner.step_time.pipeline import Stages
@@ -39,7 +39,7 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
     try:
         cluster = _cluster(record, hosts, probe)
         model = outline(record.model, record.settings.model)
-        job = Job(
+        job = PlanningProblem(
             outline=model,
             cluster=cluster,
             wanted=Wanted(

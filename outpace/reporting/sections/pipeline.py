@@ -8,7 +8,7 @@ from outpace.planner.pipeline.simulator import (
     StageTime,
     Timeline,
     idle_share_formula,
-    play_stages,
+    simulate_stages,
 )
 from outpace.records.estimate import Estimate
 from outpace.records.measurement import TimeParts
@@ -35,7 +35,7 @@ _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float = 0.0) -> Timeline:
     """The plan's schedule with these times of a micro-batch on each stage. Raises BadInputError."""
     todo = orders(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
-    return play_stages(todo, times, transfer_s)
+    return simulate_stages(todo, times, transfer_s)
 
 
 def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[StageTime]:

@@ -8,17 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outpace.catalog.references import references
-from outpace.planner.calibration.fit_rates import Rates, SeenStep, calibrate
-from outpace.planner.hardware.device import Device
+from outpace.planner.calibration.fit_rates import RateFit, SeenStep, calibrate
+from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_batch import of_plans
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 
-ASSUMED = Rates(
-    Device(
+ASSUMED = RateFit(
+    DeviceRates(
         name="a CPU", kind="cpu", memory_bytes=None, peak_flops_per_s={},
         best_flops_per_s={"fp32": 100e9, "bf16": 200e9}, multiprocessors=1,
         tiles=((64, 64, 1.0),), fixed_s=0.0, memory_bytes_per_s=10e9, operator_s=7e-6,
@@ -32,7 +32,9 @@ SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=list(He
 
 
 def step_s(rates, one):
-    question = Question(outline(one.spec, one.name), one.seq_len, rates.device, rates.fabric)
+    question = StepTimeQuestion(
+        outline(one.spec, one.name), one.seq_len, rates.device, rates.fabric
+    )
     columns = of_plans([one.plan], one.global_batch, one.spec.layers)
     times = simulate_pipelines(question, columns, estimate(question, columns), np.array([0]))
     return float(times.step_s[0])
@@ -50,7 +52,7 @@ def really(products=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0, gather
     """A machine whose rates are so many times slower than is assumed."""
     device, fabric = ASSUMED.device, ASSUMED.fabric
     best = {dtype: rate / products for dtype, rate in device.best_flops_per_s.items()}
-    return Rates(
+    return RateFit(
         replace(device, best_flops_per_s=best,
                 memory_bytes_per_s=device.memory_bytes_per_s / memory,
                 operator_s=device.operator_s * operators, unit_s=device.unit_s * units),

@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.planner.communication.flows import flows
-from outpace.planner.communication.volume import Work, step_traffic
+from outpace.planner.communication.volume import StepOnRank, step_traffic
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -42,7 +42,7 @@ def test_parts_add_up_to_what_verify_measures(values, layout):
     batch = plan.samples_per_pass * plan.data_parallel * 2
     for rank in range(plan.world_size):
         whole = step_traffic(plan, spec, global_batch=batch, seq_len=32, rank=rank)
-        parts = flows(Work(plan, spec, batch, 32, rank))
+        parts = flows(StepOnRank(plan, spec, batch, 32, rank))
         assert sum(flow.sent_bytes for flow in parts) == whole.bytes
         assert all(flow.sent_bytes >= 0 for flow in parts)
         told = sum(flow.sent_bytes for flow in parts if flow.part == "control")
@@ -61,7 +61,7 @@ def plan_of(verdict, **values):
 
 def sent(certificate, plan):
     spec = ModelSpec.parse(certificate["model"], "test")
-    works = [Work(plan, spec, certificate["global_batch"], certificate["seq_len"], rank)
+    works = [StepOnRank(plan, spec, certificate["global_batch"], certificate["seq_len"], rank)
              for rank in range(plan.world_size)]  # fmt: skip
     return max(sum(flow.sent_bytes for flow in flows(work)) for work in works)
 
@@ -98,4 +98,4 @@ def test_recomputation_repeats_exchanges_of_tensor_parallelism_alone(on_ranks):
 def test_what_has_no_formula_is_said(values, sentence):
     plan = Plan.parse(values, "test")
     with pytest.raises(BadInputError, match=sentence):
-        flows(Work(plan, spec_of(SPECS[0]), 8, 32, 0))
+        flows(StepOnRank(plan, spec_of(SPECS[0]), 8, 32, 0))

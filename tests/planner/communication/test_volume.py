@@ -66,8 +66,8 @@ def test_zero3_sends_half_as_much_again_as_ddp_of_blocks_at_any_size(name):
 def test_dp_exchanges_five_times_a_batch_and_ddp_once_a_step():
     told = 2  # loss and count; the wish to stop
     dp = traffic("dp", dp_replicate=4, micro_batch=4)
-    assert dp.exchanges.total() == 4 * 5 + 1 + told  # the norm is told
-    assert traffic("ddp", dp_replicate=4, micro_batch=4).exchanges.total() == 1 + told
+    assert dp.collectives.total() == 4 * 5 + 1 + told  # the norm is told
+    assert traffic("ddp", dp_replicate=4, micro_batch=4).collectives.total() == 1 + told
 
 
 def test_sequence_parallelism_sends_no_more():

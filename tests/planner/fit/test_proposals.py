@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from outpace.planner.fit.cost import Cost, Rates
+from outpace.planner.fit.cost import Cost, CostRates
 from outpace.planner.fit.proposals import change_plan, kinds_of_change, propose
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
-RATES = Rates(flops_per_s=1.0, bytes_per_s=1.0, slow_bytes_per_s=1.0)
+RATES = CostRates(flops_per_s=1.0, bytes_per_s=1.0, slow_bytes_per_s=1.0)
 SHRINKS = {"none": 1.0, "selective": 0.6, "attention": 0.3, "full": 0.2}
 
 

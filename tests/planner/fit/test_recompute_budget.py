@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.planner.fit.cost import Cost, Rates
+from outpace.planner.fit.cost import Cost, CostRates
 from outpace.planner.fit.recompute_budget import MODES, cheapest, plan_within
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-RATES = Rates(flops_per_s=1.0, bytes_per_s=1e30, slow_bytes_per_s=1e30)
+RATES = CostRates(flops_per_s=1.0, bytes_per_s=1e30, slow_bytes_per_s=1e30)
 SPEC = ModelSpec.parse(
     {"family": "gpt2", "layers": 10, "hidden": 8, "heads": 1, "vocab": 9, "max_positions": 8},
     "test",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.planner.hardware.device import (
-    Device,
+    DeviceRates,
     dtype_of,
     items,
     of_accelerator,
@@ -21,7 +21,7 @@ from outpace.planner.hardware.device import (
 from outpace.planner.plan_batch import PRECISIONS
 
 # 100 multiprocessors of tiles of 128 × 128, one TFLOP/s each; memory is no obstacle.
-DEVICE = Device(
+DEVICE = DeviceRates(
     name="test", kind="cuda", memory_bytes=2**30, peak_flops_per_s={"bf16": 1e14},
     best_flops_per_s={"bf16": 1e14}, multiprocessors=100, tiles=((128, 128, 1.0),), fixed_s=0.0,
     memory_bytes_per_s=1e30, operator_s=0.0, attention_forward=1.0, attention_backward=1.0,

@@ -1,4 +1,4 @@
-"""What each habit of a trainer changes in the memory formula, by papers and programs."""
+"""What each trait of a trainer changes in the memory formula, by papers and programs."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from outpace.planner.memory.fullest_rank import places
 from outpace.planner.memory.peak import anatomy, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.model.outline import parameters
-from outpace.planner.plan_batch import Columns, of_plans
+from outpace.planner.plan_batch import PlanBatch, of_plans
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
@@ -42,7 +42,7 @@ def gpt() -> Outline:
     )  # fmt: skip
 
 
-def columns_of(plan: Plan, passes: int = 1) -> Columns:
+def columns_of(plan: Plan, passes: int = 1) -> PlanBatch:
     return of_plans([plan], plan.samples_per_pass * plan.data_parallel * passes, 12)
 
 
@@ -53,7 +53,7 @@ def megatron(**axes) -> Plan:
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.strategy)
 def test_outpace_is_who_is_asked_of_where_nothing_is_said(plan):
     for ask in (peak_bytes, reserved_bytes):
-        said = ask(gpt(), LENGTH, columns_of(plan), habits=OUTPACE)
+        said = ask(gpt(), LENGTH, columns_of(plan), traits=OUTPACE)
         assert said == ask(gpt(), LENGTH, columns_of(plan))
 
 
@@ -67,8 +67,8 @@ def test_inputs_that_are_gathered_again_are_kept_in_shares(tp):
     sizes = shapes(gpt(), LENGTH, columns)
     unit, scores = LENGTH * HIDDEN, 5 * HEADS * LENGTH / HIDDEN / tp
     kept, own = (
-        layer(gpt(), gpt().stacks[0], columns, sizes, "cuda", False, habits).saved_bytes[0] / unit
-        for habits in (MEGATRON_BF16, OUTPACE)
+        layer(gpt(), gpt().stacks[0], columns, sizes, "cuda", False, traits).saved_bytes[0] / unit
+        for traits in (MEGATRON_BF16, OUTPACE)
     )
     assert kept == pytest.approx(34 / tp + scores + 16 / HIDDEN / tp)
     assert own - kept == pytest.approx(4 * (1 - 1 / tp))
@@ -76,18 +76,18 @@ def test_inputs_that_are_gathered_again_are_kept_in_shares(tp):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(
-    ("habits", "whole", "shared"),
+    ("traits", "whole", "shared"),
     [(MEGATRON_BF16, 6, 12), (MEGATRON_FP16, 4, 16)],
     ids=["bf16", "fp16"],
 )
-def test_bytes_of_a_parameter_are_those_of_the_distributed_optimizer(habits, whole, shared, ranks):
+def test_bytes_of_a_parameter_are_those_of_the_distributed_optimizer(traits, whole, shared, ranks):
     """Megatron Core, "Distributed Optimizer": 6 + 12/d with fp32 gradients, 4 + 16/d without.
 
     18 and 20 where it is not distributed. Of 8 tokens little counts but a gradient that is made.
     """
     plan = megatron(dp_shard=ranks, zero=1) if ranks > 1 else megatron()
     model = gpt().model_copy(update={"vocab": 256, "outputs": 256})
-    held = anatomy(model, 8, columns_of(plan), habits=habits)
+    held = anatomy(model, 8, columns_of(plan), traits=traits)
     told = sum(held[kind][0] for kind in ("weights", "gradients", "optimizer state"))
     assert told / parameters(model) == pytest.approx(whole + shared / ranks, rel=0.01)
 
@@ -95,20 +95,20 @@ def test_bytes_of_a_parameter_are_those_of_the_distributed_optimizer(habits, who
 def test_without_sharding_no_rank_gathers():
     """outpace's 3d has fully_shard's copies beside the weights, Megatron's DDP none."""
     columns = columns_of(megatron(dp_replicate=4, tp=2))
-    assert anatomy(gpt(), LENGTH, columns, habits=MEGATRON_BF16)["unsharded"][0] == 0
+    assert anatomy(gpt(), LENGTH, columns, traits=MEGATRON_BF16)["unsharded"][0] == 0
     assert anatomy(gpt(), LENGTH, columns)["unsharded"][0] > 0
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_logits_are_there_twice(tp):
     """In 16 bits and, in place, in fp32: 6 bytes for each, whatever their number."""
-    habits = replace(OUTPACE, chunks_loss=False, softmax_in_place=True)
+    traits = replace(OUTPACE, chunks_loss=False, softmax_in_place=True)
     axes = {"strategy": "tp", "tp": tp} if tp > 1 else {"strategy": "single"}
     fewer, more = (
         peak_bytes(
             gpt().model_copy(update={"vocab": rows, "outputs": rows}), LENGTH,
             columns_of(Plan(precision="bf16-pure", optimizer="adamw-bf16", micro_batch=16, **axes)),
-            habits=habits,
+            traits=traits,
         )[0]
         for rows in (VOCAB, 2 * VOCAB)
     )  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_pipeline_that_receives_anew_has_no_buffer_for_each_micro_batch():
     few, many = (
         anatomy(gpt(), LENGTH,
                 columns_of(megatron(pp=4, pp_schedule="1f1b", pp_microbatches=count)),
-                habits=MEGATRON_BF16)["communication"][0]
+                traits=MEGATRON_BF16)["communication"][0]
         for count in (8, 32)
     )  # fmt: skip
     assert few == many
@@ -133,7 +133,7 @@ def test_gradients_that_are_summed_under_no_sync_are_whole(passes, share):
         strategy="zero3", dp_shard=4, precision="bf16-pure", optimizer="adamw-bf16",
         checkpointing="full",
     )  # fmt: skip
-    held = anatomy(gpt(), LENGTH, columns_of(plan, passes), habits=LIGHTNING_FSDP)
+    held = anatomy(gpt(), LENGTH, columns_of(plan, passes), traits=LIGHTNING_FSDP)
     assert held["gradients"][0] <= 2 * parameters(gpt()) / share * (1 + 1e-6)
     if passes > 1:
         assert held["gradients"][0] == pytest.approx(2 * parameters(gpt()))

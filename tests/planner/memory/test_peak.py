@@ -13,7 +13,7 @@ from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.pipeline.in_flight import ranks_of
 from outpace.planner.pipeline.stages import representatives
-from outpace.planner.plan_batch import Columns, of_plans
+from outpace.planner.plan_batch import PlanBatch, of_plans
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
@@ -50,10 +50,10 @@ def gpt(name: str) -> Outline:
     )  # fmt: skip
 
 
-def columns_of(*plans: Plan, layers: int, passes: int = 1) -> Columns:
+def columns_of(*plans: Plan, layers: int, passes: int = 1) -> PlanBatch:
     rows = [of_plans([p], p.samples_per_pass * p.data_parallel * passes, layers) for p in plans]
-    names = Columns.__dataclass_fields__
-    return Columns(**{n: np.concatenate([getattr(row, n) for row in rows]) for n in names})
+    names = PlanBatch.__dataclass_fields__
+    return PlanBatch(**{n: np.concatenate([getattr(row, n) for row in rows]) for n in names})
 
 
 def kept(name: str, mode: str, fused: bool, **axes) -> float:
@@ -381,7 +381,7 @@ def test_under_zero1_a_rank_keeps_its_own_experts_and_its_share_of_all_states(tp
                 precision="fp16-master", micro_batch=1)  # fmt: skip
     model = model.model_copy(update={"stacks": (model.stacks[0].model_copy(update={
         "mlp": Mlp(width=14336, gated=True, experts=16, active=2)}),)})  # fmt: skip
-    found = anatomy(model, 256, of_plans([plan], 8, model.layers), habits=MEGATRON_BF16)
+    found = anatomy(model, 256, of_plans([plan], 8, model.layers), traits=MEGATRON_BF16)
     experts = 32 * 16 * 3 * 4096 * 14336
     rest = parameters(model) - experts
     own = experts / (plan.ep * plan.expert_tp) + rest / tp
@@ -398,5 +398,5 @@ def test_deepseek_v3_fits_the_gpus_that_it_was_trained_on():
                 pp_microbatches=64, pp_schedule="interleaved", virtual_stages=4,
                 stage_split="even", checkpointing="full")  # fmt: skip
     columns = of_plans([plan], 4096, model.layers)
-    needs = reserved_bytes(model, 4096, columns, habits=MEGATRON_BF16)
+    needs = reserved_bytes(model, 4096, columns, traits=MEGATRON_BF16)
     assert needs[0] < ACCELERATORS["GB200"].usable_bytes

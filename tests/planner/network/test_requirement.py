@@ -11,14 +11,14 @@ from outpace.catalog.dimensions import DIMENSIONS
 from outpace.catalog.models import preset
 from outpace.planner.communication.flows import Flow
 from outpace.planner.communication.node_placement import place
-from outpace.planner.communication.volume import Work
+from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.model.flops import parameter_count, step_flops
-from outpace.planner.network.default_plans import Contest, entries
-from outpace.planner.network.requirement import Question, Step, answer
+from outpace.planner.network.default_plans import NetworkStudy, candidate_plans
+from outpace.planner.network.requirement import NetworkProblem, NetworkStep, answer
 from outpace.planner.network.roofline import Roof, times
 from outpace.planner.pipeline.schedules import orders
-from outpace.planner.pipeline.simulator import StageTime, play_stages
+from outpace.planner.pipeline.simulator import StageTime, simulate_stages
 from outpace.records.errors import BadInputError
 from outpace.records.network import Network
 from outpace.records.plan import Plan
@@ -45,13 +45,13 @@ def question(layout, spec=None, *, batch=None, seq_len=2048, **values):
     plan = Plan.parse({"precision": "bf16", **layout}, "test")
     batch = batch or plan.samples_per_pass * plan.data_parallel * 2
     given = {"per_node": 8, "roof": Roof(500e12, 3e12), "inside_bytes_per_s": 450 * GIGA, **values}
-    return Question(plan, spec or preset("llama-3-8b"), batch, seq_len, **given)
+    return NetworkProblem(plan, spec or preset("llama-3-8b"), batch, seq_len, **given)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: "-".join(map(str, one.values())))
 def test_least_is_least_and_the_cheapest_is_enough(layout):
     asked = question(layout)
-    step, need = Step(asked), answer(asked, ladder(), None, TOLERANCE)
+    step, need = NetworkStep(asked), answer(asked, ladder(), None, TOLERANCE)
     least, allowed = need.least_node_bytes_per_s, (1 + TOLERANCE) * step.ideal_s
     assert least > 0
     assert step.seconds(asked.inside_bytes_per_s, least) <= allowed * (1 + 1e-9)
@@ -76,7 +76,7 @@ def test_least_is_least_and_the_cheapest_is_enough(layout):
     st.integers(1, 16),
 )
 def test_a_faster_network_is_never_slower(layout, rate, factor, flops_per_s, per_node):
-    step = Step(question(layout, roof=Roof(flops_per_s, 3e12), per_node=per_node))
+    step = NetworkStep(question(layout, roof=Roof(flops_per_s, 3e12), per_node=per_node))
     slow, fast = step.seconds(1e11, rate), step.seconds(1e11, factor * rate)
     assert step.compute_s <= step.ideal_s <= fast <= slow
     # All that leaves a node goes through the same cards, however well it hides.
@@ -118,12 +118,12 @@ def test_a_ring_leaves_a_node_once_and_stages_leave_it_with_all_ranks():
 def test_messages_that_1f1b_waits_for_are_those_of_its_schedule():
     ranks, count = 4, 16
     asked = question({"strategy": "1f1b", "pp": ranks, "pp_microbatches": count}, per_node=1)
-    step, across = Step(asked), 20 * GIGA
+    step, across = NetworkStep(asked), 20 * GIGA
     taken = step.times
     stage = StageTime(taken.forward_s, taken.backward_s / 2, taken.backward_s / 2)
     sends = next(c for c in step.crossings if c.flow.part == "sends")
     message_s = sends.way_seconds(1, across) / step.micro_batches
-    played = play_stages(orders("1f1b", ranks, count), [stage] * ranks, message_s).makespan_s
+    played = simulate_stages(orders("1f1b", ranks, count), [stage] * ranks, message_s).makespan_s
     expected = step.passes * played + taken.optimizer_s
     assert step.seconds(math.inf, across) == pytest.approx(expected, rel=1e-4)
 
@@ -132,7 +132,7 @@ def test_messages_that_1f1b_waits_for_are_those_of_its_schedule():
 def test_the_roofline_is_flops_over_rate_where_memory_is_no_bound(mode):
     spec = preset("gpt2-xl")
     plan = Plan.parse({"micro_batch": 4, "checkpointing": mode}, "test")
-    took = times(Work(plan, spec, 4, 1024, 0), Roof(1e12, 1e18))
+    took = times(StepOnRank(plan, spec, 4, 1024, 0), Roof(1e12, 1e18))
     flops = step_flops(spec, 1024, 4, mode)
     assert took.forward_s + took.backward_s == pytest.approx(flops / 1e12, rel=0.01)
 
@@ -162,7 +162,7 @@ def zero3(micro_batch):
 
 
 def slowdown(asked, rate):
-    step = Step(asked)
+    step = NetworkStep(asked)
     return step.seconds(asked.inside_bytes_per_s, rate) / step.ideal_s - 1
 
 
@@ -170,7 +170,7 @@ def test_bloom_has_its_published_size_and_step_time():
     # 176,247,271,424 parameters, of which 28,672 are the norm after the embedding.
     assert parameter_count(BLOOM) == 176_247_271_424 - 2 * 14336
     # "105" seconds a step: train/tr11-176B-ml/README.md of bigscience-workshop/bigscience.
-    assert Step(product()).seconds(300 * GIGA, A_GPU) == pytest.approx(105, rel=0.15)
+    assert NetworkStep(product()).seconds(300 * GIGA, A_GPU) == pytest.approx(105, rel=0.15)
 
 
 def test_bloom_was_not_bound_by_50_gbit_a_gpu_and_zero3_sends_far_more():
@@ -195,7 +195,7 @@ def test_what_hides_needs_less_than_what_does_not_though_it_is_more():
 
 
 def test_strategies_are_compared_with_batches_that_divide():
-    found = list(entries(Contest(
+    found = list(candidate_plans(NetworkStudy(
         BLOOM, nodes=48, per_node=8, global_batch=2048, micro_batch=2, common=LEAN,
         axes={"tp": 4, "pp": 12}, memory_bytes=80 * 2**30)))  # fmt: skip
     assert [one[0] for one in found] == [

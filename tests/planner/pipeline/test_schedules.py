@@ -19,7 +19,7 @@ from outpace.planner.pipeline.simulator import (
     idle_share_formula,
     makespan_s,
     most_in_flight,
-    play_stages,
+    simulate_stages,
     wire,
 )
 from outpace.records.errors import BadInputError
@@ -194,7 +194,7 @@ def test_every_table_plays_and_its_makespan_is_the_plays(sizes, data):
     times = [data.draw(drawn) for _ in range(ranks * each)]
     transfer_s = data.draw(st.floats(0, 1))
     todo = orders(*sizes)
-    played = play_stages(todo, times, transfer_s)
+    played = simulate_stages(todo, times, transfer_s)
     assert makespan_s(todo, times, transfer_s) == played.makespan_s
     assert schedule_graph(*sizes).makespan_s(times, transfer_s) == played.makespan_s
     for rank in range(ranks):
@@ -205,7 +205,7 @@ def test_every_table_plays_and_its_makespan_is_the_plays(sizes, data):
         )
         assert played.busy_s(rank) == pytest.approx(work_s)
     together = overlapping_forwards(schedule, ranks, microbatches)
-    beside = play_stages(todo, times, transfer_s, together)
+    beside = simulate_stages(todo, times, transfer_s, together)
     assert schedule_graph(*sizes, True).makespan_s(times, transfer_s) == beside.makespan_s
     # Of two that save nothing together, the first only waits for what the second needs.
     assert wire(todo, together).makespan_s(times, transfer_s, add) >= played.makespan_s * (1 - 1e-9)
@@ -216,7 +216,7 @@ def test_equal_stages_are_as_idle_as_the_closed_forms_say(sizes, forward_s, back
     schedule, ranks, microbatches, each = sizes
     formula = idle_share_formula(schedule, ranks, microbatches, each)
     times = [StageTime(forward_s, backward_s, 0.0)] * (ranks * each)
-    idle = play_stages(orders(*sizes), times).idle_share
+    idle = simulate_stages(orders(*sizes), times).idle_share
     if formula is None:  # a rank waits between its stages
         assert each > 1 and microbatches < ranks
         assert idle > (ranks - 1) / (each * microbatches + ranks - 1)
@@ -241,7 +241,7 @@ def test_split_backwards_wait_as_published(ranks, rounds):
 
     def bubble_s(schedule, time, each, **how):
         todo = orders(schedule, ranks, microbatches, each)
-        played = play_stages(todo, [time] * (ranks * each), **how)
+        played = simulate_stages(todo, [time] * (ranks * each), **how)
         return played.makespan_s - played.busy_s(0)
 
     for inputs_s, weights_s in ((1.0, 1.0), (1.25, 0.75), (1.5, 0.5)):

@@ -13,7 +13,7 @@ from outpace.planner.pipeline.simulator import (
     StageTime,
     idle_share_formula,
     makespan_s,
-    play_stages,
+    simulate_stages,
     wire,
 )
 from outpace.records.errors import BadInputError
@@ -29,11 +29,11 @@ seconds = st.floats(0.01, 10)
 def test_equal_stages_give_the_closed_forms_however_long_a_backward_is(sizes, forward, backward):
     ranks, microbatches = sizes
     times = [StageTime(forward, backward, 0.0)] * ranks
-    gpipe = play_stages(orders("gpipe", ranks, microbatches), times)
+    gpipe = simulate_stages(orders("gpipe", ranks, microbatches), times)
     assert 1 - gpipe.idle_share == pytest.approx(microbatches / (microbatches + ranks - 1))
-    one_f_one_b = play_stages(orders("1f1b", ranks, microbatches), times)
+    one_f_one_b = simulate_stages(orders("1f1b", ranks, microbatches), times)
     assert one_f_one_b.makespan_s == pytest.approx(gpipe.makespan_s)
-    alone = play_stages(orders("mp", ranks, 1), times)
+    alone = simulate_stages(orders("mp", ranks, 1), times)
     assert 1 - alone.idle_share == pytest.approx(1 / ranks)
 
 
@@ -44,7 +44,7 @@ def test_no_rank_works_before_it_can_nor_twice_at_once(sizes, data):
     transfer_s = data.draw(st.floats(0, 1))
     for schedule in ("gpipe", "1f1b"):
         todo = orders(schedule, ranks, microbatches)
-        played = play_stages(todo, times, transfer_s)
+        played = simulate_stages(todo, times, transfer_s)
         assert makespan_s(todo, times, transfer_s) == played.makespan_s
         ends = {span.action: span.end_s for spans in played.ranks for span in spans}
         for spans in played.ranks:
@@ -61,7 +61,7 @@ def test_no_rank_works_before_it_can_nor_twice_at_once(sizes, data):
 
 def test_an_unequal_stage_is_waited_for_and_the_closed_form_does_not_know():
     times = [StageTime(1, 2, 0), StageTime(2, 4, 0)]
-    played = play_stages(orders("gpipe", 2, 4), times)
+    played = simulate_stages(orders("gpipe", 2, 4), times)
     # 1 to get to the slow stage, its 4 × 2 and 4 × 4, and 2 to come back.
     assert played.makespan_s == 1 + 8 + 16 + 2
     assert played.idle_share == pytest.approx(1 - (12 + 24) / (2 * 27))
@@ -73,15 +73,15 @@ def test_weights_gradients_fill_what_would_be_idle():
     last = [Action("F", 1, 0), Action("I", 1, 0), Action("F", 1, 1), Action("I", 1, 1)]
     late = [*last, Action("W", 1, 0), Action("W", 1, 1)]
     times = [StageTime(1, 1, 1)] * 2
-    assert play_stages([first, late], times).makespan_s < (
-        play_stages(orders("1f1b", 2, 2), times).makespan_s
+    assert simulate_stages([first, late], times).makespan_s < (
+        simulate_stages(orders("1f1b", 2, 2), times).makespan_s
     )
 
 
 def test_orders_that_wait_for_each_other_are_named():
     backwards_first = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0)]]
     with pytest.raises(BadInputError, match="rank 0 at B of micro-batch 0 on stage 0, rank 1"):
-        play_stages(backwards_first, [StageTime(1, 1, 1)] * 2)
+        simulate_stages(backwards_first, [StageTime(1, 1, 1)] * 2)
 
 
 def test_what_is_done_together_waits_for_all_that_it_needs_and_counts_once():
@@ -91,7 +91,7 @@ def test_what_is_done_together_waits_for_all_that_it_needs_and_counts_once():
     ]
     times = [StageTime(1, 1, 1), StageTime(1, 1, 1)]
     pair = {Action("F", 1, 1)}
-    played = play_stages(todo, times, together=pair)
+    played = simulate_stages(todo, times, together=pair)
     # Alone, the last rank begins its second forward at 2; the backward beside it is ready too.
     spans = {span.action: (span.begin_s, span.end_s) for span in played.ranks[1]}
     assert spans[Action("F", 1, 1)] == spans[Action("B", 1, 0)] == (2, 4)
@@ -99,9 +99,9 @@ def test_what_is_done_together_waits_for_all_that_it_needs_and_counts_once():
     assert played.busy_s(1) == 1 + 2 + 2
     assert played.makespan_s == 8
     assert wire(todo, pair).makespan_s(times) == 8
-    apart = play_stages(todo, times, together=pair, together_s=add)
+    apart = simulate_stages(todo, times, together=pair, together_s=add)
     assert apart.makespan_s == wire(todo, pair).makespan_s(times, together_s=add) == 9
-    assert apart.makespan_s == play_stages(todo, times).makespan_s
+    assert apart.makespan_s == simulate_stages(todo, times).makespan_s
 
 
 def test_a_pair_of_which_one_needs_the_other_cannot_be_done_together():

@@ -10,18 +10,18 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
-from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, Choice, leanest
+from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, PlanChoice, leanest
 from outpace.planner.search.branch_and_bound import find_alternatives, search
 from outpace.planner.search.space import (
     Wanted,
     expand,
     layouts,
-    levers,
+    memory_options,
     to_plan,
     untrained_mask,
 )
 from outpace.planner.step_time.estimate import estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 
 PLACES = ("offload_activations", "offload_parameters", "offload_optimizer")
 
@@ -32,7 +32,7 @@ def asked(model, machine, nodes, batch, **values):
     given = {"seq_len": 1024, "precision": "bf16", **values}
     wanted = Wanted(outline=found, global_batch=batch, world=cluster.devices,
                     per_node=cluster.fabric.per_node, **given)  # fmt: skip
-    question = Question(found, wanted.seq_len, cluster.device, cluster.fabric)
+    question = StepTimeQuestion(found, wanted.seq_len, cluster.device, cluster.fabric)
     return question, wanted, float(cluster.device.memory_bytes)
 
 
@@ -72,7 +72,7 @@ def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, mach
     found = find_alternatives(question, wanted, first, needs, floors, limit)
     least = float(found.times.step_s[found.fastest])
 
-    plans = expand(layouts(wanted), list(levers(wanted)))
+    plans = expand(layouts(wanted), list(memory_options(wanted)))
     took, need = estimate(question, plans).step_s, needs(plans)
     fits = need <= limit
     equal = np.flatnonzero(fits & (took <= EQUAL * least))
@@ -94,7 +94,7 @@ def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
     """Of thousands of plans, in few calls: what can be the leanest, by a bound, comes first."""
     question, wanted, _ = asked("llama-3.1-8b", "hgx-h100", 2, 64)
     needs, floors = reckoners(question, wanted)
-    plain, chosen = layouts(wanted), list(levers(wanted))
+    plain, chosen = layouts(wanted), list(memory_options(wanted))
     counts = {"seconds": [], "needs": []}
 
     def seconds(c):
@@ -105,7 +105,7 @@ def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
         counts["needs"].append(len(c))
         return needs(c)
 
-    choice = Choice(plain, chosen, seconds, counted, floors, np.inf)
+    choice = PlanChoice(plain, chosen, seconds, counted, floors, np.inf)
     found = leanest(choice, np.inf, False)
     plans = expand(plain, chosen)
     plans = plans.take(sum(getattr(plans, name) for name in PLACES) == 0)

@@ -17,9 +17,9 @@ from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan_batch import of_plans
 from outpace.planner.search.branch_and_bound import FAMILIES, family, fastest_accepted, search
-from outpace.planner.search.space import VARIED, Wanted, expand, layouts, levers, to_plan
+from outpace.planner.search.space import VARIED, Wanted, expand, layouts, memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.setup import StepTimeQuestion
 
 # Plainness may decide between plans that differ by so little.
 ALIKE = 1.0011
@@ -37,7 +37,7 @@ def asked(model, machine, nodes, batch, **values):
     given = {"seq_len": min(2048, found.max_positions), "precision": "bf16", **values}
     wanted = Wanted(outline=found, global_batch=batch, world=cluster.devices,
                     per_node=cluster.fabric.per_node, **given)  # fmt: skip
-    return Question(found, wanted.seq_len, cluster.device, cluster.fabric), wanted
+    return StepTimeQuestion(found, wanted.seq_len, cluster.device, cluster.fabric), wanted
 
 
 def by_formula(question, wanted):
@@ -59,7 +59,7 @@ def by_hand(question, wanted):
 
 
 def everything(question, wanted, needs):
-    chosen = list(levers(wanted))
+    chosen = list(memory_options(wanted))
     plans = expand(layouts(wanted), chosen)
     return plans, estimate(question, plans).step_s, needs(plans)
 
@@ -186,7 +186,7 @@ def test_on_real_machines(model, machine, nodes, batch):
 def test_the_bytes_of_a_plan_are_the_same_whatever_is_beside_it(model):
     question, wanted = asked(model, "hgx-h100", 1, 16)
     needs = by_formula(question, wanted)
-    plans = expand(layouts(wanted), list(levers(wanted)))
+    plans = expand(layouts(wanted), list(memory_options(wanted)))
     together = needs(plans)
     for place in np.random.default_rng(0).permutation(len(plans))[:40]:
         assert needs(plans.take([place]))[0] == pytest.approx(together[place], rel=1e-12)
@@ -236,7 +236,7 @@ def test_of_what_is_accepted_the_fastest_is_found(name):
         "pipelines": lambda plan: plan.pp > 1 and plan.checkpointing == "full",
         "nothing": lambda plan: False,
     }[name]
-    everything = expand(layouts(wanted), list(levers(wanted)))
+    everything = expand(layouts(wanted), list(memory_options(wanted)))
     everything = everything.take(needs(everything) <= GIB)
     seconds = estimate(question, everything).step_s
     each = (place for place in np.argsort(seconds) if takes(to_plan(everything, int(place))))

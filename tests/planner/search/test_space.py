@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import STRATEGIES, Columns, of_plans
-from outpace.planner.search.space import VARIED, Wanted, expand, layouts, levers, to_plan
+from outpace.planner.plan_batch import STRATEGIES, PlanBatch, of_plans
+from outpace.planner.search.space import VARIED, Wanted, expand, layouts, memory_options, to_plan
 from outpace.records.plan import Plan
 
 MODELS = ["outpace-tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v3", "bert-base"]
@@ -37,7 +37,7 @@ def wanted(model="gpt2", **values):
 
 def plans(asked):
     columns = layouts(asked)
-    chosen = list(levers(asked))
+    chosen = list(memory_options(asked))
     return expand(columns, chosen) if chosen else columns.take(slice(0, 0))
 
 
@@ -79,7 +79,7 @@ def test_every_row_is_a_plan_and_comes_back(
     if not made:
         return
     back = of_plans(made, batch, asked.outline.layers)
-    for field in fields(Columns):
+    for field in fields(PlanBatch):
         same = np.isclose(getattr(back, field.name), getattr(rows, field.name))
         assert same.all(), (field.name, made[int(np.argmin(same.reshape(len(made), -1).all(1)))])
 
@@ -92,7 +92,7 @@ def test_no_row_is_there_twice_and_ranks_and_samples_are_shared_out(world):
     each = found.micro_batch * found.microbatches * found.passes * found.data_parallel
     assert (each == asked.global_batch).all()
     rows = np.concatenate(
-        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(Columns)],
+        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(PlanBatch)],
         axis=1,
     )
     assert len(np.unique(rows, axis=0)) == len(rows)
@@ -121,7 +121,7 @@ def test_what_is_varied_makes_no_plan_twice():
     vary = {name: VARIED[name] for name in VARIED if name not in ("precision", "optimizer")}
     found = plans(wanted(world=4, global_batch=4, vary=vary))
     rows = np.concatenate(
-        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(Columns)],
+        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(PlanBatch)],
         axis=1,
     )
     assert len(np.unique(rows, axis=0)) == len(rows)
@@ -172,7 +172,7 @@ def test_the_blocks_that_recompute_are_counted_where_their_number_is_odd():
 
 def test_what_contradicts_itself_leaves_nothing():
     asked = wanted(keep={"checkpointing": "none", "checkpoint_every": 3})
-    assert not list(levers(asked))
+    assert not list(memory_options(asked))
     assert len(plans(wanted(keep={"optimizer_in_backward": True, "precision": "fp16"}))) == 0
     assert len(plans(wanted(keep={"precision": "bf16-pure", "optimizer": "adamw-fused"}))) == 0
 

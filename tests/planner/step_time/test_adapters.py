@@ -9,18 +9,18 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS
 from outpace.catalog.nodes import find_node
 from outpace.planner.calibration.cluster import of_catalog
-from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan_batch import of_plans
 from outpace.planner.step_time.adapters import Adapters, Target
-from outpace.planner.step_time.estimate import Times, estimate
-from outpace.planner.step_time.setup import Question
+from outpace.planner.step_time.estimate import StepTimes, estimate
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
 RATE, NEVER, MOVED = 1e15, 1e30, 1e12
-FLAT = Device(
+FLAT = DeviceRates(
     name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
     best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
     memory_bytes_per_s=NEVER, operator_s=0.0, attention_forward=1.0, attention_backward=1.25,
@@ -38,11 +38,11 @@ ON_UP = Adapters(8, {"up": Target(1)})
 def step(question, samples=8, **values):
     plan = Plan.parse({"precision": "bf16-pure", "optimizer": "adamw-bf16", **values}, "test")
     times = estimate(question, of_plans([plan], samples, question.outline.layers))
-    return {f.name: float(getattr(times, f.name)[0]) for f in fields(Times)}
+    return {f.name: float(getattr(times, f.name)[0]) for f in fields(StepTimes)}
 
 
 def test_frozen_weights_have_two_products_and_adapters_three():
-    question = Question(BLOCKS, 512, FLAT, WIRED, other_program=True)
+    question = StepTimeQuestion(BLOCKS, 512, FLAT, WIRED, other_program=True)
     tokens, frozen = 8 * 512, 16 * 2 * 1024 * 4096
     adapter = 16 * 8 * (1024 + 4096)
     everything = step(question, micro_batch=8)["products_s"]
@@ -58,7 +58,7 @@ def test_frozen_weights_have_two_products_and_adapters_three():
 
 def test_adapters_alone_are_summed_and_stepped_while_shards_are_still_gathered():
     slow = replace(FLAT, memory_bytes_per_s=MOVED, hides=0.0)
-    question = Question(BLOCKS, 512, slow, WIRED, other_program=True)
+    question = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True)
     adapted = replace(question, adapters=ON_UP)
     few = 16 * 8 * (1024 + 4096)
     assert ON_UP.parameters(BLOCKS) == few
@@ -78,7 +78,7 @@ def test_adapters_alone_are_summed_and_stepped_while_shards_are_still_gathered()
 
 def test_weights_of_four_bits_are_unpacked_for_each_product():
     slow = replace(FLAT, memory_bytes_per_s=MOVED)
-    plain = Question(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
+    plain = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
     packed = replace(plain, adapters=replace(ON_UP, base_bytes=0.5))
     more = sum(step(packed).values()) - sum(step(plain).values())
     weights = 16 * 2 * 1024 * 4096
@@ -96,7 +96,7 @@ def test_adapters_save_less_than_their_share_of_what_is_trained():
     """The forward and the gradients of inputs are left: about a third of a step is saved."""
     cluster = of_catalog(find_node("dgx-a100", ACCELERATORS), 1)
     model = outline(PRESETS["llama-2-7b"].spec, "llama-2-7b")
-    question = Question(model, 4096, cluster.device, cluster.fabric, other_program=True)
+    question = StepTimeQuestion(model, 4096, cluster.device, cluster.fabric, other_program=True)
     adapters = Adapters(16, {"qkv": Target(3), "out": Target(1)})
     plan = {"strategy": "zero3", "dp_shard": 8}
     whole = sum(step(question, **plan).values())

@@ -13,16 +13,16 @@ from outpace.catalog.nodes import NODES, find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.catalog.stacks import STACKS
 from outpace.planner.calibration.cluster import of_catalog
-from outpace.planner.hardware.device import Device
+from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_batch import Columns, of_plans
+from outpace.planner.plan_batch import PlanBatch, of_plans
 from outpace.planner.search.branch_and_bound import least_s
 from outpace.planner.search.simulate_finalists import simulate_pipelines
-from outpace.planner.search.space import VARIED, Wanted, expand, layouts, levers
-from outpace.planner.step_time.estimate import Times, estimate, stages_of
-from outpace.planner.step_time.setup import Question
+from outpace.planner.search.space import VARIED, Wanted, expand, layouts, memory_options
+from outpace.planner.step_time.estimate import StepTimes, estimate, stages_of
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.compiled import graph_obstacle
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
@@ -31,7 +31,7 @@ from outpace.records.plan import Plan
 RATE = 1e14
 NEVER = 1e40
 # Every product at RATE, whatever its size; nothing else takes any time.
-FLAT = Device(
+FLAT = DeviceRates(
     name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
     best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
     memory_bytes_per_s=NEVER, operator_s=0.0, attention_forward=1.0, attention_backward=1.25,
@@ -56,7 +56,9 @@ def of(name):
 def step(question, batch, **values):
     plan = Plan.parse({"precision": "bf16", **values}, "test")
     columns = of_plans([plan], batch, question.outline.layers)
-    return {f.name: float(getattr(estimate(question, columns), f.name)[0]) for f in fields(Times)}
+    return {
+        f.name: float(getattr(estimate(question, columns), f.name)[0]) for f in fields(StepTimes)
+    }
 
 
 EXPERTS = BLOCKS.model_copy(update={"stacks": (
@@ -66,7 +68,7 @@ EXPERTS = BLOCKS.model_copy(update={"stacks": (
 
 def test_experts_are_computed_once_however_they_are_shared_out():
     """Four experts a token and the router, by all ranks together, whole or cut by tp."""
-    question = Question(EXPERTS, 512, FLAT, FREE)
+    question = StepTimeQuestion(EXPERTS, 512, FLAT, FREE)
     forward = 2 * 512 * 16 * (4 * 2 * 1024 * 512 + 1024 * 32)
     for values in ({"dp_shard": 8}, {"dp_shard": 8, "ep": 8}, {"dp_shard": 8, "ep": 2}):
         times = step(question, 8, strategy="3d", **values)
@@ -80,7 +82,7 @@ def test_experts_are_computed_once_however_they_are_shared_out():
 
 def test_tokens_go_to_their_experts_and_back_in_either_direction():
     """Four exchanges a layer of what a rank has, not of as much for each rank of the group."""
-    wired = Question(EXPERTS, 512, FLAT, WIRED)
+    wired = StepTimeQuestion(EXPERTS, 512, FLAT, WIRED)
     once = replace(wired, stack=replaced(dispatcher="deepep"))
     nbytes = 512 * 1024 * 2
     for ep in (2, 8):
@@ -101,7 +103,7 @@ def replaced(**traits):
 
 def test_a_dispatcher_that_gathers_all_tokens_carries_those_of_the_group():
     """Megatron-Core's allgather: every rank has all tokens of its group, and sums scatter back."""
-    all_of = Question(EXPERTS, 512, FLAT, WIRED, stack=replaced(dispatcher="allgather"))
+    all_of = StepTimeQuestion(EXPERTS, 512, FLAT, WIRED, stack=replaced(dispatcher="allgather"))
     whole = 512 * 1024 * 2 * 8
     found = step(all_of, 8, strategy="3d", dp_shard=8, ep=8)["expert_s"]
     assert found == pytest.approx(16 * 4 * whole * 7 / 8 / 100e9)
@@ -109,7 +111,7 @@ def test_a_dispatcher_that_gathers_all_tokens_carries_those_of_the_group():
 
 def test_a_dispatcher_beside_anothers_computing_is_hidden_by_it():
     fast = Fabric(8, 1e12, 80e9, 50e9, (PLAIN,))
-    apart = Question(EXPERTS, 512, replace(FLAT, hides=0.75), fast)
+    apart = StepTimeQuestion(EXPERTS, 512, replace(FLAT, hides=0.75), fast)
     beside = replace(apart, stack=replaced(overlaps_dispatch=True))
     plan = {"strategy": "3d", "dp_shard": 8, "ep": 8}
     alone, hidden = step(apart, 8, **plan), step(beside, 8, **plan)
@@ -122,7 +124,7 @@ def test_copies_of_tokens_are_put_in_order_once_more():
     """By ranks as they arrive, then by a rank's experts, and back: 4 widths for each expert."""
     memory, slow = {}, replace(FLAT, memory_bytes_per_s=1e12)
     for name in ("alltoall", "deepep"):
-        question = Question(EXPERTS, 512, slow, FREE, stack=replaced(dispatcher=name))
+        question = StepTimeQuestion(EXPERTS, 512, slow, FREE, stack=replaced(dispatcher=name))
         memory[name] = [
             step(question, 8, strategy="3d", dp_shard=8, ep=ep)["memory_s"] for ep in (1, 8)
         ]
@@ -136,7 +138,7 @@ def test_dropout_that_is_fused_with_its_sum_writes_its_mask_alone():
     dropout = BLOCKS.model_copy(
         update={"stacks": tuple(s.model_copy(update={"dropout": True}) for s in BLOCKS.stacks)}
     )
-    apart = Question(dropout, 512, replace(FLAT, memory_bytes_per_s=1e12), FREE)
+    apart = StepTimeQuestion(dropout, 512, replace(FLAT, memory_bytes_per_s=1e12), FREE)
     fused = replace(apart, stack=replaced(fuses_dropout=True))
     took = [step(one, 8, micro_batch=8, precision="fp32")["memory_s"] for one in (apart, fused)]
     saved = 16 * 8 * 512 * 1024 * 4 * 2 / 1e12
@@ -145,13 +147,13 @@ def test_dropout_that_is_fused_with_its_sum_writes_its_mask_alone():
 
 
 def test_a_stack_whose_passes_are_graphs_does_not_wait_for_its_host():
-    slow = Question(BLOCKS, 512, replace(FLAT, operator_s=1.0), FREE, other_program=True)
+    slow = StepTimeQuestion(BLOCKS, 512, replace(FLAT, operator_s=1.0), FREE, other_program=True)
     assert step(slow, 8, micro_batch=8)["host_s"] > 1
     assert step(replace(slow, stack=replaced(graphs=True)), 8, micro_batch=8)["host_s"] == 0
 
 
 def test_whole_experts_on_ranks_of_tp_need_no_sum_over_tp():
-    wired = Question(EXPERTS, 512, FLAT, WIRED)
+    wired = StepTimeQuestion(EXPERTS, 512, FLAT, WIRED)
     cut = step(wired, 4, strategy="3d", dp_shard=4, tp=2, ep=4)["tensor_s"]
     assert cut > 0
     assert step(wired, 4, strategy="3d", dp_shard=4, tp=2, ep=8)["tensor_s"] == 0.0
@@ -165,7 +167,7 @@ def test_plans_take_in_ranks_of_tp_where_data_parallel_ones_are_too_few():
 
 
 def pipeline(schedule, pp, parts, **values):
-    question = Question(BLOCKS, 512, FLAT, FREE)
+    question = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
     return step(question, parts, strategy=schedule, pp=pp, pp_microbatches=parts,
                 stage_split="even", **values)  # fmt: skip
 
@@ -179,7 +181,7 @@ def in_use(times):
 def test_on_an_ideal_device_a_step_is_its_flops(name):
     model, batch = of(name), 8
     seq_len = min(512, model.max_positions)
-    question = Question(model, seq_len, FLAT, FREE, "unfused")
+    question = StepTimeQuestion(model, seq_len, FLAT, FREE, "unfused")
     if model.vocab:  # a GPU's head is padded (nn.head_loss): bert's 30,522 are 30,528
         model = model.model_copy(update={"outputs": -(-model.outputs // 64) * 64})
     flops = forward_flops(model, seq_len, batch)
@@ -204,7 +206,7 @@ def test_a_pipeline_is_in_use_for_m_of_m_plus_n_minus_1(schedule, pp, parts):
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_naive_model_parallelism_is_in_use_for_one_of_n(pp):
-    question = Question(BLOCKS, 512, FLAT, FREE)
+    question = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
     times = step(question, 6, strategy="mp", pp=pp, stage_split="even")
     assert in_use(times) == pytest.approx(1 / pp)
 
@@ -240,7 +242,7 @@ def test_virtual_stages_and_split_backwards_fill_the_bubble():
     ids=lambda value: value["strategy"] if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_what_is_exposed_where_nothing_computes_beside_it(values, seconds):
-    question = Question(BLOCKS, 512, AT_ONCE, WIRED)
+    question = StepTimeQuestion(BLOCKS, 512, AT_ONCE, WIRED)
     ranks = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
     precision = "bf16" if values["strategy"] in ("ddp", "zero1", "dp", "ps") else "bf16-pure"
     optimizer = {"optimizer": "adamw-bf16"} if precision == "bf16-pure" else {}
@@ -250,12 +252,12 @@ def test_what_is_exposed_where_nothing_computes_beside_it(values, seconds):
 
 def test_shards_are_cast_where_they_lie_and_gathered_in_half_the_bytes():
     """Their residual stream is as wide as that of whole weights, and so is the rest of a pass."""
-    question = Question(BLOCKS, 512, FLAT, FREE)
+    question = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
     whole = step(question, 32, micro_batch=4, strategy="ddp", dp_replicate=8)
     split = step(question, 32, micro_batch=4, strategy="zero3", dp_shard=8)
     saved = parameters(BLOCKS) * (12 - 6 - 6 / 8) / FLAT.memory_bytes_per_s
     assert whole["memory_s"] - split["memory_s"] == pytest.approx(saved, rel=1e-6)
-    wired = Question(BLOCKS, 512, AT_ONCE, WIRED)
+    wired = StepTimeQuestion(BLOCKS, 512, AT_ONCE, WIRED)
     sent = {
         name: step(wired, 16, precision=name, strategy="zero3", dp_shard=8)["data_s"]
         for name in ("fp32", "bf16")
@@ -267,12 +269,12 @@ def test_shards_are_cast_where_they_lie_and_gathered_in_half_the_bytes():
 def test_what_computes_hides_nothing_that_it_carries_itself():
     values = {"strategy": "ddp", "dp_replicate": 8, "micro_batch": 64}
     slow = replace(FLAT, best_flops_per_s={"bf16": 1e9})
-    found = step(Question(BLOCKS, 512, replace(slow, hides=0.0), WIRED), 512, **values)
+    found = step(StepTimeQuestion(BLOCKS, 512, replace(slow, hides=0.0), WIRED), 512, **values)
     assert found["data_s"] == pytest.approx(2 * 7 / 8 * parameters(BLOCKS) * 4 / 100e9)
 
 
 def test_a_step_is_no_shorter_than_loading_its_samples():
-    fast = Question(BLOCKS, 512, FLAT, FREE)
+    fast = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
     plan = {"strategy": "ddp", "dp_replicate": 16, "micro_batch": 2}
     alone_s = sum(step(fast, 64, **plan).values())
     tokens = 64 * 512
@@ -284,7 +286,7 @@ def test_a_step_is_no_shorter_than_loading_its_samples():
 
 def test_ranks_that_share_cores_wait_for_less():
     # Two ranks on one core: one computes while the other waits, so that the core is never idle.
-    question = Question(BLOCKS, 512, replace(FLAT, sharers=2.0), FREE)
+    question = StepTimeQuestion(BLOCKS, 512, replace(FLAT, sharers=2.0), FREE)
     plan = {"strategy": "gpipe", "pp": 2, "pp_microbatches": 4, "stage_split": "even"}
     columns = of_plans([Plan.parse({"precision": "bf16", **plan}, "test")], 4, 16)
     times = estimate(question, columns)
@@ -299,13 +301,13 @@ def test_an_exchange_beside_enough_computing_is_its_last_bucket():
     values = {"strategy": "ddp", "dp_replicate": 8}
     whole = parameters(BLOCKS) * 4
     slow = replace(FLAT, best_flops_per_s={"bf16": 1e9})
-    times = step(Question(BLOCKS, 512, slow, WIRED), 8, **values)
+    times = step(StepTimeQuestion(BLOCKS, 512, slow, WIRED), 8, **values)
     buckets = whole // (25 * 2**20)
     assert times["data_s"] == pytest.approx(2 * 7 / 8 * whole / 100e9 / buckets)
 
 
 def test_tensor_parallel_sums_are_counted_and_more_of_it_never_exchange_less():
-    question = Question(of("llama-3-8b"), 4096, FLAT, WIRED)
+    question = StepTimeQuestion(of("llama-3-8b"), 4096, FLAT, WIRED)
     nbytes = 4096 * 4096 * 2  # tokens × hidden, in bf16
     found = [
         step(question, 1, strategy="tp", tp=tp, sequence_parallel=sequence)["tensor_s"]
@@ -322,15 +324,15 @@ def test_tensor_parallel_sums_are_counted_and_more_of_it_never_exchange_less():
 
 def test_a_host_that_is_slower_than_its_device_is_what_is_waited_for():
     slow = replace(FLAT, operator_s=1.0)
-    times = step(Question(BLOCKS, 512, slow, FREE), 1)
+    times = step(StepTimeQuestion(BLOCKS, 512, slow, FREE), 1)
     assert times["host_s"] > 0.99 * (sum(times.values()) - times["optimizer_s"])
     alone = replace(slow, kind="cpu")  # computes and launches with the same cores
-    both = step(Question(BLOCKS, 512, alone, FREE), 1)
+    both = step(StepTimeQuestion(BLOCKS, 512, alone, FREE), 1)
     assert sum(both.values()) == pytest.approx(sum(times.values()) + both["products_s"])
 
 
 def test_the_ring_goes_round_again_where_attention_is_computed_again():
-    question = Question(of("llama-3-8b"), 8192, AT_ONCE, WIRED)
+    question = StepTimeQuestion(of("llama-3-8b"), 8192, AT_ONCE, WIRED)
     plain, full, selective = (
         step(question, 1, strategy="cp", cp=4, checkpointing=mode)["context_s"]
         for mode in ("none", "full", "selective")
@@ -348,14 +350,16 @@ def test_an_optimizers_step_moves_its_own_bytes(name, nbytes):
     """And 12 of every gradient to clip it; shards have their part."""
     slow = replace(FLAT, memory_bytes_per_s=1e9)
     for values, share in (({}, 1), ({"strategy": "zero3", "dp_shard": 8}, 8)):
-        question = Question(BLOCKS, 512, slow, FREE, other_program=True)
+        question = StepTimeQuestion(BLOCKS, 512, slow, FREE, other_program=True)
         times = step(question, 8, optimizer=name, **values)
         hand = parameters(BLOCKS) / share * (nbytes + 12) / 1e9
         assert times["optimizer_s"] == pytest.approx(hand)
 
 
 def test_a_tensor_by_tensor_step_waits_for_its_launches():
-    question = Question(BLOCKS, 512, replace(FLAT, operator_s=1e-6), FREE, other_program=True)
+    question = StepTimeQuestion(
+        BLOCKS, 512, replace(FLAT, operator_s=1e-6), FREE, other_program=True
+    )
     each = {name: step(question, 8, optimizer=name)["optimizer_s"]
             for name in ("adamw-fused", "adamw-for-loop", "sgd")}  # fmt: skip
     assert each["adamw-fused"] == pytest.approx(100e-6)
@@ -381,7 +385,7 @@ def test_a_tensor_by_tensor_step_waits_for_its_launches():
 def test_outpaces_own_step_on_a_gpu_moves_what_its_kernels_do(values, nbytes):
     slow = replace(FLAT, memory_bytes_per_s=1e9)
     times = step(
-        Question(BLOCKS, 512, slow, FREE),
+        StepTimeQuestion(BLOCKS, 512, slow, FREE),
         8,
         **{"micro_batch": 8 if "dp_shard" not in values else 1, **values},
     )
@@ -392,7 +396,7 @@ def test_outpaces_own_step_on_a_gpu_moves_what_its_kernels_do(values, nbytes):
 def test_a_host_launches_the_optimizer_while_the_device_still_computes():
     """outpace waits for nothing within a step; another program has read its loss by then."""
     slow = replace(FLAT, operator_s=1e-6)
-    question, values = Question(BLOCKS, 512, slow, FREE), {"optimizer": "adamw-for-loop"}
+    question, values = StepTimeQuestion(BLOCKS, 512, slow, FREE), {"optimizer": "adamw-for-loop"}
     busy = step(question, 8, **values)
     assert busy["products_s"] > 1e-3 and busy["optimizer_s"] < 1e-20
     idle = step(replace(question, device=replace(AT_ONCE, operator_s=1e-6)), 8, **values)
@@ -410,7 +414,7 @@ def test_a_host_launches_the_optimizer_while_the_device_still_computes():
 )  # fmt: skip
 def test_a_host_does_not_bound_what_is_replayed_as_cuda_graphs(values, replays):
     """As `records.compiled.graph_obstacle` has it of the plan."""
-    question = Question(BLOCKS, 512, replace(FLAT, operator_s=1.0), FREE)
+    question = StepTimeQuestion(BLOCKS, 512, replace(FLAT, operator_s=1.0), FREE)
     plan = Plan.parse({"precision": "bf16", "micro_batch": 4, **values}, "test")
     assert (plan.compile and graph_obstacle(plan) is None) == replays
     found = step(question, 8, **{"micro_batch": 4, **values})
@@ -430,7 +434,7 @@ def test_muon_makes_every_matrix_orthogonal_on_every_rank_that_has_a_part():
     # Matrices of 1024 × 4096: five times 4r²k + 2r³, two (gated: three) in each of 16 layers.
     matrices = parameters(BLOCKS) / (1024 * 4096)
     flops = matrices * 5 * (4 * 1024**2 * 4096 + 2 * 1024**3)
-    question = Question(BLOCKS, 512, FLAT, WIRED)
+    question = StepTimeQuestion(BLOCKS, 512, FLAT, WIRED)
     alone = step(question, 8, optimizer="muon")["optimizer_s"]
     assert alone == pytest.approx(flops / RATE)
     whole = step(question, 8, optimizer="muon", strategy="zero1", dp_shard=8)["optimizer_s"]
@@ -487,7 +491,7 @@ def spaces(draw):
     if wanted.precision != "bf16-pure" and draw(st.booleans()):
         wanted = replace(wanted, vary={"optimizer": VARIED["optimizer"]})
     kernel = draw(st.sampled_from(["fused", "triton", "unfused"]))
-    question = Question(model, seq_len, cluster.device, cluster.fabric, kernel)
+    question = StepTimeQuestion(model, seq_len, cluster.device, cluster.fabric, kernel)
     bare = layouts(wanted)
     seed = draw(st.integers(0, 2**32 - 1))
     chosen = np.random.default_rng(seed).permutation(len(bare))[:60]
@@ -504,9 +508,9 @@ LAWS = settings(
 @given(spaces())
 def test_estimates_are_finite_and_not_negative_and_parts_are_the_step(space):
     question, wanted, bare = space
-    plans = expand(bare, list(levers(wanted)))
+    plans = expand(bare, list(memory_options(wanted)))
     times = estimate(question, plans)
-    parts = np.stack([getattr(times, f.name) for f in fields(Times)])
+    parts = np.stack([getattr(times, f.name) for f in fields(StepTimes)])
     assert np.isfinite(parts).all() and (parts >= 0).all()
     assert times.step_s == pytest.approx(parts.sum(axis=0))
     assert (times.step_s > 0).all()
@@ -518,7 +522,7 @@ def test_no_lever_makes_a_plan_faster(space):
     """What the search's pruning rests on."""
     question, wanted, bare = space
     without = least_s(question, wanted, bare)
-    for lever in levers(wanted):
+    for lever in memory_options(wanted):
         for place in range(0, len(bare), 20):
             one = bare.take(slice(place, place + 20))
             levered = expand(one, [lever])
@@ -545,27 +549,27 @@ def test_a_faster_link_never_makes_a_plan_slower(space, name, faster):
 @given(spaces())
 def test_many_at_once_are_each_by_itself(space):
     question, wanted, bare = space
-    plans = expand(bare, list(levers(wanted)))
+    plans = expand(bare, list(memory_options(wanted)))
     plans = plans.take(slice(0, None, max(1, len(plans) // 12)))
     together = estimate(question, plans)
     for place in range(len(plans)):
         alone = estimate(question, plans.take([place]))
-        for field in fields(Times):
+        for field in fields(StepTimes):
             found = getattr(alone, field.name)[0]
             assert found == pytest.approx(getattr(together, field.name)[place], rel=1e-12)
 
 
 def test_no_plans_take_no_time():
-    question = Question(of("gpt2"), 1024, FLAT, FREE)
+    question = StepTimeQuestion(of("gpt2"), 1024, FLAT, FREE)
     none = of_plans([Plan()], 1, 12).take(slice(0, 0))
     assert len(estimate(question, none).step_s) == 0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"])
 def test_a_pipeline_that_is_played_takes_what_the_closed_form_says(schedule):
-    question = Question(BLOCKS, 512, FLAT, FREE)
+    question = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
     plan = Plan(strategy=schedule, pp=4, pp_microbatches=16, precision="bf16")
-    columns: Columns = of_plans([plan], 16, BLOCKS.layers)
+    columns: PlanBatch = of_plans([plan], 16, BLOCKS.layers)
     closed = estimate(question, columns)
     table = simulate_pipelines(question, columns, closed, np.array([0]))
     assert table.step_s[0] == pytest.approx(closed.step_s[0], rel=0.05)
@@ -575,7 +579,7 @@ def test_a_pipeline_that_is_played_takes_what_the_closed_form_says(schedule):
 def on_many(stack, gpus=1536, **values):
     """A step of GPT-3 on A100s with HDR InfiniBand, parameters over all ranks."""
     cluster = of_catalog(find_node("dgx-a100", ACCELERATORS), gpus // 8)
-    question = Question(of("gpt3-175b"), 2048, cluster.device, cluster.fabric, "unfused",
+    question = StepTimeQuestion(of("gpt3-175b"), 2048, cluster.device, cluster.fabric, "unfused",
                         other_program=True, stack=STACKS[stack])  # fmt: skip
     asked = {"strategy": "3d", "dp_shard": gpus, "zero": 3, "precision": "fp16-master",
              "checkpointing": "full", **values}  # fmt: skip
@@ -597,7 +601,7 @@ def test_a_stack_decides_what_its_collectives_cost():
 
 def on_titan(gpus, stack="torchtitan", **values):
     cluster = of_catalog(find_node("dgx-h100", ACCELERATORS), gpus // 8)
-    question = Question(of("llama-3-8b"), 8192, cluster.device, cluster.fabric, "fused",
+    question = StepTimeQuestion(of("llama-3-8b"), 8192, cluster.device, cluster.fabric, "fused",
                         other_program=True, stack=STACKS[stack])  # fmt: skip
     asked = {"strategy": "zero3", "dp_shard": gpus, "precision": "bf16", "micro_batch": 2}
     return step(question, 2 * gpus, **{**asked, **values})

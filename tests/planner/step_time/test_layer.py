@@ -9,7 +9,7 @@ from outpace.catalog import efficiency
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS, preset
 from outpace.catalog.outlines import OUTLINES
-from outpace.planner.hardware.device import Device, of_accelerator
+from outpace.planner.hardware.device import DeviceRates, of_accelerator
 from outpace.planner.model.flops import block_weights, head_weights
 from outpace.planner.model.outline import head_in_layers, outline
 from outpace.planner.model.outline_flops import forward_flops
@@ -18,7 +18,7 @@ from outpace.records.outline import Mlp, Outline, Stack
 
 RATE = 1e14
 # Every product at RATE, whatever its size; nothing else takes any time.
-FLAT = Device(
+FLAT = DeviceRates(
     name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
     best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
     memory_bytes_per_s=1e40, operator_s=0.0, attention_forward=1.0, attention_backward=1.25,
