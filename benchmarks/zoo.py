@@ -31,7 +31,7 @@ import torch
 from recording import RESULTS, save
 
 import outpace
-from outpace.experiment.module_verify import CUT, plan_for_module, verify_custom
+from outpace.experiment.module_verify import CUT, CUT_ALIKE, plan_for_module, verify_custom
 from outpace.interop.custom_model import CustomModel
 from outpace.launch.forked_job import ForkedRank, run_forked
 from outpace.parallel.comparison import SINGLE
@@ -40,7 +40,7 @@ from outpace.records.certificate import ParityVerdict
 from outpace.records.errors import BadInputError
 
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
-FILES = ("data_parallel", "pipelines", "whole", "traps", "kinds", "libraries")
+FILES = ("data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries")
 SAMPLES, LIMIT_S = 8, 90.0
 Entry = Callable[[int], tuple[Any, Any, Any]]
 
@@ -66,7 +66,7 @@ def outcome(verdict: ParityVerdict) -> str:
         return "equal"
     if verdict.refused:
         return f"refused: {verdict.reason}"
-    if verdict.cause == CUT:
+    if verdict.cause is not None and any(one in verdict.cause for one in (CUT, CUT_ALIKE)):
         return "cut"
     if verdict.differences and all("after resuming" in one.kind for one in verdict.differences):
         return "resumed"
@@ -111,7 +111,10 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
         return f"refused: {refusal}"
     told = ("the loss of the first batch changes", "the forward writes to", "the forward moves")
     by_cut = [one for one in sentences if one.startswith(told)]
-    of_state = [one for one in sentences if "from step to step" in one]
+    kept = ("from step to step", "generator of its own")
+    of_state = [one for one in sentences if any(words in one for words in kept)]
+    if kind == "wrong" and any("those of all ranks already" in one for one in by_cut):
+        return "cut"  # by collectives of its own, which one process that cuts alike has not
     if kind == "cut":
         return cell if by_cut or of_state else "wrong: by the cut, and nothing says so"
     if of_state:

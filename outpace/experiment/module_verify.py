@@ -494,6 +494,7 @@ def _verdict(
     )  # fmt: skip
 
 
+CUT_ALIKE = "one process that cuts it alike computes the same"
 CUT = (
     "One process that cuts the batch alike computes the same, so the loss is no mean over samples, "
     "or parts use what others of the batch are (BatchNorm, running averages, negatives of the same "
@@ -514,8 +515,8 @@ def _explain_cut(facts: ReferenceFacts) -> str:
         return CUT
     return (
         f"The forward {what} with each micro-batch, so that a batch which is cut is another one "
-        "than the whole: one process that cuts it alike computes the same. Have one micro-batch a "
-        "step, on one process, to train as with the whole batch"
+        f"than the whole: {CUT_ALIKE}. Have one micro-batch a step, on one process, to train as "
+        "with the whole batch"
     )
 
 

@@ -145,7 +145,7 @@ class CustomPipeline(Spread):
         self.averages = plan.data_parallel
         self._shapes: object = None
         self._look = PipelineInspection(
-            self._stages, self._ranks_of, names, parts, held, group, self._at
+            self._stages, self._ranks_of, names, parts, held, group, self._at, plan.strategy
         )
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:

@@ -31,7 +31,7 @@ _MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
 
 @dataclass(frozen=True)
 class First:
-    """The first piece: `mean`, its loss, and of its `halves` sum and count, where they are known.
+    """A rank's first piece: `mean`, its loss, and of its `halves` sum and count, if they are known.
 
     `drops`: whether the module drops anything, which halves' losses leave out. `buffers` are the
     saved ones that the piece has moved.
@@ -69,7 +69,8 @@ def compare_cut(
 
     What halves leave in buffers is compared where they have the same loss.
 
-    `first` is the first piece of `passes`; None on a rank that has not run it. The run takes no
+    `first` is this rank's first piece; None on a rank that has run none, or is to run no more: of
+    ranks with the same samples each looks at one of its own. The run takes no
     halves, so that what they raise (BatchNorm, of one sample) is no fault.
     """
     if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
@@ -99,6 +100,14 @@ def compare_cut(
     if not read:
         return CutDifference(apart)
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
+
+
+def find_read_buffers(
+    plain: nn.Module, hooks: StepHooks, drops: bool, moved: Mapping[str, Tensor], piece: Batch
+) -> Names:
+    """Return the buffers that change the loss of a few samples of a piece as they have `moved`."""
+    mean_of = partial(_mean_of, plain, hooks, drops)
+    return _find_read(mean_of, plain, moved, take_first(piece, _FEW))
 
 
 def _find_read(

@@ -173,7 +173,7 @@ class FirstBatch:
         if apart > halves_tolerance(self._plan, allowed):
             self._say(self._about_cut(apart))
         else:
-            moved = self._find_moved_buffers(found)
+            moved = self._find_moved_buffers(found, count)
             if moved:
                 self._say(_explain_moved_buffers(moved))
         if found.written and count > 1:
@@ -183,20 +183,25 @@ class FirstBatch:
             told = states, self._plan.data_parallel, self._by_command, self.resumed
             self._say(explain_kept_state(*told))
 
-    def _find_moved_buffers(self, found: PlainSums) -> list[str]:
-        """Return the buffers that parts of the batch move otherwise, and the loss depends on."""
+    def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
+        """Return the buffers that parts of the batch move otherwise, and the loss depends on.
+
+        That is any of them where a rank has several micro-batches, of which each reads what those
+        before have left, and not what one process has for all samples.
+        """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
         # Ranks with the same samples have taken a part of them each.
         by_ranks = _apart_names(prints) if self._plain.ranks_per_share == 1 else []
         read = {name for report in found.reports for name in report.cut.read}
-        return sorted({*by_halves, *by_ranks} & read)
+        return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
 
     def _require_alike(self, found: PlainSums) -> None:
         """Refuse writes to parameters of which ranks hold parts, or that ranks do differently.
 
         That is also what has changed nothing yet: an embedding with max_norm will, at a later
-        step. And parameters that the forward makes. Raises BadInputError on all ranks.
+        step. And parameters that the forward makes, and buffers that a backward moves. Raises
+        BadInputError on all ranks.
         """
         reports = found.reports
         made = next((report.made for report in reports if report.made), None)
@@ -210,6 +215,9 @@ class FirstBatch:
             raise _on_all_ranks(
                 self._explain_moves(shards, "what it writes is lost, since ranks hold shards")
             )
+        moved_back = sorted({name for report in reports for name in report.moved_back})
+        if moved_back:
+            raise _on_all_ranks(self._explain_moved_back(moved_back))
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
@@ -324,6 +332,15 @@ class FirstBatch:
             f"teacher that follows, a decay) moves {count} times as often. Move parameters between "
             "steps, or have one micro-batch a step (a larger micro-batch, no pipeline). Nothing is "
             "to be done where to write twice is to write once (weights that are clipped)."
+        )
+
+    def _explain_moved_back(self, names: Sequence[str]) -> str:
+        return (
+            f"the module's backward (a hook on a gradient, or a Function of its own) changes "
+            f"{first_names(names)}, on which its loss depends, and under strategy "
+            f"{self._plan.strategy} gradients are those of parts of the batch, scaled otherwise, "
+            "and at other times. Change it between steps instead, by what all ranks have. "
+            f"{WAYS_OUT[self._by_command]}"
         )
 
     def _explain_moves(self, names: Sequence[str], why: str) -> str:
@@ -444,8 +461,8 @@ def _explain_moved_buffers(names: Sequence[str]) -> str:
     """Return what to know of running averages that no rank has of all samples."""
     one = len(names) == 1
     return (
-        f"the forward moves {first_names(names)}, {'a buffer' if one else 'buffers'}, by the "
-        "samples that it sees. Ranks and micro-batches see parts of the batch, so that one process "
+        f"the forward moves {first_names(names)}, {'a buffer' if one else 'buffers'} on which the "
+        "loss depends. Ranks and micro-batches see parts of the batch, so that one process "
         "over the whole batch would train otherwise: each rank moves its own, each step begins "
         "with rank 0's, and each micro-batch moves it once. Gather what moves it over the ranks "
         "(torch.distributed.all_reduce in the forward), and have one micro-batch a step."

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local
+from outpace.parallel.user_collectives import is_collective
 from outpace.records.errors import first_names
 
 NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
@@ -39,11 +40,13 @@ class MovedParameters(TorchDispatchMode):
         self.replaced: set[str] = set()  # by other tensors (p.data = …)
         self.written: set[str] = set()  # also where the values have stayed as they were
         self.written_by_samples: set[str] = set()
+        self.communicates = False  # whether a collective was called
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.communicates |= is_collective(func)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             self._keep(schema, args, kwargs, func is torch.ops.aten.embedding_renorm_.default)

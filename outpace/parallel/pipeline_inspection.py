@@ -24,6 +24,7 @@ from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import keep_values
 from outpace.parallel.stage_checkpoints import without_reentry
+from outpace.parallel.user_collectives import NoCollectives
 from outpace.records.errors import BadInputError
 
 _DTYPES = (
@@ -55,7 +56,9 @@ class PipelineInspection:
         held: nn.Module,
         group: dist.ProcessGroup,
         device: torch.device,
+        strategy: str,
     ) -> None:
+        self._strategy = strategy
         self._stages, self._ranks_of, self._names, self._parts = stages, ranks_of, names, parts
         self._held, self._group, self._at = held, group, device
         self._rank = dist.get_rank(group)
@@ -135,7 +138,7 @@ class PipelineInspection:
     ) -> tuple["Message | Tensor", StageFindings]:
         stage.records = True
         try:
-            with hooks.cast():
+            with hooks.cast(), NoCollectives(self._strategy):
                 output, read, moved = stage.look(batch, taken)
         finally:
             stage.records = False

@@ -8,7 +8,7 @@ weights that the forward changes are as they were afterwards.
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,12 @@ from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.comparison import Projection
-from outpace.parallel.cut_difference import CutDifference, First, compare_cut
+from outpace.parallel.cut_difference import (
+    CutDifference,
+    First,
+    compare_cut,
+    find_read_buffers,
+)
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.kept_state import KeptState, find_kept_state
 from outpace.parallel.layout import Batch, Layout, StepHooks
@@ -38,6 +43,7 @@ from outpace.parallel.plain import (
 )
 from outpace.parallel.plain_copy import Held, fill_copy, model_of, redirect_references
 from outpace.parallel.tensors import meta_copy
+from outpace.parallel.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -47,7 +53,11 @@ _FAILS = "a copy of the module fails"
 
 @dataclass(frozen=True)
 class PlainFailure:
-    """Reason for there being no sums; `by_cut`: the module runs on the uncut batch of all ranks."""
+    """Reason for there being no sums.
+
+    `by_cut`: the module runs where the batch is not cut, or all ranks compute, and training may not
+    begin.
+    """
 
     reason: str
     by_cut: bool = False
@@ -60,7 +70,8 @@ class PlainReport:
     `cut`: what differs between a batch and its halves. Of parameters' names: `made` by
     the forward; `written` by it, and of these `spread` over ranks, `by_samples`, or `unseen` by the
     operators that were watched. `prints` are of what `written` ones became, `buffer_prints` of the
-    saved buffers that the first piece has moved; None without samples.
+    saved buffers that the first piece has moved; None without samples. `moved_back`: buffers that a
+    backward moves, and the loss depends on.
     """
 
     cut: CutDifference
@@ -72,6 +83,7 @@ class PlainReport:
     unseen: Sequence[str]
     prints: Mapping[str, int | None] | None
     buffer_prints: Mapping[str, int | None] | None
+    moved_back: Sequence[str]
 
 
 class PlainPass:
@@ -142,6 +154,7 @@ class PlainPass:
             watch = MovedParameters(model.named_parameters())
             with watch:
                 reason = self._run_pieces(plain, found, passes, hooks, in_order)
+            self.synchronised |= watch.communicates  # by collectives of the user's own
             unseen = watch.written_unseen()
             found.moved = watch.put_back()
             found.written = watch.written
@@ -151,10 +164,14 @@ class PlainPass:
             if state is None:
                 piece = None if found.first is None else found.first[0]
                 state = self._find_state(plain, piece, passes, hooks, found.drops)
-            first = found.first and First(*found.first, state.halves, found.drops, found.buffers)
             apart = compare_cut(
-                plain, self._plan, first, passes, hooks, self.synchronised, tolerance
-            )
+                plain, self._plan, self._first_of(found, state), passes, hooks,
+                self.synchronised, tolerance,
+            )  # fmt: skip
+            moved_back: Sequence[str] = ()
+            if found.moved_back and found.first is not None and not self.synchronised:
+                asked = plain, hooks, found.drops, found.moved_back, found.first[0]
+                moved_back = find_read_buffers(*asked)
             made = [name for name, _ in model.named_parameters() if name not in found.names]
         named = dict(layout.named_parameters())
         prints = {name: fingerprint(values) for name, values in found.moved.items()}
@@ -164,12 +181,27 @@ class PlainPass:
             apart, state, made, sorted(found.written),
             [name for name in found.written if name in named and is_spread(named[name])],
             sorted(watch.written_by_samples), unseen,
-            prints if samples else None, buffer_prints if samples else None,
+            prints if samples else None, buffer_prints if samples else None, moved_back,
         )  # fmt: skip
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, report)
         found.reports = said
         return found
+
+    def _first_of(self, found: "PlainSums", state: KeptState) -> First | None:
+        """Return this rank's first piece, as it is to be compared with its parts.
+
+        Of ranks with the same samples others than the first compare half of theirs with quarters:
+        halves may by chance have as many targets each, and then show nothing.
+        """
+        if found.first is None:
+            return None
+        piece, mean = found.first
+        if self._place:
+            if self.synchronised:  # ranks may be unequal in number of forwards
+                return None
+            mean = mean if samples_in(piece) % 4 else None
+        return First(piece, mean, state.halves, found.drops, found.buffers)
 
     def _first_piece(self, passes: Sequence[Batch]) -> Batch | None:
         """Return the first micro-batch, on the rank that runs it."""
@@ -200,10 +232,16 @@ class PlainPass:
         if piece is None:
             return KeptState()
         share = self._plan.data_rank(self._ranks.rank) or 0, self._plan.data_parallel
-        return find_kept_state(
-            plain, piece, hooks, alone=False, other=other,
-            drops=drops, in_halves=self._is_cut(passes), share=share,
-        )  # fmt: skip
+        with self._guard_forwards():
+            return find_kept_state(
+                plain, piece, hooks, alone=False, other=other,
+                drops=drops, in_halves=self._is_cut(passes), share=share,
+            )  # fmt: skip
+
+    def _guard_forwards(self) -> AbstractContextManager[object]:
+        """Return what is entered around forwards that not all ranks run at once."""
+        alone = self.ranks_per_share == 1
+        return nullcontext() if alone else NoCollectives(self._plan.strategy)
 
     def _is_cut(self, passes: Sequence[Batch]) -> bool:
         """Return whether ranks or micro-batches cut the batch."""
@@ -270,15 +308,12 @@ class PlainPass:
                 apply_checkpointing(model, "full", named)
             dropping = nullcontext() if alone else without_dropout(plain)
             with preserve_state(plain, device), dropping as nothing, torch.enable_grad():
-                versions = {name: _version(one) for name, one in model.named_buffers()}
+                versions = _versions(model)
                 for number, piece, mine in self._pieces(passes, in_order):
-                    with hooks.cast(), torch.set_grad_enabled(mine):
+                    with hooks.cast(), torch.set_grad_enabled(mine), self._guard_forwards():
                         loss_sum, count, *_ = plain(piece)
                     if mine:
-                        loss_sum.backward()
-                        found.count(number, piece, loss_sum.detach(), count)
-                    if mine and not number:
-                        found.buffers = _find_moved(model, versions)
+                        _run_backward(model, found, number, piece, loss_sum, count, versions)
                 drew = not same_random_state(begin, random_state(device))
                 found.drops = drew or (nothing is not None and nothing.would_drop)
             found.add_up()
@@ -297,6 +332,8 @@ class PlainPass:
 
         So it is if the copy runs on the whole batch. What that cannot be asked of may be so.
         """
+        if reason.startswith(COLLECTIVE):
+            return PlainFailure(reason, by_cut=True)
         lengths = gather_first((explain_lengths(passes[0]) or None) if passes else None)
         if lengths is None or not reason.startswith(_FAILS):
             return PlainFailure(reason)
@@ -341,6 +378,30 @@ class PlainPass:
                 number += 1
 
 
+def _run_backward(
+    model: nn.Module,
+    found: "PlainSums",
+    number: int,
+    piece: Batch,
+    loss_sum: Tensor,
+    count: Tensor,
+    versions: Mapping[str, Any],
+) -> None:
+    """Run a piece's backward and count it; note the buffers that it moves.
+
+    `versions` are those of buffers before all pieces.
+    """
+    first, moved = found.first is None, _find_moved(model, versions)
+    if not number:
+        found.buffers = moved
+    begun = _versions(model)
+    loss_sum.backward()
+    found.count(number, piece, loss_sum.detach(), count)
+    if first:
+        back = _find_moved(model, begun)
+        found.moved_back = {name: b for name, b in back.items() if name not in moved}
+
+
 class PlainSums:
     """Results of the plain module on this rank.
 
@@ -352,11 +413,12 @@ class PlainSums:
         largest = max((p.numel() for p in model.parameters()), default=1)
         self.projection = Projection(largest, device)
         self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
-        # A piece, and its mean loss if it can be had again.
+        # This rank's first piece, and its mean loss if it can be had again.
         self.first: tuple[Batch, float | None] | None = None
         self.moved: dict[str, Tensor] = {}  # what parameters became by the forward itself
         self.written: set[str] = set()  # also where the values have stayed as they were
         self.buffers: dict[str, Tensor] = {}  # saved ones that the first piece has moved
+        self.moved_back: dict[str, Tensor] = {}  # saved ones that its backward alone has moved
         self.drops = True  # whether forwards draw numbers, or would but for dropout that is off
         self.reports: list[PlainReport] = []  # of all ranks
         self._places = {name: number for number, name in enumerate(names)}
@@ -390,7 +452,7 @@ class PlainSums:
         """A piece is done."""
         totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
         self.sums[:3] += totals
-        if not number:
+        if self.first is None:
             self.first = piece, float(totals[0] / totals[1])
 
 
@@ -399,6 +461,10 @@ def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tens
     moved = {n: b for n, b in model.named_buffers() if versions.get(n) != _version(b)}
     saved = model.state_dict(keep_vars=True) if moved else {}
     return {name: buffer.detach().clone() for name, buffer in moved.items() if name in saved}
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: _version(one) for name, one in model.named_buffers()}
 
 
 def _version(buffer: Tensor) -> tuple[int, int]:
@@ -435,6 +501,8 @@ def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
 
 def _failure(error: Exception) -> str:
     """Return why the plain forward and backward did not come to their end."""
+    if isinstance(error, CollectiveError):
+        return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "there is no memory for one process' forward and backward"
     said = str(error).strip().splitlines() or [""]

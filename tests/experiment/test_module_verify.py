@@ -13,6 +13,7 @@ import outpace
 from outpace.cli.main import main
 from outpace.experiment.module_verify import CUT, STRATEGIES, verify_custom
 from outpace.interop.custom_model import CustomModel
+from outpace.nn.spread import local
 from outpace.parallel.parallelize import refused_strategy
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
@@ -104,37 +105,56 @@ def test_modules_that_compute_in_fp32_have_its_tolerance(kind, note):
 
 
 def lose_a_gradient(layout):
-    parameter = dict(layout.named_parameters()).get("blocks.1.linear.weight")
-    if parameter is not None:
-        parameter.register_hook(torch.zeros_like)
+    given = layout.gradients
+
+    def gradients(passes, how):
+        totals = given(passes, how)
+        for name, parameter in layout.named_parameters():
+            if name == "blocks.1.linear.weight" and parameter.grad is not None:
+                local(parameter.grad).zero_()
+        return totals
+
+    layout.gradients = gradients
 
 
 def drop_a_term(layout):
-    layout.objective.loss = lambda module, batch: squares(module, batch) * 1.0
+    for part in layout.objective.modules():
+        if callable(vars(part).get("loss")):
+            part.loss = squares
 
 
 def swap_buffers(layout):
-    first, second = layout.model.blocks[0], layout.model.blocks[1]
-    first.scale, second.unused = second.unused, first.scale
+    first, second = (layout.model.blocks[number].scale for number in (0, 1))
+    with torch.no_grad():
+        for scale, value in ((first, 1.5), (second, 0.0)):  # as of others: these are alike
+            if scale is not None:  # which other stages have
+                scale.fill_(value)
 
 
 def with_term(module, batch):
-    return squares(module, batch) + sum(p.square().sum() for p in module.parameters()) / 100
+    made = module(batch[0])
+    return (made - batch[1]).square().mean() + made.abs().mean()
 
 
+NOT_ALIKE = "Ranks do not compute what one process does"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "1f1b"])
 @pytest.mark.parametrize(
     ("fault", "loss", "kinds", "words"),
     [
         (lose_a_gradient, squares, {"gradient"}, "blocks.1.linear.weight is zero"),
-        (drop_a_term, with_term, {"loss"}, "Ranks do not compute what one process does"),
-        (swap_buffers, squares, {"loss"}, "Ranks do not compute what one process does"),
+        (drop_a_term, with_term, {"loss"}, NOT_ALIKE),
+        (swap_buffers, squares, {"loss"}, NOT_ALIKE),
     ],
 )
-def test_planted_faults_are_caught_and_named(fault, loss, kinds, words):
+def test_planted_faults_are_caught_and_named(strategy, fault, loss, kinds, words):
     own = CustomModel(Stack(), loss)
-    [verdict] = verify_custom(own, batch, plans=["ddp"], spoil=fault).verdicts
+    [verdict] = verify_custom(own, batch, plans=[strategy], spoil=fault).verdicts
     assert not verdict.passed and not verdict.refused
     assert verdict.differences[0].kind in kinds
+    if strategy == "1f1b" and words == NOT_ALIKE:
+        words = "The loss takes something from other stages"
     assert words in verdict.reason
 
 

@@ -284,25 +284,17 @@ def test_what_recomputes_is_what_the_user_names(tmp_path):
         assert said["warnings"] == [] and said["passes"] == 1
 
 
-def lose_a_gradient(layout):
-    for name, parameter in layout.named_parameters():
-        if name == "blocks.1.linear.weight":
-            parameter.register_hook(torch.zeros_like)
-
-
-def double_a_gradient(layout):
-    for name, parameter in layout.named_parameters():
-        if name == "blocks.1.linear.weight":
-            parameter.register_hook(lambda gradient: 2 * gradient)
-
-
 def drop_a_term(layout):
-    layout.objective.loss = squares
+    for part in layout.objective.modules():
+        if callable(vars(part).get("loss")):
+            part.loss = squares
 
 
 def swap_buffers(layout):
-    blocks = layout.model.blocks
-    blocks[0].scale, blocks[1].scale = blocks[1].scale, blocks[0].scale
+    first, second = (layout.model.blocks[number].scale for number in (0, 1))
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
 
 
 class Scaled(Stack):
@@ -332,36 +324,47 @@ def swap_in_the_layout(layout):
 
 
 def with_term(module, batch):
-    return squares(module, batch) + sum(p.square().sum() for p in module.parameters())
+    made = module(batch[0])
+    return (made - batch[1]).square().mean() + made.abs().mean()
 
 
+def at_the_end(change):
+    """Return a fault that changes what a rank has after a layout's backward."""
+
+    def spoil(layout):
+        given = layout.gradients
+
+        def gradients(passes, how):
+            totals = given(passes, how)
+            for name, parameter in layout.named_parameters():
+                if name == "blocks.1.linear.weight" and parameter.grad is not None:
+                    change(local(parameter.grad))
+            return totals
+
+        layout.gradients = gradients
+
+    return spoil
+
+
+lose_at_the_end = at_the_end(torch.Tensor.zero_)
+double_at_the_end = at_the_end(lambda gradient: gradient.mul_(2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "1f1b"])
 @pytest.mark.parametrize(
     ("fault", "make", "loss", "words"),
     [
-        (lose_a_gradient, Stack, squares, "blocks.1.linear.weight has no gradient"),
-        (double_a_gradient, Stack, squares, "blocks.1.linear.weight is 2 × the plain module's"),
+        (lose_at_the_end, Stack, squares, "blocks.1.linear.weight has no gradient"),
+        (double_at_the_end, Stack, squares, "blocks.1.linear.weight is 2 × the plain module's"),
         (drop_a_term, Stack, with_term, "the loss is"),
         (swap_in_the_layout, Scaled, squares, "the loss is"),
     ],
 )
-def test_planted_faults_are_refused_on_all_ranks(tmp_path, fault, make, loss, words):
-    for said in looked_at(tmp_path, "ddp", make, loss, fault):
-        assert said["refused"].startswith("strategy ddp does not compute what your module computes")
+def test_planted_faults_are_refused_on_all_ranks(tmp_path, strategy, fault, make, loss, words):
+    for said in looked_at(tmp_path, strategy, make, loss, fault):
+        begin = f"strategy {strategy} does not compute what your module computes"
+        assert said["refused"].startswith(begin)
         assert words in said["refused"] and 'check="off"' in said["refused"]
-
-
-def double_at_the_end(layout):
-    """Of a parameter, or the part of it, that a rank has after the exchange."""
-    given = layout.gradients
-
-    def gradients(passes, how):
-        totals = given(passes, how)
-        for name, parameter in layout.named_parameters():
-            if name == "blocks.1.linear.weight" and parameter.grad is not None:
-                local(parameter.grad).mul_(2)
-        return totals
-
-    layout.gradients = gradients
 
 
 def halve_a_weight(layout):
@@ -873,3 +876,109 @@ class Threaded(Stack):
 def test_writes_that_no_operator_shows_are_refused(tmp_path):
     for said in looked_at(tmp_path, "ddp", Threaded):
         assert "head.weight" in said["refused"] and "in another thread" in said["refused"]
+
+
+class MovedBack(Stack):
+    """GradNorm's manner: a hook on a gradient moves a buffer by which the next forward weighs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("share", torch.tensor(1.0))
+
+    def forward(self, x):
+        made = super().forward(x)
+        if made.requires_grad:
+            made.register_hook(self.move)
+        return made * self.share.clone()
+
+    def move(self, gradient):
+        self.share.lerp_(gradient.norm(), 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "gpipe"])
+def test_buffers_that_a_backward_moves_are_refused(tmp_path, strategy):
+    for said in looked_at(tmp_path, strategy, MovedBack):
+        assert "changes share, on which its loss depends" in said["refused"]
+        assert f"under strategy {strategy} gradients are those of parts" in said["refused"]
+
+
+def missing_as_nan(module, batch):
+    """The mean over targets that are there: as many in each half, and not in each quarter."""
+    missing = torch.zeros(SAMPLES, 4, 3, dtype=torch.bool)
+    missing[::2, :, 0] = True
+    targets = batch[1].masked_fill(missing[: len(batch[1])], float("nan"))
+    return (module(batch[0]) - targets)[~targets.isnan()].square().mean()
+
+
+def test_a_mean_over_what_is_there_is_told_by_quarters_where_halves_have_as_many(tmp_path):
+    change = {"micro_batch": 4, "pp_microbatches": 2}
+    first, _ = looked_at(tmp_path, "gpipe", loss=missing_as_nan, change=change)
+    assert "when the batch is cut in two" in first["warnings"][0]
+
+
+class Codes(Stack):
+    """Two codes, which follow the samples that take them: one of each in a micro-batch here."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(2, 1, 5))
+
+    def forward(self, x):
+        taken = (x[:, 0, 0] > 0).long()
+        moved = x - self.codes[taken]
+        with torch.no_grad():
+            self.codes.index_add_(0, taken, x.mean(1, keepdim=True))
+        return super().forward(moved)
+
+
+@pytest.mark.parametrize(("strategy", "told"), [("mp", False), ("gpipe", True)])
+def test_buffers_that_micro_batches_move_in_turn_are_told(tmp_path, strategy, told):
+    """Though a micro-batch's halves, which take other codes, move and read them as the whole."""
+    first, _ = looked_at(tmp_path, strategy, Codes, samples=4)
+    assert "refused" not in first
+    assert any("moves codes, a buffer on which" in one for one in first["warnings"]) == told
+
+
+def gathered(module, batch):
+    """Contrast with the samples of all ranks, which the loss gathers."""
+    made = module(batch[0]).flatten(1)
+    parts = [torch.empty_like(made) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, batch[1].flatten(1))
+    wanted = dist.get_rank() * len(made) + torch.arange(len(made))
+    return nn.functional.cross_entropy(made @ torch.cat(parts).T, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "1f1b", "tp"])
+def test_collectives_of_the_users_own_are_told_or_refused(tmp_path, strategy):
+    """They hang where one rank alone computes the loss."""
+    layouts = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    options = {"layouts": layouts} if strategy == "tp" else {}
+    first, second = looked_at(tmp_path, strategy, Wide, gathered, **options)
+    if strategy == "ddp":
+        assert "refused" not in first and "cut in two" in first["warnings"][0]
+    else:
+        assert first["refused"] == second["refused"]
+        assert "calls a collective of torch.distributed (allgather)" in first["refused"]
+
+
+class Wide(nn.Module):
+    """A stack whose blocks may be split by columns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(WideBlock() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x[..., :3]
+
+
+class WideBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))

@@ -1,0 +1,55 @@
+"""Collectives in a user's forward or loss, where not all ranks run it at once."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outpace.records.errors import BadInputError
+
+COLLECTIVE = "the forward or the loss calls a collective of torch.distributed"
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether an operator is one of torch.distributed."""
+    return getattr(operator, "namespace", None) in _NAMESPACES
+
+
+class CollectiveError(BadInputError):
+    """A collective of the user's own that other ranks would never join."""
+
+
+class NoCollectives(TorchDispatchMode):
+    """Refuses collectives over all ranks meanwhile, for some ranks alone run what is within."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._strategy = strategy
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if is_collective(func) and _is_over_all((args, kwargs)):
+            name = func.__name__.partition(".")[0].strip("_")
+            raise CollectiveError(
+                f"{COLLECTIVE} ({name}) over all ranks, and under strategy {self._strategy} "
+                "not all of them compute it, or they have the same samples, so that it would hang "
+                "or count samples twice. Use ddp, zero1, zero2 or zero3, or give the collective a "
+                "process group of ranks that have other samples."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_over_all(given: Any) -> bool:
+    """Whether a call names the group of all ranks, by itself or by name."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, str) and leaf == name:
+            return True
+        if type(leaf).__name__ == "ScriptObject" and "ProcessGroup" in str(leaf._type()):
+            return bool(dist.ProcessGroup.unbox(leaf).group_name == name)
+    return False
