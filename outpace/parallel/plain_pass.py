@@ -165,7 +165,7 @@ class PlainPass:
                 piece = None if found.first is None else found.first[0]
                 state = self._find_state(plain, piece, passes, hooks, found.drops)
             apart = compare_cut(
-                plain, self._plan, self._first_of(found, state), passes, hooks,
+                plain, self._plan, self._first_of(found, state, in_order), passes, hooks,
                 self.synchronised, tolerance,
             )  # fmt: skip
             moved_back: Sequence[str] = ()
@@ -188,11 +188,12 @@ class PlainPass:
         found.reports = said
         return found
 
-    def _first_of(self, found: "PlainSums", state: KeptState) -> First | None:
+    def _first_of(self, found: "PlainSums", state: KeptState, in_order: bool) -> First | None:
         """Return this rank's first piece, as it is to be compared with its parts.
 
         Of ranks with the same samples others than the first compare half of theirs with quarters:
-        halves may by chance have as many targets each, and then show nothing.
+        halves may by chance have as many targets each, and then show nothing. `in_order`: their
+        loss is one after other pieces.
         """
         if found.first is None:
             return None
@@ -200,7 +201,7 @@ class PlainPass:
         if self._place:
             if self.synchronised:  # ranks may be unequal in number of forwards
                 return None
-            mean = mean if samples_in(piece) % 4 else None
+            mean = None if in_order or samples_in(piece) % 4 == 0 else mean
         return First(piece, mean, state.halves, found.drops, found.buffers)
 
     def _first_piece(self, passes: Sequence[Batch]) -> Batch | None:

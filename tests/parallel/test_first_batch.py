@@ -292,6 +292,8 @@ def drop_a_term(layout):
 
 def swap_buffers(layout):
     first, second = (layout.model.blocks[number].scale for number in (0, 1))
+    if first is None:
+        return  # of blocks that other stages have
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)
