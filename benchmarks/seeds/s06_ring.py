@@ -85,7 +85,7 @@ def worker(out: Path, quick: bool) -> None:
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.launch.launcher_env import ranks_from
     from outpace.parallel.ring import ring_all_reduce
-    from outpace.training.wire import Wire
+    from outpace.training.collective_counter import CollectiveCounter
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
@@ -97,7 +97,7 @@ def worker(out: Path, quick: bool) -> None:
         group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         for name, way in ways.items():
             buffer = torch.ones(QUICK_VALUES if quick else VALUES)
-            with Wire() as counted:
+            with CollectiveCounter() as counted:
                 way(buffer, group)
             assert bool((buffer == ranks.world_size).all()), name
             sent[name] = counted.tally.bytes

@@ -35,9 +35,9 @@ from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Stepper
 from outpace.training.synthetic import Batch, shares
-from outpace.training.wire import Wire
 
 # Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
@@ -208,7 +208,7 @@ def train_under_plan(
     plan: Plan,
     ranks: Ranks,
     control: dist.ProcessGroup,
-    wire: Wire,
+    wire: CollectiveCounter,
     spoil: Callable[[Layout], None] = lambda layout: None,
 ) -> Trace:
     """Train under the plan, this rank's part.
@@ -277,7 +277,7 @@ def _checkpoint_parts(
 class Use:
     """Copies of parameters as a step's first forward finds them: gathered, if they are sharded."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: CollectiveCounter) -> None:
         self.found: dict[str, Tensor] = {}
         self._wire = wire
 

@@ -17,9 +17,9 @@ from outpace.records.plan import Plan, Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.allocations import Allocations
+from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
 from outpace.training.timing import thread_busy_s
-from outpace.training.wire import Wire
 
 _WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made for
 
@@ -36,8 +36,8 @@ class StepDuration:
 class StepCost:
     """Cost of a step of a strategy on this rank.
 
-    `sent_bytes` and `collectives` as `Wire` counts them. `peak_bytes` of tensors at any time,
-    `left_bytes` between two steps: weights, optimizer state, buffers.
+    `sent_bytes` and `collectives` as `CollectiveCounter` counts them. `peak_bytes` of tensors
+    at any time, `left_bytes` between two steps: weights, optimizer state, buffers.
     """
 
     sent_bytes: int
@@ -92,7 +92,7 @@ class StrategyRun:
             if groups.ranks.rank < plan.world_size:
                 for _ in range(_WARMUP_STEPS):
                     self._steps.step()
-        wire = Wire()
+        wire = CollectiveCounter()
         with wire:
             self._steps.step()
         self.cost = StepCost(

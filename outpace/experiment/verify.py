@@ -32,7 +32,7 @@ from outpace.records.plan import (
     schedule_of,
 )
 from outpace.records.ranks import Ranks
-from outpace.training.wire import Wire
+from outpace.training.collective_counter import CollectiveCounter
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
@@ -167,7 +167,7 @@ def verify(
             expected[of] = reference(trial, plan)
         alone = plan.world_size == 1
         ranks = Ranks() if alone else groups.ranks
-        wire = Wire()
+        wire = CollectiveCounter()
         found = train_under_plan(trial, plan, ranks, groups.control, wire, spoil)
         tokens = trial.global_batch * trial.seq_len
         allowed = tolerance_of(plan, trial.spec, tokens=tokens, steps=trial.steps)

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from outpace.nn.bf16_loss import IGNORED
 from outpace.nn.compilation import copy_with_code
-from outpace.nn.low_loss import IGNORED
 from outpace.nn.torch_versions import add_wide_product, compiler_reads_before_it_writes
 from outpace.records.errors import error_summary
 

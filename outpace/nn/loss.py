@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outpace.nn.bf16_loss import IGNORED as IGNORED
+from outpace.nn.bf16_loss import gradient_in_place, low_loss
 from outpace.nn.block import to_fp32
 from outpace.nn.head_loss import EAGER, LogitsFunctions, compiled_passes, head_loss_sum
-from outpace.nn.low_loss import IGNORED as IGNORED
-from outpace.nn.low_loss import gradient_in_place, low_loss
 from outpace.nn.transformer import Transformer
 
 LossKind = Literal["auto", "plain", "chunked"]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from outpace.nn.spread import is_spread
 from outpace.nn.uncompiled import leave_alone
 from outpace.optim.adafactor import Adafactor
-from outpace.optim.low import LowAdamW
+from outpace.optim.low_precision_adamw import LowPrecisionAdamW
 from outpace.optim.master import MasterWeights
 from outpace.optim.muon import Muon, is_hidden_matrix
 from outpace.optim.rounding import Noise
-from outpace.optim.stored import KeepsDtypes
+from outpace.optim.state_dtypes import KeepsDtypes
 from outpace.planner.memory.optimizer_bytes import Kept
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import OptimizerName
@@ -124,7 +124,9 @@ def _build(
     assert lr is not None  # settled before the first step
     kind = name.removeprefix("adamw-")
     if kind in ("bf16", "8bit", "4bit"):
-        return LowAdamW(groups, cast(Kept, kind), noise, lr=lr, betas=betas, compiled=compiled)
+        return LowPrecisionAdamW(
+            groups, cast(Kept, kind), noise, lr=lr, betas=betas, compiled=compiled
+        )
     if name == "adafactor":
         return Adafactor(groups, lr=lr, compiled=compiled, together=steps_together(groups))
     if name == "muon":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outpace.nn.spread import as_spread, is_spread, local
 from outpace.optim.fused_master import FusedMasterAdamW, gradient_addresses
 from outpace.optim.rounding import Noise
-from outpace.optim.stored import KeepsDtypes
+from outpace.optim.state_dtypes import KeepsDtypes
 from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 

@@ -190,7 +190,7 @@ class DataParallel(Layout):
         dist.broadcast(norm, 0)
         return norm
 
-    def agree(self, found_inf: Tensor) -> None:
+    def sync_found_inf(self, found_inf: Tensor) -> None:
         """Only rank 0 has seen gradients."""
         dist.broadcast(found_inf, 0)
 

@@ -300,7 +300,7 @@ class Layout:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
 
-    def agree(self, found_inf: Tensor) -> None:
+    def sync_found_inf(self, found_inf: Tensor) -> None:
         """Make every rank skip an fp16 step that one of them has to skip. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
@@ -346,7 +346,7 @@ class Spread(Layout):
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 
-    def agree(self, found_inf: Tensor) -> None:
+    def sync_found_inf(self, found_inf: Tensor) -> None:
         """Each rank has seen its own part only."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 

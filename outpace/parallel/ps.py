@@ -93,7 +93,7 @@ class Role(Layout):
         dist.all_reduce(square)
         return square.sqrt()
 
-    def agree(self, found_inf: Tensor) -> None:
+    def sync_found_inf(self, found_inf: Tensor) -> None:
         """Each server has seen its own share only."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 

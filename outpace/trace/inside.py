@@ -9,13 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from outpace.nn.attention import attention, attention_backward
-from outpace.nn.gelu import gelu_tanh
-from outpace.nn.low_loss import (
+from outpace.nn.bf16_loss import (
     backward_temporary_bytes,
     low_loss,
     low_loss_backward,
     temporary_bytes,
 )
+from outpace.nn.gelu import gelu_tanh
 from outpace.nn.norms import rms_norm, rms_norm_backward
 from outpace.trace.tracker import Tracker
 

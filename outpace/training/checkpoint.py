@@ -138,7 +138,7 @@ def _content_damage(folder: Path) -> str | None:
 
     Raises BadInputError for metadata that are none: marked so, they were never damaged by chance.
     """
-    from outpace.training.restricted import read_metadata
+    from outpace.training.safe_checkpoint import read_metadata
 
     try:
         progress = Progress.load(folder / PROGRESS_FILE)

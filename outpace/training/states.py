@@ -42,7 +42,7 @@ from outpace.optim.master import master_weights
 from outpace.records.errors import BadInputError
 from outpace.training.checkpoint_metadata import first_reason
 from outpace.training.past_cache import DirectWriter
-from outpace.training.restricted import PlainLoadPlanner, RestrictedReader
+from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 
 # What saving and loading raise: DCP wraps the ranks' errors in a BaseException.
 ERRORS = (Exception, CheckpointException)

@@ -276,7 +276,7 @@ class Stepper:
         scaler.unscale_(optimizer)
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for found_inf in found.values():
-            self._layout.agree(found_inf)
+            self._layout.sync_found_inf(found_inf)
         seen |= {f"overflow on {device}": found_inf for device, found_inf in found.items()}
         norm = self._layout.clip(self._clip, optimizer)
         scaler.step(optimizer)

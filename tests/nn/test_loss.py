@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn import low_loss as low
+from outpace.nn import bf16_loss as low
 from outpace.nn.compilation import compile_forwards
 from outpace.nn.loss import LanguageModelObjective, linear_loss_sum, prefers_chunks
 from outpace.nn.transformer import Transformer
@@ -269,7 +269,7 @@ def test_logits_of_a_large_vocabulary_are_cut_into_chunks_in_bf16_on_a_cpu(monke
 def test_the_heads_products_are_made_by_pieces_in_bf16_on_a_cpu(monkeypatch, bias):
     operands, targets = _operands(bias=bias)
     whole = _ours(operands, targets, "auto", torch.bfloat16)
-    monkeypatch.setattr("outpace.nn.low_loss.HEAD_ROWS", 40)
+    monkeypatch.setattr("outpace.nn.bf16_loss.HEAD_ROWS", 40)
     pieces = _ours(operands, targets, "auto", torch.bfloat16)
     # A logit and a row of the head's gradient are one sum each, whatever else is made with them.
     assert torch.equal(pieces[0], whole[0])

@@ -8,7 +8,7 @@ from torch import nn
 
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.build import begin_step
-from outpace.optim.low import LowAdamW
+from outpace.optim.low_precision_adamw import LowPrecisionAdamW
 from outpace.optim.rounding import Noise
 
 RATES = (1e-2, 5e-3, 1e-3)
@@ -21,7 +21,9 @@ def stepped(shapes, compiled, rows=slice(None)):
     gradients = [[torch.randn(shape) for shape in shapes] for _ in RATES]
     parameters = [nn.Parameter(one[rows].clone()) for one in drawn]
     groups = [{"params": parameters, "weight_decay": 0.1}]
-    optimizer = LowAdamW(groups, "8bit", Noise(), lr=1.0, betas=(0.9, 0.95), compiled=compiled)
+    optimizer = LowPrecisionAdamW(
+        groups, "8bit", Noise(), lr=1.0, betas=(0.9, 0.95), compiled=compiled
+    )
     for step, (rate, given) in enumerate(zip(RATES, gradients, strict=True), 1):
         for parameter, gradient in zip(parameters, given, strict=True):
             parameter.grad = gradient[rows].clone()

@@ -16,7 +16,7 @@ from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.records.plan import Plan
-from outpace.training.wire import Wire
+from outpace.training.collective_counter import CollectiveCounter
 
 STEPS, START = 6, 2
 
@@ -58,7 +58,7 @@ def collectives(ranks) -> dict[str, list[int]]:
             layout.no_sync = nullcontext
         layout.gradients(inputs(ranks.rank, 0, 1), StepHooks())  # builds the buckets
         for parts in (1, 2, 4):
-            with Wire() as wire:
+            with CollectiveCounter() as wire:
                 layout.gradients(inputs(ranks.rank, 1, parts), StepHooks())
             found[f"{accumulating}, {parts}"] = [
                 wire.tally.collectives["all_reduce"],

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.parallel.peer_memory import peer_memory_group
-from outpace.training.wire import Wire
+from outpace.training.collective_counter import CollectiveCounter
 
 # The last is of several chunks.
 LENGTHS = (0, 1, 2, 3, 5, 1001, 2**20 + 1)
@@ -95,7 +95,7 @@ def counted(ranks) -> dict:
     found = {}
     for name, given in (("all_reduce", [six]), ("all_gather", [all_, six]),
                         ("reduce_scatter", [six, all_])):  # fmt: skip
-        with Wire() as wire:
+        with CollectiveCounter() as wire:
             getattr(torch.ops.outpace, f"{name}_directly")(*given, group)
         assert wire.tally.collectives == {name: 1}
         found[name] = wire.tally.bytes

@@ -15,7 +15,7 @@ from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import LayoutRequest, StepHooks, apply
 from outpace.parallel.ring import ring_all_reduce
 from outpace.records.plan import Plan
-from outpace.training.wire import Wire
+from outpace.training.collective_counter import CollectiveCounter
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 12, 1001)
 
@@ -75,7 +75,7 @@ def replicas(ranks) -> dict:
               for of in range(size) for number in range(2)]  # fmt: skip
     for batch in inputs:
         alone(batch)[0].backward()
-    with Wire() as wire:
+    with CollectiveCounter() as wire:
         layout.gradients([batch for batch in inputs if batch[1] == rank], StepHooks())
     expected = {name: p.grad for name, p in alone.model.named_parameters()}
     worst = 0.0

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from outpace.jobs.train.context import Job
 from outpace.records.measurement import WARMUP_STEPS
+from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Batch
 from outpace.training.timing import thread_busy_s
-from outpace.training.wire import Wire
 
 
 class CommStats:
@@ -43,7 +43,7 @@ class CommStats:
             yield
             return
         # A backward on CUDA has a thread of its own, which a count does not see.
-        with Wire() as wire, torch.autograd.set_multithreading_enabled(False):
+        with CollectiveCounter() as wire, torch.autograd.set_multithreading_enabled(False):
             yield
         self._sent_bytes = wire.tally.bytes
 

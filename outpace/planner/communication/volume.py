@@ -12,7 +12,8 @@ Each of N ranks has B bytes; then it sends, in
 - send B.
 
 Counted is a collective that a rank takes part in, or a message that it sends; what it receives
-counts where it was sent. `training.wire` counts the calls that are really made, by the same rule.
+counts where it was sent. `training.collective_counter` counts the calls that are really made,
+by the same rule.
 
 Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
 Ψ parameters.

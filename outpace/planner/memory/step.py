@@ -387,7 +387,8 @@ class StepMemory(Loss, BlockMemory):
             "adamw-fused": 0.0,
             "adamw-foreach": 0.0,
             "adamw-for-loop": 2.0,
-            # Moments in fp32, random bits, and what is rounded from them (optim.low).
+            # Moments in fp32, random bits, and what is rounded from them
+            # (optim.low_precision_adamw).
             "adamw-bf16": np.where(pure, np.where(rounds, 5.5, 4.5), 3.5),
             "adamw-8bit": np.where(pure, np.where(rounds, 5.5, 5.25), 4.25),
             "adamw-4bit": np.where(pure, np.where(rounds, 5.5, 5.25), 4.25),

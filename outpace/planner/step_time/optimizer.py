@@ -31,7 +31,8 @@ _NEWTON_SCHULZ_STEPS = 5
 # with in fp32. Eager operators read their inputs from memory and write their outputs to it:
 # torch/optim/adam.py of 2.13 (fused: weight and moments read and written, gradient read; otherwise
 # decay 8, mean 12, square 20, root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and
-# optim/low.py, adafactor.py and muon.py of outpace. Of LowAdamW 96 bytes are arithmetic in fp32;
+# optim/low_precision_adamw.py, adafactor.py and muon.py of outpace. Of LowPrecisionAdamW 96 bytes
+# are arithmetic in fp32;
 # the rest reads moments (bf16 6, 8 bits 21, 4 bits 25 each) and writes them: rounded by random bits
 # 34, or as codes 35 and 37, with their blocks' largest magnitudes.
 _EAGER: Mapping[OptimizerName, float] = {

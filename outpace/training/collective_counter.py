@@ -27,7 +27,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "outpace")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
-class Wire(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """Counts this thread's collectives while entered, in `planner.communication.volume.Tally`.
 
     Bytes are computed from what this rank gives to each, by the rule that is written there: what

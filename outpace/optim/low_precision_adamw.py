@@ -35,7 +35,7 @@ from outpace.optim.rounding import (
     random_words,
     round_to_bf16,
 )
-from outpace.optim.stored import KeepsDtypes
+from outpace.optim.state_dtypes import KeepsDtypes
 from outpace.optim.together import group_parameters, has_no_memory, step_counts
 from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, Kept, block
 
@@ -72,7 +72,7 @@ class CodeTable:
         return found.view(codes.shape)
 
 
-class LowAdamW(KeepsDtypes):
+class LowPrecisionAdamW(KeepsDtypes):
     """AdamW that computes in fp32 and keeps its moments as `kept` says.
 
     Moments in bf16 and weights in bf16 are rounded stochastically: a second moment changes by

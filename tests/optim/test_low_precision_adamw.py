@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.optim.build import begin_step
-from outpace.optim.low import CodeTable, LowAdamW
+from outpace.optim.low_precision_adamw import CodeTable, LowPrecisionAdamW
 from outpace.optim.rounding import Noise, field_of, make_streams, random_words, round_to_bf16
 from outpace.planner.memory.optimizer_bytes import LONGEST_BLOCK, block
 
@@ -34,7 +34,7 @@ def pair(kept, shape=(64, 128), dtype=torch.float32):
     torch.manual_seed(0)
     start = torch.randn(shape)
     known, found = nn.Parameter(start.clone()), nn.Parameter(start.to(dtype))
-    low = LowAdamW([{"params": [found], "weight_decay": 0.1}], kept, Noise(), **HOW)
+    low = LowPrecisionAdamW([{"params": [found], "weight_decay": 0.1}], kept, Noise(), **HOW)
     return known, found, torch.optim.AdamW([known], weight_decay=0.1, **HOW), low
 
 
@@ -94,7 +94,7 @@ def test_rounding_is_right_on_average_and_keeps_what_bf16_has():
 
 def test_small_updates_of_bf16_weights_are_not_lost():
     weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-    low = LowAdamW([{"params": [weight]}], "bf16", Noise(), lr=1e-4, betas=(0.9, 0.95))
+    low = LowPrecisionAdamW([{"params": [weight]}], "bf16", Noise(), lr=1e-4, betas=(0.9, 0.95))
     for step in range(1, 21):
         weight.grad = torch.ones_like(weight)
         begin_step(low, step, 1e-4)
@@ -154,7 +154,7 @@ def test_a_compiled_step_counts_the_same_numbers():
         torch.manual_seed(0)
         held = [nn.Parameter(torch.randn(n).bfloat16()) for n in (300, 77, 40_000)]
         noise = Noise(3, {one: str(number) for number, one in enumerate(held)})
-        low = LowAdamW([{"params": held}], "bf16", noise, compiled=compiled, **HOW)
+        low = LowPrecisionAdamW([{"params": held}], "bf16", noise, compiled=compiled, **HOW)
         for step in (1, 2):
             for one in held:
                 one.grad = torch.randn(one.shape).bfloat16()
@@ -197,7 +197,7 @@ def test_small_parameters_are_stepped_together_as_each_alone(kept, dtype, monkey
         shapes = [(32, 256)] * 12 + [(64, 128)] * 6 + [(7,)] * 12 + [(512, 256), (0, 256)]
         held = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         noise = Noise(3, {one: str(number) for number, one in enumerate(held)})
-        low = LowAdamW([{"params": held, "weight_decay": 0.1}], kept, noise, **HOW)
+        low = LowPrecisionAdamW([{"params": held, "weight_decay": 0.1}], kept, noise, **HOW)
         for step in range(1, 4):
             for number, one in enumerate(held):
                 one.grad = None if (step, number) == (2, 5) else torch.randn(one.shape).to(dtype)
@@ -219,7 +219,7 @@ def small_step(kept, count):
     torch.manual_seed(0)
     held = [nn.Parameter(torch.randn(8, 128)) for _ in range(count)]
     noise = Noise(3, {one: str(number) for number, one in enumerate(held)})
-    low = LowAdamW([{"params": held}], kept, noise, **HOW)
+    low = LowPrecisionAdamW([{"params": held}], kept, noise, **HOW)
 
     def step(number):
         drawn = torch.Generator().manual_seed(number)
