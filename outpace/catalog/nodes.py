@@ -118,31 +118,19 @@ NODES: Mapping[str, Node] = MappingProxyType({node.name: node for node in _NODES
 def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     """A machine of the catalog, or accelerators by their name, number and memory.
 
-    "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100". Cards are taken to have no
-    bridge, and what is sold on boards with a switch to have all of its links. A chip that is sold
-    on boards and as cards is taken to be the board's, whose name the node then has. Raises
+    "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100"; or as drivers, SLURM and clouds
+    write them: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "8xH100-80GB". Cards are taken to
+    have no bridge, and what is sold on boards with a switch to have all of its links. A chip that
+    is sold on boards and as cards is taken to be the board's, whose name the node then has. Raises
     BadInputError, naming the nearest, if there is none.
     """
     wanted = name.casefold().replace(" ", "-")
     if wanted in NODES:
         return NODES[wanted]
-    counted = _COUNTED.fullmatch(wanted)
-    if counted is not None:
-        count, word, memory = counted.groups()
-        chip = _variant(name, word, memory, accelerators)
-        if chip is not None:
-            _require_one_host(name, int(count or 1), chip)
-            return _accelerators(wanted, chip, int(count or 1))
-        board = _board_of(name, word, memory, accelerators)
-        if board is not None:
-            _require_one_host(name, int(count or 1), board)
-            form = _slug(board.name)
-            found = _accelerators(f"{count}x{form}" if count else form, board, int(count or 1))
-            assumed = (
-                f"{name} is taken to be {board.name}, the one on boards; others have names of "
-                "their own (docs/reference/catalog.md)."
-            )
-            return found.model_copy(update={"assumed": assumed})
+    for text in (wanted, _catalog_form(wanted, accelerators)):
+        found = _find_counted(name, text, accelerators)
+        if found is not None:
+            return found
     plain = [_slug(known) for known in accelerators]
     known = [*NODES, *plain]
     alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
@@ -153,19 +141,101 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     )
 
 
+def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
+    """Return the accelerators of `text`; None where the catalog has none of that name.
+
+    `name` is what the user calls them. Raises BadInputError where it says too little or too much.
+    """
+    counted = _COUNTED.fullmatch(text)
+    if counted is None:
+        return None
+    count, word, memory = counted.groups()
+    chip = _variant(name, word, memory, accelerators)
+    if chip is not None:
+        _require_one_host(name, text, int(count or 1), chip)
+        return _accelerators(text, chip, int(count or 1))
+    board = _board_of(name, word, memory, accelerators)
+    if board is None:
+        return None
+    _require_one_host(name, text, int(count or 1), board)
+    form = _slug(board.name)
+    found = _accelerators(f"{count}x{form}" if count else form, board, int(count or 1))
+    assumed = (
+        f"{name} is taken to be {board.name}, the one on boards; others have names of "
+        "their own (docs/reference/catalog.md)."
+    )
+    return found.model_copy(update={"assumed": assumed})
+
+
+# SLURM's "gpu:a100:8" and "gres/gpu:a100:8", the last number being how many.
+_GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d*))?")
+_COUNT_FIRST = re.compile(r"([1-9]\d*)-?[x×*]-?(.+)", re.DOTALL)
+_COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?)", re.DOTALL)
+_MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
+_KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
+_MEMORY_LAST = re.compile(r"(.+?)[-:]?(\d+)-?(?:gb|gib|g)")
+_MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
+
+
+def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
+    """Rewrite a name as drivers, SLURM and clouds write it into the catalog's: "8xh100:80gb".
+
+    A driver's name in full becomes its accelerator; else maker, kind of memory and the socket's
+    generation are left out, and a size at the end is taken for the memory.
+    """
+    word, count = wanted.replace("_", "-"), None
+    gres = _GRES.fullmatch(word)
+    if gres is not None:
+        word, count = gres.groups()
+    for pattern, places in ((_COUNT_FIRST, (2, 1)), (_COUNT_LAST, (1, 2))):
+        match = pattern.fullmatch(word) if count is None else None
+        if match is not None:
+            word, count = match[places[0]], match[places[1]]
+    word = _MAKER_WORDS.sub("", word)
+    prefix = "" if count is None else f"{count}x"
+    same = [
+        chip.name for chip in accelerators.values()
+        if _letters(word) in (_letters(chip.driver_name), _letters(chip.name))
+    ]  # fmt: skip
+    if len(same) == 1:
+        return prefix + _slug(same[0])
+    word = _KIND_OF_MEMORY.sub("", word)
+    inside = _MEMORY_FIRST.fullmatch(word)
+    if inside is not None:
+        word = f"{inside[1]}-{inside[3]}-{inside[2]}gb"
+    memory, sized = "", _MEMORY_LAST.fullmatch(word)
+    if sized is not None:
+        word, memory = sized[1], f":{sized[2]}gb"
+    word = re.sub(r"-sxm\d$", "-sxm", word)
+    plain = {_letters(one): one for chip in accelerators for one in (_slug(chip), _base(chip))}
+    return f"{prefix}{plain.get(_letters(word), word)}{memory}"
+
+
+def _base(chip: str) -> str:
+    """Return a chip's name in the catalog's form, without its memory."""
+    return _SIZED.sub("", _slug(chip))
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
 # Most accelerators in a host: 16 of V100, as in a DGX-2. Racks of superchips join more.
 _MOST_IN_HOST = 16
 _IN_RACK = {"GB200": 72, "GB300": 72, "GH200": 32}
 _USUAL_IN_HOST = 8
 
 
-def _require_one_host(name: str, count: int, chip: Accelerator) -> None:
-    """Raise BadInputError for more accelerators than a host has, saying how to name several."""
+def _require_one_host(name: str, text: str, count: int, chip: Accelerator) -> None:
+    """Raise BadInputError for more accelerators than a host has, saying how to name several.
+
+    `text` is the catalog's form of the name.
+    """
     most = _IN_RACK.get(" ".join(chip.name.split()[:1]), _MOST_IN_HOST)
     if count <= most:
         return
     each = next(n for n in range(_USUAL_IN_HOST, 0, -1) if count % n == 0)
-    word = re.sub(r"^[1-9]\d*", "", name.strip())
+    word = re.sub(r"^[1-9]\d*", "", (name if text == _slug(name) else text).strip())
     meant = f"--machine {each}{word} --nodes {count // each}"
     raise BadInputError(
         f"machine {name!r}: no host has {count} of {chip.name}; {most} are the most. Name one host "

@@ -123,6 +123,8 @@ def test_a_mesh_of_few_devices_has_the_links_between_them(name, links):
         ("gh200", "sold with 96 GB or 144 GB"),
         ("8xa100", "a100 is sold with 40 GB or 80 GB on boards. Say which, as in a100:80GB"),
         ("h100:70gb", "h100 is sold with 64 GB or 80 GB or 94 GB on boards"),
+        ("64xH100-80GB", "machine '64xH100-80GB': .*: --machine 8xh100:80gb --nodes 8"),
+        ("gpu:a100:8", "a100 is sold with 40 GB or 80 GB"),
         ("64xh100", "one host and how many of them: --machine 8xh100 --nodes 8"),
         ("100xrtx-3060:12GB", "16 are the most. .*: --machine 5xrtx-3060:12GB --nodes 20"),
         ("0xrtx-3090", "is not in the catalog"),
@@ -148,3 +150,31 @@ def test_a_machine_that_cannot_be_is_refused(wrong, sentence):
     values = {"name": "mine", "accelerator": "T4", "devices": 4, "source": "here"}
     with pytest.raises(BadInputError, match=sentence):
         Node.parse({**values, **wrong}, "machine")
+
+
+@pytest.mark.parametrize("chip", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_a_drivers_name_is_its_accelerator_or_asks_for_the_memory(chip):
+    """As nvidia-smi, Kubernetes' labels and clouds write it."""
+    for text in (f"NVIDIA {chip.driver_name}", f"nvidia-{chip.driver_name.lower()}"):
+        try:
+            found = ACCELERATORS[find_node(text, ACCELERATORS).accelerator]
+            assert found.driver_name == chip.driver_name
+        except BadInputError as error:
+            assert "is sold with" in str(error) and "Say which" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "chip"),
+    [
+        ("8xH100-80GB", 8, "H100 SXM"), ("8x NVIDIA H100 80GB HBM3", 8, "H100 SXM"),
+        ("A100-SXM4-80GB", 1, "A100 SXM 80 GB"), ("NVIDIA A100 80GB PCIe", 1, "A100 PCIe 80 GB"),
+        ("gpu:a100-sxm4-80gb:8", 8, "A100 SXM 80 GB"), ("gres/gpu:h200:8", 8, "H200 SXM"),
+        ("a100_80gb", 1, "A100 SXM 80 GB"), ("nvidia-tesla-t4", 1, "T4"), ("H100x8", 8, "H100 SXM"),
+        ("8xA100-40GB", 8, "A100 SXM 40 GB"), ("H100 PCIe 80GB", 1, "H100 PCIe"),
+        ("4xRTX4090-24GB", 4, "RTX 4090"), ("RTX_4090", 1, "RTX 4090"),
+        ("AMD Instinct MI300X", 1, "MI300X"), ("H200-141GB", 1, "H200 SXM"),
+    ],
+)  # fmt: skip
+def test_names_of_drivers_schedulers_and_clouds(name, devices, chip):
+    found = find_node(name, ACCELERATORS)
+    assert (found.devices, found.accelerator) == (devices, chip)
