@@ -30,7 +30,7 @@ SOON = {
     "resnet": "ddp",
 }
 ALWAYS = {"x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward"}
-ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ")
+ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ")
 
 
 def load():
