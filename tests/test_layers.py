@@ -1,5 +1,6 @@
 """Layers of packages, and what importing them must not cost."""
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -70,6 +71,15 @@ def test_every_public_name_is_there() -> None:
         assert getattr(outpace, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         outpace.trian
+
+
+def test_what_a_module_says_it_exports_is_defined_there() -> None:
+    said = [path for path in (ROOT / "outpace").rglob("*.py") if "__all__ = [" in path.read_text()]
+    assert len(said) > 4
+    for path in said:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        assert [one for one in module.__all__ if not hasattr(module, one)] == [], name
 
 
 def test_train_is_a_plain_function() -> None:

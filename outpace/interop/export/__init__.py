@@ -22,7 +22,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-__all__ = ["FORMATS", "ExportedPlan", "Request", "emit"]
+__all__ = ["FORMATS", "ExportRequest", "ExportedPlan", "export_plan"]
 
 FORMATS: Mapping[str, Callable[[ExportRequest], ExportedPlan]] = MappingProxyType(
     {
