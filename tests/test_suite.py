@@ -44,6 +44,17 @@ def test_no_test_asserts_that_little_time_has_passed():
     assert list(_short_limits(planted)) == [1]
 
 
+def test_no_test_profiles_the_process_that_it_is_in():
+    """Python 3.11 never left such a step where torch's compiler had run: the suite hung."""
+    words = ("sys.set" + "profile", "sys.set" + "trace")
+    found = [
+        str(path.relative_to(TESTS))
+        for path in sorted(TESTS.rglob("test_*.py"))
+        if any(word in path.read_text() for word in words)
+    ]
+    assert not found, f"count in a process of its own, as optim/count_calls.py does: {found}"
+
+
 def test_the_fork_server_has_the_environment_of_no_test(command):
     """pytest notes there at what it is: a fixture's beginning, or a test that may change it."""
     server = forkserver._forkserver._forkserver_pid

@@ -126,11 +126,11 @@ def test_where_nothing_has_run_yet_the_fastest_is_tried(proposer):
     assert second.plan == others[0].plan
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "code", [4, *(pytest.param(code, marks=pytest.mark.slow) for code in (-9, 137))]
+    ("code", "trials"),
+    [(4, 3), *(pytest.param(code, 10, marks=pytest.mark.slow) for code in (4, -9, 137))],
 )
-def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer, code):
+def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer, code, trials):
     fastest = proposer.proposals(())[0]
     needs, memory_bytes = fastest.memory_bytes, {}
 
@@ -138,7 +138,7 @@ def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer,
         memory_bytes[proposal.plan.model_dump_json()] = proposal.memory_bytes
         return None if proposal.memory_bytes >= needs else proposal.step_time_s
 
-    ended = play(proposer, runner(took, code), Limits(trials=10))
+    ended = play(proposer, runner(took, code), Limits(trials=trials))
     assert any(trial.failure for trial in ended.trials)
     most = float("inf")
     for trial in ended.trials:

@@ -139,9 +139,7 @@ def test_lower_precisions_are_proved_within_their_rounding(on_ranks):
     "strategies",
     [
         "ddp,ring,zero3,hsdp,1f1b,zbv",
-        pytest.param(
-            "dp,ps,ddp,ring,zero1,zero2,zero3,hsdp,1f1b,zbv,tp,cp", marks=pytest.mark.slow
-        ),
+        "dp,ps,ddp,ring,zero1,zero2,zero3,hsdp,1f1b,zbv,tp,cp",
     ],
     ids=["some", "most"],
 )

@@ -216,8 +216,7 @@ def rank_alone(words, cwd, rank=1, **environ):
     [
         pytest.param(None, "does not answer as rank 0 does", id="silent",
                      marks=pytest.mark.slow),
-        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program", id="http",
-                     marks=pytest.mark.slow),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program", id="http"),
     ],
 )  # fmt: skip
 def test_a_rank_does_not_wait_for_another_program(tmp_path, words, answer, said):
@@ -361,10 +360,8 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nproc", "signum"),
-    [pytest.param(1, signal.SIGINT, id="one rank"),
-     pytest.param(2, signal.SIGTERM, id="one of two", marks=pytest.mark.slow)],
-)  # fmt: skip
+    ("nproc", "signum"), [(1, signal.SIGINT), (2, signal.SIGTERM)], ids=["one rank", "one of two"]
+)
 def test_a_signal_ends_the_final_evaluation_and_the_run_can_be_finished(tmp_path, nproc, signum):
     (tmp_path / "evaluating.py").write_text(EVALUATING)
     words = ("train", "--model", "evaluating.py:build", "--global-batch", 2, "--steps", 2,
@@ -501,11 +498,11 @@ def build():
 @pytest.mark.parametrize(
     ("then", "found"),
     [
-        pytest.param('os.kill(int(open("1.pid").read()), signal.SIGKILL)', "rank 1 on", id="lost"),
-        pytest.param('raise RuntimeError("a broken fan")', "a broken fan", id="fails",
-                     marks=pytest.mark.slow),
+        ('os.kill(int(open("1.pid").read()), signal.SIGKILL)', "rank 1 on"),
+        ('raise RuntimeError("a broken fan")', "a broken fan"),
     ],
-)  # fmt: skip
+    ids=["lost", "fails"],
+)
 def test_a_verdict_by_which_nobody_ended_is_forgotten(tmp_path, then, found):
     """The rank that it names is there, and finds out what went wrong since."""
     (tmp_path / "late.py").write_text(LATE.format(then=then))

@@ -80,7 +80,7 @@ def test_compression_is_refused_where_it_goes_wrong(options, sentence):
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["bf16", pytest.param("powersgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["bf16", "powersgd"])
 def test_what_leaves_out_a_part_of_the_gradients_is_not_verified(kind, command, tmp_path):
     plan(compress_gradients=kind, micro_batch=4, precision="fp64").save(tmp_path / "plan.json")
     done = command("outpace", "verify", "--plan", tmp_path / "plan.json")

@@ -51,7 +51,7 @@ OFF = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 5e-3, "bf16-pure": 5e-3, "fp16-maste
        "bf16-master": 5e-3}  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [FEW, MORE])
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path, cases):
     done = subprocess.run(
