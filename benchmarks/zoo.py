@@ -31,8 +31,7 @@ import torch
 from recording import RESULTS, save
 
 import outpace
-from outpace.experiment.module_verify import CUT, CUT_ALIKE, plan_for_module, verify_custom
-from outpace.interop.custom_model import CustomModel
+from outpace.experiment.module_verify import CUT, CUT_ALIKE, plan_for_module
 from outpace.launch.forked_job import ForkedRank, run_forked
 from outpace.parallel.comparison import SINGLE
 from outpace.probing.hardware.versions import commit
@@ -83,8 +82,8 @@ def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
         return make(torch.Generator().manual_seed(step), SAMPLES)
 
     try:
-        certificate = verify_custom(
-            CustomModel(module, loss), batch, plans=plans, time_limit_s=LIMIT_S
+        certificate = outpace.verify(
+            module, loss=loss, batch=batch, plans=plans, time_limit_s=LIMIT_S
         )
     except BadInputError as error:
         if "draws random numbers" in str(error):
@@ -109,7 +108,10 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     refusal, sentences = first_look(entry, verdict.strategy)
     if refusal is not None:
         return f"refused: {refusal}"
-    told = ("the loss of the first batch changes", "the forward writes to", "the forward moves")
+    told = (
+        "the loss of the first batch changes", "the gradient of the first batch changes",
+        "the forward writes to", "the forward moves",
+    )  # fmt: skip
     by_cut = [one for one in sentences if one.startswith(told)]
     kept = ("from step to step", "generator of its own")
     of_state = [one for one in sentences if any(words in one for words in kept)]

@@ -74,9 +74,14 @@ def _choose_by_numbers(plan: Plan, narrowest: int) -> ComparisonLimits:
     return SINGLE_IN_PARTS if casts or plan.tp > 1 else SINGLE
 
 
+def parts_tolerance(plan: Plan, allowed: ComparisonLimits) -> ComparisonLimits:
+    """Return the tolerances between a batch and its parts, with other kernels."""
+    return HALF if plan.precision not in ("fp32", "fp64") else allowed
+
+
 def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
-    """Return the tolerance between the loss of a batch and of its halves, with other kernels."""
-    return HALF.cut if plan.precision not in ("fp32", "fp64") else allowed.cut
+    """Return the tolerance between the loss of a batch and of its halves."""
+    return parts_tolerance(plan, allowed).cut
 
 
 def micro_loss_tolerance(narrowest: int, casts: bool) -> float:

@@ -25,6 +25,7 @@ from outpace.parallel.comparison import (
     LayoutComparison,
     choose_tolerance,
     halves_tolerance,
+    parts_tolerance,
     square,
 )
 from outpace.parallel.kept_state import (
@@ -34,6 +35,7 @@ from outpace.parallel.kept_state import (
 )
 from outpace.parallel.later_writes import LaterWrites
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.mixed_samples import MixedDifference
 from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import (
     NEEDED_BEFORE,
@@ -62,6 +64,7 @@ Run = Callable[[Sequence[Batch], StepHooks], Tensor]  # a layout's forward and b
 
 _MOST_OF_FREE = 0.8
 _BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
+_BY_THEMSELVES = "samples of it are computed by themselves"
 _UNSEEN = "in the backward, or in another thread, where outpace cannot put it back to compare"
 
 WAYS_OUT = {
@@ -126,8 +129,8 @@ class FirstBatch:
         layout.learn_forms(passes[0] if passes else None, StepHooks(hooks.cast))
         for _, parameter in layout.named_parameters():
             parameter.grad = None
-        least = halves_tolerance(self._plan, allowed)
-        found = self._plain.run(layout, passes, StepHooks(hooks.cast), holders, least)
+        parts = parts_tolerance(self._plan, allowed)
+        found = self._plain.run(layout, passes, StepHooks(hooks.cast), holders, parts)
         if isinstance(found, PlainFailure):
             if found.by_cut:
                 raise _on_all_ranks(found.reason)
@@ -170,8 +173,13 @@ class FirstBatch:
         `count` are the micro-batches of a step.
         """
         apart = max(report.cut.loss for report in found.reports)
+        mixed = found.mixed
         if apart > halves_tolerance(self._plan, allowed):
-            self._say(self._about_cut(apart))
+            self._say(self._about_cut(apart, "the batch is cut in two"))
+        elif mixed.loss:
+            self._say(self._about_cut(mixed.loss, _BY_THEMSELVES))
+        elif mixed.gradient:
+            self._say(_explain_gradient_cut(mixed))
         else:
             moved = self._find_moved_buffers(found, count)
             if moved:
@@ -438,7 +446,7 @@ class FirstBatch:
             f"process: on the first global batch {what}. {cause} {WAYS_OUT[self._by_command]}"
         )
 
-    def _about_cut(self, apart: float) -> str:
+    def _about_cut(self, apart: float, how: str) -> str:
         where = " in what build returns" if self._by_command else ""
         cure = (
             "return (sum, count) from the loss where it is a mean over something other than "
@@ -450,11 +458,23 @@ class FirstBatch:
             else f"sync_batchnorm=True{where} where the module has BatchNorm"
         )
         return (
-            f"the loss of the first batch changes by {100 * apart:.2g} % when the batch is cut in "
-            "two, as ranks and micro-batches cut it, so one process over the whole batch would "
-            "train otherwise: the loss is no mean over samples, or samples see each other. To "
-            f"train the same, {cure}"
+            f"the loss of the first batch changes by {100 * apart:.2g} % when {how}, as ranks and "
+            "micro-batches cut it, so one process over the whole batch would train otherwise: the "
+            "loss is no mean over samples, or samples see each other. To train the same, "
+            f"{cure}"
         )
+
+
+def _explain_gradient_cut(mixed: MixedDifference) -> str:
+    """Return what to know of gradients that change with the cut where the loss does not."""
+    return (
+        f"the gradient of the first batch changes when {_BY_THEMSELVES}, as ranks and "
+        f"micro-batches cut it, though the loss does not: that of {first_names(mixed.names)} by "
+        f"{100 * mixed.gradient:.2g} %. So one process over the whole batch would train otherwise: "
+        "something is decided for all samples of a batch at once (a route or a detach by the first "
+        "one, a mask over all, a gradient that is clipped or centred in the backward). "
+        "To train the same, decide it for each sample by itself, and clip gradients in the step."
+    )
 
 
 def _explain_moved_buffers(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from outpace.nn.spread import is_spread
 from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
-from outpace.parallel.comparison import Projection
+from outpace.parallel.comparison import ComparisonLimits, Projection
 from outpace.parallel.cut_difference import (
     CutDifference,
     First,
@@ -34,6 +34,7 @@ from outpace.parallel.cut_difference import (
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.kept_state import KeptState, find_kept_state
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.mixed_samples import MixedDifference, MixedSamples, Taker
 from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import MovedParameters, keep_values
 from outpace.parallel.plain import (
@@ -127,12 +128,12 @@ class PlainPass:
         passes: Sequence[Batch],
         hooks: StepHooks,
         holders: Sequence[Held],
-        tolerance: float,
+        allowed: ComparisonLimits,
     ) -> "PlainSums | PlainFailure":
         """Return the sums of this rank's part, or why there are none on some rank. Collective.
 
-        `holders`: what each rank has. `tolerance`: of the loss of a batch that is cut. Once, for
-        the copy is given up.
+        `holders`: what each rank has. `allowed`: between a batch and its parts. Once, for the
+        copy is given up.
         """
         assert self._copy is not None
         plain, self._copy = self._copy, None
@@ -166,13 +167,23 @@ class PlainPass:
                 state = self._find_state(plain, piece, passes, hooks, found.drops)
             apart = compare_cut(
                 plain, self._plan, self._first_of(found, state, in_order), passes, hooks,
-                self.synchronised, tolerance,
+                self.synchronised, allowed.cut,
             )  # fmt: skip
             moved_back: Sequence[str] = ()
             if found.moved_back and found.first is not None and not self.synchronised:
                 asked = plain, hooks, found.drops, found.moved_back, found.first[0]
                 moved_back = find_read_buffers(*asked)
             made = [name for name, _ in model.named_parameters() if name not in found.names]
+            # What is told or refused otherwise may be of the same cause.
+            other_cause = bool(
+                self.synchronised or state.is_any or made or unseen or found.written
+                or found.moved_back or apart.read or apart.loss > allowed.cut
+            )  # fmt: skip
+            mixed = MixedSamples(
+                plain, found.names, found.projection, found.divert, hooks, found.drops,
+                self._plan.strategy, device,
+            )  # fmt: skip
+            found.mixed = mixed.compare(*self._choose_piece(passes), other_cause, allowed)
         named = dict(layout.named_parameters())
         prints = {name: fingerprint(values) for name, values in found.moved.items()}
         buffer_prints = {name: fingerprint(values) for name, values in found.buffers.items()}
@@ -203,6 +214,21 @@ class PlainPass:
                 return None
             mean = None if in_order or samples_in(piece) % 4 == 0 else mean
         return First(piece, mean, state.halves, found.drops, found.buffers)
+
+    def _choose_piece(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
+        """Return the micro-batch of which this rank gives samples, and its number among ranks.
+
+        None where the plan does not cut, or others give some of the same. Where all ranks have the
+        same samples, their micro-batches lie apart.
+        """
+        share = self._plan.data_rank(self._ranks.rank)
+        if share is None or not passes or not self._is_cut(passes):
+            return None, 0
+        if self._plan.data_parallel > 1:
+            return self._first_piece(passes), share
+        parts = self._plan.pp_microbatches
+        number = self._place * len(passes) * parts // self.ranks_per_share
+        return cut(passes[number // parts], parts)[number % parts], self._place
 
     def _first_piece(self, passes: Sequence[Batch]) -> Batch | None:
         """Return the first micro-batch, on the rank that runs it."""
@@ -422,6 +448,8 @@ class PlainSums:
         self.moved_back: dict[str, Tensor] = {}  # saved ones that its backward alone has moved
         self.drops = True  # whether forwards draw numbers, or would but for dropout that is off
         self.reports: list[PlainReport] = []  # of all ranks
+        self.mixed = MixedDifference()  # as all ranks know it
+        self._taker: Taker | None = None
         self._places = {name: number for number, name in enumerate(names)}
         self._products: list[Tensor | None] = [None] * len(names)
         self._gradients = [0] * len(names)
@@ -435,11 +463,19 @@ class PlainSums:
         """A gradient of a piece is there, and is given up."""
         if parameter.grad is None:
             return  # which a user's hook has done
+        if self._taker is not None:
+            self._taker(name, parameter.grad)
+            parameter.grad = None
+            return
         place, product = self._places[name], self.projection.project(parameter.grad)
         before = self._products[place]
         self._products[place] = product if before is None else before + product
         self._gradients[place] += 1
         parameter.grad = None
+
+    def divert(self, taker: Taker | None) -> None:
+        """Let a function have gradients from now on, in place of the sums; None lets them again."""
+        self._taker = taker
 
     def add_up(self) -> None:
         """Let the sums have what was taken of all pieces."""

@@ -418,6 +418,7 @@ def test_hangs_crashes_and_errors_are_results():
         ({"plans": [outpace.Plan(strategy="ddp", dp_replicate=2, micro_batch=3)]}, "multiple"),
         ({"loss": lambda m, b: m(b[0])}, "one process cannot train Stack on this batch"),
         ({"loss": lambda m, b: m(b[0]).mean() * torch.rand(())}, "draws random numbers"),
+        ({"loss": nn.Linear(2, 2)}, "Linear as the loss, with parameters that the module does not"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(options, why):

@@ -230,7 +230,8 @@ def test_a_look_costs_one_backward_and_few_forwards_beside_the_step(tmp_path, st
 
     Forwards beside the plain one are of the halves of a micro-batch of 2: one, the other, and the
     first again. A Stack drops, and moves buffers: both whole, and in halves; then twice, with the
-    buffers of before and of after.
+    buffers of before and of after. A sample of each rank goes forward and backward once more: with
+    that of the other on rank 0, and each by itself on rank 1.
     """
 
     def note(kind, batch):
@@ -252,7 +253,8 @@ def test_a_look_costs_one_backward_and_few_forwards_beside_the_step(tmp_path, st
         )
         both_passes = 2 * SAMPLES // 2
         few = 3 + (2 + 2 + 2 * 2 if make is Stack else 0)
-        assert (forward, backward) == (both_passes + few, both_passes)
+        mixed = 2
+        assert (forward, backward) == (both_passes + few + mixed, both_passes + mixed)
 
 
 class Narrow(Stack):
@@ -461,6 +463,46 @@ def test_buffers_that_samples_move_and_the_loss_reads_are_told(tmp_path):
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
     assert "the forward moves" in said and "codes" in said and "each step begins with" in said
+
+
+class Chosen(Stack):
+    """A tenth of the gradient goes on where the first sample of a batch is of one kind."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.detach() + 0.1 * (y - y.detach()) if _is_of_late(x[:1]) else y
+
+
+class Centred(Stack):
+    """Samples' gradients have their mean taken off."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        x.register_hook(lambda gradient: gradient - gradient.mean(0))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _is_of_late(x):
+    """Whether it is of the second half of the first global batch, which other ranks may have."""
+    late = global_batch()[0][SAMPLES // 2 :]
+    return bool((late == x).flatten(1).all(1).any())
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "name"),
+    [(Chosen, "ddp", "stem.weight"), (Centred, "ddp", "stem.weight"), (Chosen, "gpipe", "blocks.")],
+)
+def test_gradients_that_the_cut_changes_are_said_once_where_the_loss_is_the_same(
+    tmp_path, make, strategy, name
+):
+    """Of Chosen, halves of micro-batches show nothing: all of their samples are of a kind."""
+    first, second = looked_at(tmp_path, strategy, make)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert said.startswith("the gradient of the first batch changes") and name in said
+    assert "decide it for each sample by itself" in said
 
 
 class RaggedModule(nn.Module):

@@ -1,0 +1,178 @@
+"""Difference of samples of several ranks in one batch, and of each rank's by themselves.
+
+What a module decides for the whole batch (a route or a detach by the first sample, a mask over all,
+a gradient that is clipped or centred) changes with the cut, and often in gradients alone. Parts of
+one micro-batch may all be decided alike, so that samples of other ranks and micro-batches are taken
+together here.
+"""
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from outpace.parallel.batches import concatenate, samples_in, take_first
+from outpace.parallel.comparison import ComparisonLimits, Projection, difference, square
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.module_state import preserve_state
+from outpace.parallel.moved_parameters import keep_values
+from outpace.parallel.plain import random_state, same_random_state, without_dropout
+from outpace.parallel.plain_copy import model_of
+from outpace.parallel.user_collectives import NoCollectives
+
+Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
+_FEW = 2  # samples of a rank, at most
+_MOST_RANKS = 8
+_FAILED, _LOSSES = 0, slice(1, 5)  # places in sums of ranks; then products, then squares
+_FIRST = 5
+
+
+@dataclass(frozen=True)
+class MixedDifference:
+    """Difference of the `loss`, else of the `gradient` of parameters of these `names`."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    names: tuple[str, ...] = ()
+
+
+class MixedSamples:
+    """Comparison of few samples of ranks, in pairs of ranks: one runs both's, one each by itself.
+
+    So it takes the time of two, if need be of four samples. `divert` lets a function have the
+    gradients of a backward of `plain`, in which every gradient is given up; None ends that.
+    `strategy` is named where a collective of the user's own is refused.
+    """
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        names: Sequence[str],
+        projection: Projection,
+        divert: Callable[[Taker | None], None],
+        hooks: StepHooks,
+        drops: bool,
+        strategy: str,
+        device: torch.device,
+    ) -> None:
+        self._plain, self._names, self._projection = plain, names, projection
+        self._divert, self._hooks, self._drops = divert, hooks, drops
+        self._strategy = strategy
+        self._device = device
+
+    def compare(
+        self, piece: Batch | None, order: int, leave_out: bool, allowed: ComparisonLimits
+    ) -> MixedDifference:
+        """Compare the first samples of ranks' micro-batches. Collective.
+
+        `piece` is this rank's, and None where its samples are not needed; `order` the rank's number
+        among those that have one. Any rank may have all `leave_out`.
+
+        A single sample may be a case of its own, so that what it shows is seen in two, where
+        micro-batches have as many as four.
+        """
+        most = 0 if piece is None else min(_FEW, samples_in(piece) // 2)
+        sent = None
+        if most and not leave_out:
+            with suppress(Exception):  # of a class that cannot be sent
+                sent = order, most, pickle.dumps(_move(take_first(piece, most), "cpu"))
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, (leave_out, sent))
+        senders = [rank for rank, (_, one) in enumerate(said) if one is not None]
+        senders = sorted(senders, key=lambda rank: said[rank][1][0])[:_MOST_RANKS]
+        if len(senders) < 2 or any(left_out for left_out, _ in said):
+            return MixedDifference()
+        found = MixedDifference()
+        for count in range(1, min(said[rank][1][1] for rank in senders) + 1):
+            sums = torch.zeros(_FIRST + 2 * len(self._names), dtype=torch.float64)
+            sums = sums.to(self._device)
+            rank = dist.get_rank()
+            place = senders.index(rank) if rank in senders else len(senders)
+            if place < len(senders) // 2 * 2:
+                pair = [said[senders[place // 2 * 2 + one]][1][2] for one in range(2)]
+                try:
+                    self._add(sums, pair, count, together=place % 2 == 0)
+                except Exception:  # normalisation of a single sample, say
+                    sums[_FAILED] = 1
+            dist.all_reduce(sums)
+            if sums[_FAILED]:
+                found = MixedDifference()
+                continue
+            found = self._judge(sums, allowed)
+            if not found.loss and not found.gradient:
+                break
+        return found
+
+    def _add(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
+        """Run the samples of two ranks, together or each by itself."""
+        parts = [take_first(_move(pickle.loads(one), self._device), count) for one in pair]
+        if together:
+            joined = concatenate(*parts)
+            if joined is None:
+                sums[_FAILED] = 1
+                return
+            parts = [joined]
+        products, squares = sums[_FIRST:].view(2, -1)
+        places = {name: number for number, name in enumerate(self._names)}
+        losses = sums[_LOSSES][:2] if together else sums[_LOSSES][2:]
+        sign = 1 if together else -1
+
+        def take(name: str, gradient: Tensor) -> None:
+            products[places[name]] += sign * self._projection.project(gradient)
+            squares[places[name]] += square(gradient)
+
+        self._divert(take)
+        try:
+            for part in parts:
+                dropping = without_dropout(self._plain) if self._drops else nullcontext()
+                named = model_of(self._plain).named_parameters()
+                with (
+                    keep_values(named),
+                    preserve_state(self._plain, self._device),
+                    dropping,
+                    torch.enable_grad(),
+                ):
+                    begin = random_state(self._device)
+                    with self._hooks.cast(), NoCollectives(self._strategy):
+                        loss_sum, targets, *_ = self._plain(part)
+                    loss_sum.backward()
+                    losses += torch.stack((loss_sum.detach().double(), targets.double()))
+                    if not same_random_state(begin, random_state(self._device)):
+                        sums[_FAILED] = 1  # noise
+        finally:
+            self._divert(None)
+
+    def _judge(self, sums: Tensor, allowed: ComparisonLimits) -> MixedDifference:
+        if not bool(sums.isfinite().all()):
+            return MixedDifference()
+        loss, count, loss_apart, count_apart = sums[_LOSSES].tolist()
+        if not count or not count_apart:
+            return MixedDifference()
+        apart = difference(loss / count, loss_apart / count_apart)
+        if apart > allowed.cut:
+            return MixedDifference(loss=apart)
+        products, squares = sums[_FIRST:].view(2, -1).tolist()
+        sizes = [math.sqrt(one) for one in squares]
+        largest = max(sizes, default=0.0)
+        off = {
+            name: abs(product) / size
+            for name, product, size in zip(self._names, products, sizes, strict=True)
+            if abs(product) > allowed.projection * max(size, allowed.floor * largest)
+        }
+        return MixedDifference(gradient=max(off.values(), default=0.0), names=tuple(off))
+
+
+def _move(batch: Batch, device: torch.device | str) -> Batch:
+    return tree_map(partial(_move_leaf, device=device), batch)
+
+
+def _move_leaf(leaf: Any, device: torch.device | str) -> Any:
+    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf
