@@ -73,6 +73,9 @@ def _reached(followed: coverage.Coverage, reader: Any) -> dict[str, Any]:
     missed = []
     for module, names in reader.code.items():
         of = files[_path(module)]["functions"]
+        gone = sorted(set(names) - set(of))
+        if gone:
+            raise LookupError(f"{reader.name}: {module} does not define {', '.join(gone)}")
         for name, one in of.items():
             if name and (not names or name in names):
                 branches += one["summary"]["num_branches"]

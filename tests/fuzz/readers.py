@@ -253,8 +253,9 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     one.name: one
     for one in (
         Reader("config", documents.configs, _config, {
-            "outpace.cli.options": ("read_toml", "from_toml", "convert", "_convert_one",
-                                    "_at_commas", "build", "_one_length", "_sentence", "shape")}),
+            "outpace.cli.options": ("from_toml", "convert", "_convert_one", "_at_commas", "build",
+                                    "_one_length", "_sentence", "shape"),
+            "outpace.records.base": ("read_toml",)}),
         Reader("experiment", documents.experiments, _experiment, {
             "outpace.cli.experiments": ("from_toml", "_arm", "_settings", "_setting",
                                         "_cross_with_grid", "_boolean", "_plain", "_name")}),
@@ -264,7 +265,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.records.base": ("read_json", "read_object", "read_toml")}),
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
-            "outpace.planner.calibration.cluster": ("of_probe", "_probed_fabric", "_Known.of",
+            "outpace.planner.calibration.cluster": ("of_probe", "_probed_fabric", "_Known.value_of",
                                          "_Known.products", "_Known.loader_tokens_per_s",
                                          "_probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
@@ -273,19 +274,22 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.probing.hardware.nvidia_smi": (
                 "parse", "_find_header", "_row", "_last_fields", "_mirror")}),
         Reader("tokens", documents.token_files, _tokens, {
-            "outpace.data.stream": ("nanogpt_stream", "megatron_stream"),
-            "outpace.data.sources": ("_of_file", "_found", "_state")}),
+            "outpace.data.stream": ("_llmc_stream", "megatron_stream"),
+            "outpace.data.sources": ("_of_file", "_source_of", "_state")}),
         Reader("cache", results.caches, _cache, {
             "outpace.data.shards": ("read_index",), "outpace.data.index": ("Index._whole",),
             "outpace.data.stream": ("cached_stream",)}, keeps=False),
         Reader("text", documents.tables, _text, {
             "outpace.data.text": ("pieces", "_plain", "_decode", "_border", "_all_in_pieces",
-                                  "_in_pieces", "_checked", "_json_lines", "_parquet")}),
+                                  "_in_pieces"),
+            "outpace.data.row_files": ("checked_text", "_json_lines", "_parquet")}),
         Reader("rows", documents.tables, _rows, {
-            "outpace.data.rows": ("read_table", "_of_files", "_json_list", "_json_lines",
-                                  "_parquet", "_delimited", "_read_tabs", "_read_csv", "_is_cola",
-                                  "fingerprint", "_content", "_plain"),
-            "outpace.data.chat": ("messages_of", "_require_list", "_message", "_text", "_show")}),
+            "outpace.data.rows": ("read_table", "_of_files", "fingerprint", "_content", "_plain"),
+            "outpace.data.row_files": ("_json_list", "_json_lines", "_parquet", "_table",
+                                       "_read_tabs", "_read_csv", "_is_cola"),
+            "outpace.data.chat": ("messages_of",),
+            "outpace.data.conversations": ("conversation_of", "_require_list", "_message", "_text",
+                                           "_show")}),
         Reader("checkpoint", results.checkpoints, _checkpoint, {
             "outpace.training.checkpoint": (
                 "damage", "step_of", "whole_checkpoints", "newest_intact", "_checksum",
@@ -293,9 +297,9 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                keeps=False),
         Reader("model", documents.models, _model, {
             "outpace.interop.config": ("spec_from_hf", "load_config"),
-            "outpace.interop.weights": ("read_weights", "_taken", "_by_canonical_name",
+            "outpace.interop.weights": ("read_weights", "_convert_all", "_by_canonical_name",
                                         "_check_tied", "_check", "_stored_shape", "_convert",
-                                        "_stored", "has_weights", "weight_files", "_shards",
+                                        "_open_tensors", "has_weights", "weight_files", "_shards",
                                         "_open_safetensors", "_entry", "_open_bin")}),
         Reader("outline", documents.configs_of_models, _outline, {
             "outpace.interop.outline": (),
@@ -309,7 +313,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
             "outpace.data.tokenizer": ("load_tokenizer", "_load", "_config_of", "_content",
                                        "_byte_pairs", "_word_pieces", "Tokenizer.__init__",
-                                       "Tokenizer._find_roles", "Tokenizer.chat_template"),
+                                       "Tokenizer._find_roles", "_templates"),
             "outpace.data.words": ("words_of", "_pattern_of")}),
         Reader("report", results.reported, _report, {
             "outpace.cli.report": ("_read_subject", "_record", "_document")}),

@@ -1,5 +1,6 @@
 """Whatever a file holds, its reader takes it or says in a sentence what is wrong with it."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,17 @@ def _alone() -> Iterator[None]:
         group.cache_clear()
 
 
+def test_functions_that_readers_name_are_defined_in_their_modules() -> None:
+    for reader in READERS.values():
+        for module, names in reader.code.items():
+            text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            for name in names:
+                *classes, function = name.split(".")
+                for line in (*(f"class {one}" for one in classes), f"def {function}"):
+                    assert re.search(rf"\b{line}\b", text), (reader.name, module, name)
+
+
+ROOT = Path(__file__).parents[2]
 # Cases of each reader: a share each time, and what issue 8 asks for with the slow tests.
 QUICK, ALL = 50, 1000
 each_reader = pytest.mark.parametrize("name", READERS)
