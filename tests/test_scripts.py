@@ -97,6 +97,20 @@ def test_quickstart_installs_again_when_the_pins_change(tmp_path: Path) -> None:
     assert len(installs(folder)) == 2
 
 
+def test_what_docs_installs_is_enough_to_run(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    for level, installed in (("run", 1), ("docs", 2), ("run", 2), ("docs", 2), ("test", 3),
+                             ("docs", 3), ("run", 3)):  # fmt: skip
+        call = f". scripts/setup; system_packages() {{ :; }}; setup {level}"
+        environ = {
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "CALLS": str(folder / "calls"),
+            "FAKE_VERSION": "3.12.1",
+        }
+        subprocess.run(["/bin/sh", "-euc", call], env=environ, cwd=folder, check=True)
+        assert len(installs(folder)) == installed, level
+
+
 def test_docs_installs_the_generator_and_passes_options_on(tmp_path: Path) -> None:
     folder = checkout(tmp_path)
     environ = {
