@@ -159,9 +159,7 @@ class _NoReads(TorchDispatchMode):
 
 def _place(frames: traceback.StackSummary) -> str:
     """The innermost line that is not torch's or outpace's."""
-    theirs = [
-        f for f in frames if not any(Path(f.filename).is_relative_to(one) for one in _LIBRARIES)
-    ]
+    theirs = [frame for frame in frames if not _is_ours(Path(frame.filename))]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "within torch"
 
 

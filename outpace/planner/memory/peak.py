@@ -6,7 +6,7 @@ the model's operators save and what the strategies' buffers hold. Nothing is fit
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MIB = 2**20
-_AT_ONCE = 4096  # plans that are reckoned at a time
+_AT_ONCE = 4096  # plans that are estimated at a time
 # c10/cuda/CUDACachingAllocator.cpp: segments of 2 MiB for blocks up to 1 MiB, of 20 MiB for those
 # below 10 MiB (kSmallBuffer, kLargeBuffer, kMinLargeAlloc); larger ones have their own, rounded up
 # to 2 MiB (kRoundLarge).
@@ -188,13 +188,16 @@ def _reserve(outline: Outline, columns: PlanBatch, peak: Floats) -> Floats:
 
 def library_bytes(columns: PlanBatch) -> Floats:
     """Return the part of `reserved_bytes` on CUDA that is not torch's: context and buffers."""
-    groups: Floats = np.zeros(len(columns))
-    for size in (columns.dp_replicate, columns.dp_shard * columns.cp, columns.tp, columns.pp):
-        groups = groups + (size > 1)
+    groups: Floats = np.zeros(len(columns)) + _count_groups(columns)
     return _CONTEXT + groups * _RING_BYTES
 
 
 def plan_library_bytes(plan: Plan) -> int:
     """Return `library_bytes` of one plan."""
-    sizes = (plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp, plan.pp)
-    return _CONTEXT + sum(size > 1 for size in sizes) * _RING_BYTES
+    return _CONTEXT + int(_count_groups(plan)) * _RING_BYTES
+
+
+def _count_groups(axes: Plan | PlanBatch) -> Any:
+    """Count the groups of ranks that a rank is in: each has buffers of its own."""
+    sizes = (axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.pp)
+    return sum(1 * (size > 1) for size in sizes)
