@@ -479,13 +479,13 @@ def _explain_gradient_cut(mixed: MixedDifference) -> str:
 
 def _explain_moved_buffers(names: Sequence[str]) -> str:
     """Return what to know of running averages that no rank has of all samples."""
-    one = len(names) == 1
+    what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
     return (
-        f"the forward moves {first_names(names)}, {'a buffer' if one else 'buffers'} on which the "
+        f"the forward moves {first_names(names)}, {what} on which the "
         "loss depends. Ranks and micro-batches see parts of the batch, so that one process "
         "over the whole batch would train otherwise: each rank moves its own, each step begins "
-        "with rank 0's, and each micro-batch moves it once. Gather what moves it over the ranks "
-        "(torch.distributed.all_reduce in the forward), and have one micro-batch a step."
+        f"with rank 0's, and each micro-batch moves {it} once. Gather what moves {it} over the "
+        "ranks (torch.distributed.all_reduce in the forward), and have one micro-batch a step."
     )
 
 

@@ -256,7 +256,7 @@ def test_a_batch_that_the_logs_own_clock_contradicts(
     words = (str(log), *WORDS[:2], f"--out={out}")
     layout = "--layout=strategy=zero3,checkpointing=full,micro_batch=1"
     said = refusal(capsys, *words, layout, f"--global-batch={batch}", f"--seq-len={seq_len}")
-    assert f"sequences of {seq_len} tokens {step}, but by the log's own clock a step took" in said
+    assert f"sequences of {seq_len} tokens takes {step}; by the log's own clock it took" in said
     assert "--global-batch" in said and not out.exists()
     (row,) = told(capsys, *words, layout, "--global-batch=8", "--seq-len=4096")
     assert row["step_time_s"] == pytest.approx(1.0)

@@ -132,8 +132,8 @@ def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
         return
     clock_s = least if by_rate_s < least else most
     raise BadInputError(
-        f"{run.log}: {told} make a step of {run.global_batch} sequences of {run.seq_len} tokens "
-        f"{show_seconds(by_rate_s)}, but by the log's own clock a step took "
+        f"{run.log}: at {told}, a step of {run.global_batch} sequences of {run.seq_len} tokens "
+        f"takes {show_seconds(by_rate_s)}; by the log's own clock it took "
         f"{show_seconds(clock_s)}. Give the batch of a whole step, all devices and accumulated "
         "micro-batches together, with --global-batch, the length with --seq-len, or the number of "
         "devices (--nodes, --devices-per-node). Nothing is corrected."

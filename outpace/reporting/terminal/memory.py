@@ -156,11 +156,11 @@ def _notes(
         lines.append(f"Activations are of {parts}.")
     if accelerator is not None:
         room = accelerator.usable_bytes - traced.device_bytes
-        verdict = f"leave {show_bytes(room)}" if room >= 0 else f"are {show_bytes(-room)} too much"
+        verdict = f"{show_bytes(abs(room))} {'is left' if room >= 0 else 'too much'}"
         lines.append(
             f"Of the {show_bytes(accelerator.usable_bytes)} that a process gets of a "
             f"{accelerator.name}'s {show_size(accelerator.memory_bytes)}, allocator and libraries "
-            f"with {show_bytes(traced.device_bytes)} {verdict}; what libraries take is known "
+            f"take {show_bytes(traced.device_bytes)}: {verdict}; what libraries take is known "
             "better when it is measured."
         )
         if room < 0 and next_command is not None:

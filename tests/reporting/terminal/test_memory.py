@@ -38,8 +38,8 @@ def test_tensors_that_fit_in_pieces_that_do_not_are_too_much():
     small, large = account(75 * GIB), account(DEVICE.usable_bytes + 3 * GIB)
     assert said(small)["fits"] and not said(large)["fits"]
     assert said(large)["reserved_memory_bytes"] == large.reserved_bytes
-    assert "are 3.00 GiB too much" in " ".join(shown(large).split())
-    assert "leave " in shown(small)
+    assert ": 3.00 GiB too much" in " ".join(shown(large).split())
+    assert " is left;" in " ".join(shown(small).split())
 
 
 def test_libraries_count_and_the_device_has_what_its_driver_leaves():
