@@ -35,7 +35,7 @@ def memory_accuracy(result: dict[str, Any]) -> str:
 
 
 def memory_shown(result: dict[str, Any]) -> str:
-    """What the command prints of the README's example."""
+    """What the command prints of the example in docs/guides/memory.md."""
     case, large = result["cases"]["readme"], result["cases"]["70b"]
     shown = "\n".join(case["shown"]).strip("\n")
     seconds = (f"{statistics.median(one['seconds']):.0f} s" for one in (case, large))

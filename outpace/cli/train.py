@@ -68,7 +68,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         _on_hosts(asked, arguments, handed)
         return 0
     if arguments.auto_resume and asked.settings.resume:
-        # The run has its layout, and `refit` another where there are other ranks.
+        # The run has its layout, and `_replan` finds another where there are other ranks.
         asked = replace(asked, settings=asked.settings.model_copy(update={"plan": None}))
     elif asked.settings.plan is not None:
         asked = _apply_plan(asked, ranks)

@@ -1,6 +1,6 @@
 """Strategies that train with compiled forward passes, and how much is compiled at once.
 
-`tests/parallel/levers.py compile` tries them all: two steps in float64 against a single process
+`tests/parallel/options.py compile` tries them all: two steps in float64 against a single process
 that compiles nothing, with Inductor's own kernels. docs/concepts/compile.md is this table in words.
 """
 

@@ -446,8 +446,8 @@ def build_objective(
         return ClassificationObjective(classifier).to(device)
     if inputs.is_transformer and fills_later(plan):
         with torch.device("meta"):
-            hollow = adapt(Transformer(inputs.spec), plan, settings.seed)
-        return LanguageModelObjective(hollow, plan.loss, compute_dtype, plan.compile)
+            empty = adapt(Transformer(inputs.spec), plan, settings.seed)
+        return LanguageModelObjective(empty, plan.loss, compute_dtype, plan.compile)
     model = initial_model(inputs.opened, inputs.spec, settings, place)
     adapt(model, plan, settings.seed, device)
     return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)

@@ -16,7 +16,7 @@ import psutil
 from outpace.nn.torch_versions import flight_recorder_dumps
 from outpace.records.hang_report import CollectiveEvent, RankSnapshot
 
-_LAST = 20  # exchanges that are kept
+_LAST = 20  # collectives that are kept
 _OPEN = "started"  # gloo's stay "scheduled", also when they are over
 # Where a thread is that waits for other ranks, or lets autograd do so.
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/training/step.py")
@@ -33,11 +33,11 @@ def snapshot_rank(
     already, in words.
     """
     frames = sys._current_frames()
-    exchanges = read_flight_recorder()
+    collectives = read_flight_recorder()
     at = traceback.extract_stack(frames[thread])[-1] if thread in frames else None
-    open_ones = [one for one in exchanges if one.state == _OPEN]
+    open_ones = [one for one in collectives if one.state == _OPEN]
     waits = at is not None and any(word in at.filename for word in _WAITING)
-    last = (open_ones or exchanges)[-1:]
+    last = (open_ones or collectives)[-1:]
     if failed is not None:
         place = failed
     elif (waits or open_ones) and last:
@@ -53,7 +53,7 @@ def snapshot_rank(
         place=place,
         processes={one: process_state(pid) for one, pid in neighbours.items()},
         stacks=_stacks(frames, thread),
-        collectives=tuple(_latest(exchanges)),
+        collectives=tuple(_latest(collectives)),
     )
 
 

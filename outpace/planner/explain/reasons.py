@@ -109,8 +109,8 @@ def _rejected_family(job: PlanningProblem, found: Found, name: str) -> Rejected:
     if place < 0:
         small = found.smallest[name]
         plan = to_plan(found.columns, small)
-        lever = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
-        reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{lever}"
+        unchanged = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
+        reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{unchanged}"
         return Rejected(family=name, reason=reason, plan=plan)
     plan = to_plan(found.columns, place)
     seconds = float(found.times.step_s[place])

@@ -54,7 +54,8 @@ def answer(
 ) -> Need:
     """Return what the plan needs so that the network costs at most `tolerance` of a step.
 
-    `device_links` are what a device could have to the others of its node, `own_link` what it has;
+    `device_links` are what a device could have to the others of its node, `present_link` what it
+    has;
     both are taken into account as if the network between nodes took no time. Raises BadInputError
     for plans whose traffic is not known, or that do not divide the batch.
     """

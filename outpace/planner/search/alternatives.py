@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outpace.planner.plan_batch import OFFLOADS, Floats, Ints, PlanBatch
-from outpace.planner.search.space import Lever, expand, untrained_mask
+from outpace.planner.search.space import Options, expand, untrained_mask
 
 EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
 LEAN = 1.10  # times the fastest's step, at most, of the leanest
@@ -22,7 +22,7 @@ _TIGHT = 2  # what less room counts for, beside the axes and options of `_layout
 # its links and its other programs to what a step waits for.
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
 _LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
-_PIECE = 256  # plans whose bytes are reckoned first; then twice as many, again and again
+_PIECE = 256  # plans whose bytes are estimated first; then twice as many, again and again
 
 Estimates = Callable[[PlanBatch], Floats]
 
@@ -37,13 +37,13 @@ class PlanChoice:
     """
 
     plain: PlanBatch
-    chosen: Sequence[Lever]
+    chosen: Sequence[Options]
     seconds: Estimates
     needs: Estimates
     floors: Estimates
     memory_bytes: float
 
-    def narrow(self, plain: PlanBatch, chosen: Sequence[Lever]) -> "PlanChoice":
+    def narrow(self, plain: PlanBatch, chosen: Sequence[Options]) -> "PlanChoice":
         """Return the same choice among fewer layouts or options."""
         return replace(self, plain=plain, chosen=chosen)
 
@@ -55,15 +55,15 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
     """
     chosen, limit = choice.chosen, choice.memory_bytes
     of_layout = _layout_costs(choice.plain, trains_all)
-    of_lever = np.array([_option_cost(lever, chosen[0]) for lever in chosen])
+    of_options = np.array([_options_cost(options, chosen[0]) for options in chosen])
     best: tuple[float, float, float, PlanBatch] | None = None
-    for cost in np.unique(of_layout[:, None] + of_lever[None, :]):
+    for cost in np.unique(of_layout[:, None] + of_options[None, :]):
         if best is not None and best[0] < cost:
             break
-        for own in np.unique(of_lever):
+        for own in np.unique(of_options):
             some = choice.plain.take(np.flatnonzero(of_layout == cost - own))
-            options = [lever for lever, c in zip(chosen, of_lever, strict=True) if c == own]
-            found = _roomiest(choice.narrow(some, options), most_s, _ENOUGH * limit)
+            some_options = [one for one, c in zip(chosen, of_options, strict=True) if c == own]
+            found = _roomiest(choice.narrow(some, some_options), most_s, _ENOUGH * limit)
             if found is None:
                 continue
             total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
@@ -137,15 +137,15 @@ def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
     return found if trains_all else found + 3 * untrained_mask(c)
 
 
-def _option_cost(option: Lever, plainest: Lever) -> int:
+def _options_cost(options: Options, plainest: Options) -> int:
     """Count what options ask: offloading most, recomputation and a chunked loss a little."""
     disk = OFFLOADS.index("disk")
-    places = [option[f"offload_{name}"] for name in ("activations", "parameters", "optimizer")]
+    places = [options[f"offload_{name}"] for name in ("activations", "parameters", "optimizer")]
     offloads = sum(_OFFLOAD_TO_DISK if place == disk else _OFFLOAD for place in places if place)
     others = (
-        option["modes"][0] < 1,
-        option["optimizer"] != plainest["optimizer"],
-        option["chunked_loss"],
-        option["in_backward"],
+        options["modes"][0] < 1,
+        options["optimizer"] != plainest["optimizer"],
+        options["chunked_loss"],
+        options["in_backward"],
     )
     return offloads + sum(map(bool, others))

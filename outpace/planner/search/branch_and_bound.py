@@ -14,7 +14,7 @@ import numpy as np
 
 from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
 from outpace.planner.search.alternatives import EQUAL, LEAN, PlanChoice, leanest, simplest
-from outpace.planner.search.space import Lever, Wanted, expand, layouts, memory_options, to_plan
+from outpace.planner.search.space import Options, Wanted, expand, layouts, memory_options, to_plan
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
@@ -27,9 +27,9 @@ FAMILIES = (
     "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
     "one device", "product of axes",
 )  # fmt: skip
-_BATCH = 512  # layouts whose levers are looked at together
+_BATCH = 512  # layouts whose options are looked at together
 _FIRST = 16
-_PIECE = 4096  # plans whose bytes are reckoned together
+_PIECE = 4096  # plans whose bytes are estimated together
 _NEAR = 1.001  # what plainness can make up for
 
 
@@ -182,7 +182,7 @@ def fastest_accepted(
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
     asked = _Asked(accepts, wanted.seq_len)
-    # No lever makes a layout one that can be accepted.
+    # No option makes a layout one that can be accepted.
     plain = plain.take(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
@@ -267,14 +267,14 @@ def _sayings(c: PlanBatch, seq_len: int) -> Ints:
     return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
 
 
-# Levers of which one may need another: these are tried together.
+# Optionss of which one may need another: these are tried together.
 _TOGETHER = (
     ("modes", "offload_activations"),
     ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),
 )
 
 
-def _accepted_options(plain: PlanBatch, chosen: list[Lever], asked: _Asked) -> list[Lever]:
+def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Asked) -> list[Options]:
     """Return options of which every part is accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
@@ -284,10 +284,10 @@ def _accepted_options(plain: PlanBatch, chosen: list[Lever], asked: _Asked) -> l
     for names in (*_TOGETHER, *alone):
         names = tuple(name for name in names if name in chosen[0])
         fine: dict[str, bool] = {}
-        for lever in chosen:
-            key = str([lever[name] for name in names])
+        for options in chosen:
+            key = str([options[name] for name in names])
             if key not in fine:
-                part = expand(some, [{**chosen[0], **{name: lever[name] for name in names}}])
+                part = expand(some, [{**chosen[0], **{name: options[name] for name in names}}])
                 fine[key] = asked.first(part) is not None
         chosen = [one for one in chosen if fine[str([one[name] for name in names])]]
         if not chosen:
@@ -425,7 +425,7 @@ def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False
-    chosen = [lever for lever in chosen if lever["modes"] == chosen[-1]["modes"]]
+    chosen = [options for options in chosen if options["modes"] == chosen[-1]["modes"]]
     plain = plain.take(plain.micro_batch == plain.micro_batch.min())
     # Those that share out the most among the ranks first.
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")

@@ -102,7 +102,7 @@ _Row = tuple[int, ...]
 # Settings of a plan by other names than their columns.
 _ASKED = {"pp_microbatches": "microbatches", "virtual_stages": "stages_per_rank"}
 _WORDS: Mapping[str, Sequence[str]] = {"strategy": STRATEGIES, "pp_schedule": SCHEDULE_NAMES}
-Lever = dict[str, Any]
+Options = dict[str, Any]
 
 
 def layouts(wanted: Wanted) -> PlanBatch:
@@ -160,12 +160,12 @@ def _repeat(value: Any, count: int) -> Any:
     return np.broadcast_to(array, (count, *array.shape)).copy()
 
 
-def expand(columns: PlanBatch, chosen: Sequence[Lever]) -> PlanBatch:
+def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
     """Combine every layout with every option that it goes with."""
     count = len(chosen)
     values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(PlanBatch)}
     for name in chosen[0]:
-        array = np.array([lever[name] for lever in chosen])
+        array = np.array([options[name] for options in chosen])
         values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
     found = PlanBatch(**values)
     return found.take(_possible(found))
@@ -183,7 +183,7 @@ def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
     return fine
 
 
-def memory_options(wanted: Wanted) -> Iterator[Lever]:
+def memory_options(wanted: Wanted) -> Iterator[Options]:
     """Yield what can be set whatever the layout is, the plainest first."""
     keep = wanted.keep
     modes = [
@@ -223,7 +223,7 @@ def _option(
     chunked: bool,
     optimizer: OptimizerName,
     in_backward: bool,
-) -> Lever:
+) -> Options:
     shares, layers = [0.0] * len(MODES), wanted.outline.layers
     again = math.ceil(layers / mode[1])  # each so-many-th layer from the first
     shares[[*MODES].index(mode[0])] += again / layers  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ _OPERATORS = 100
 _KERNEL_OPERATORS = 20  # of which most find the norm
 _NEWTON_SCHULZ_STEPS = 5
 
-# Bytes moved for a parameter, counted in the sources, with weights, gradients and what is reckoned
-# with in fp32. Eager operators read their inputs from memory and write their outputs to it:
+# Bytes moved for a parameter, counted in the sources, with weights, gradients and what is computed
+# in fp32. Eager operators read their inputs from memory and write their outputs to it:
 # torch/optim/adam.py of 2.13 (fused: weight and moments read and written, gradient read; otherwise
 # decay 8, mean 12, square 20, root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and
 # optim/low_precision_adamw.py, adafactor.py and muon.py of outpace. Of LowPrecisionAdamW 96 bytes

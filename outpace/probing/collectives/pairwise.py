@@ -125,9 +125,9 @@ def pair_figures(
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
     place.buffers.take(max(sizes) // ITEM_BYTES)  # once: what is sent is parts of them
-    exchanges = [_slot_call(slot, size, place, between) for slot, size in slots]
-    timed = yield from by_rank([call for call, _ in exchanges], clock, rounds, _TIMED * budget_s)
-    for (slot, size), (call, check) in zip(slots, exchanges, strict=True):
+    slot_calls = [_slot_call(slot, size, place, between) for slot, size in slots]
+    timed = yield from by_rank([call for call, _ in slot_calls], clock, rounds, _TIMED * budget_s)
+    for (slot, size), (call, check) in zip(slots, slot_calls, strict=True):
         place.buffers.renew(size)
         _right(slot, call, check, place)
     place.buffers.renew()

@@ -67,10 +67,8 @@ def fit_line(
     """
     if len(points) < 2 or any(traffic <= 0 or time_s <= 0 for traffic, time_s in points):
         raise ValueError(f"a line needs two points or more, all above 0: {list(points)}")
-    weighing = weights or [1.0] * len(points)
-    return min(
-        _candidates(points), key=lambda line: fsum(map(mul, weighing, line.distance(points)))
-    )
+    factors = weights or [1.0] * len(points)
+    return min(_candidates(points), key=lambda line: fsum(map(mul, factors, line.distance(points))))
 
 
 def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:

@@ -109,10 +109,10 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 class RanksClock:
     """A call takes as long as on the rank where it takes longest.
 
-    All ranks begin together; the waiting for that is not timed, nor is what a `Prepared` call needs
-    before it. `by_rank` has each rank's seconds of the last calls: where they differ, a rank is
-    slow. `control` carries small host messages and is no group whose collectives are timed. Every
-    rank has to make the same calls, in one order.
+    All ranks begin together; the waiting for that is not timed, nor is what a `PreparedCall`
+    needs before it. `by_rank` has each rank's seconds of the last calls: where they differ, a rank
+    is slow. `control` carries small host messages and is no group whose collectives are timed.
+    Every rank has to make the same calls, in one order.
     """
 
     def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:
