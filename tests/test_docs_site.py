@@ -23,7 +23,9 @@ PAGES = [str(path.relative_to(ROOT / "docs").with_suffix(".html")) for path in S
 # One of each kind: tables, long tables, figures, code, generated. The others are slow.
 LOOKED_AT = {"index.html", "guides/plan.html", "results/accuracy.html", "reference/python.html"}
 WIDTHS = {"desktop": (1280, 900), "phone": (360, 740)}
-PATH_IN_TEXT = re.compile(r"(?<![\w./-])docs/[\w/-]+\.(?:md|svg|png)\b")
+PATH_IN_TEXT = re.compile(
+    r"(?<![\w./-])(?:docs/[\w/-]+\.(?:md|svg|png)|(?:tests|benchmarks)/[\w/-]+\.py)\b"
+)
 
 
 def build(folder, *plant):
@@ -111,13 +113,15 @@ def test_no_link_of_a_page_outside_docs_is_broken(page):
     assert own and [link for link in own if not (ROOT / link.partition("#")[0]).exists()] == []
 
 
-def test_files_of_docs_that_the_code_names_exist():
+def test_files_that_code_and_docs_name_exist():
     files = [
         path
-        for folder in ("outpace", "benchmarks", "tests", "scripts", "examples")
+        for folder in ("outpace", "benchmarks", "tests", "scripts", "examples", "docs")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", "") and path.is_file() and not path.name.startswith("published")
-    ]  # of other projects' docs; fmt: skip
+        if path.suffix in (".py", ".md", "") and path.is_file()
+        # Files of other projects, and of past days.
+        and not path.name.startswith("published") and path.name != "log.md"
+    ]  # fmt: skip
     named = {(name, str(path.relative_to(ROOT))) for path in files
              for name in PATH_IN_TEXT.findall(path.read_text(encoding="utf-8"))}  # fmt: skip
     assert len(named) > 20
