@@ -115,7 +115,8 @@ def tokenise(result: dict[str, Any]) -> str:
 def quickstart(result: dict[str, Any]) -> str:
     """What scripts/quickstart ends with."""
     shown = "\n".join(result["shown"]).strip("\n")
-    return f"```text\n{shown}\n```\n\nIt took {result['seconds']:.0f} s.\n" + stand(result)
+    took = f"The whole script took {result['seconds']:.0f} s.\n"
+    return f"```text\n{shown}\n```\n\n{took}" + stand(result)
 
 
 def quickstart_short(result: dict[str, Any]) -> str:

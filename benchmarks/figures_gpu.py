@@ -115,7 +115,7 @@ def _levers(sections: dict[str, Any]) -> str:
         for name, row in _rows(sections, "levers").items()
         if measured(row) and "step_time_s" in row
     ]  # fmt: skip
-    head = ["lever, on a model of 4 layers and width 256", "step", "loss off the plain run's",
+    head = ["option, on a model of 4 layers and width 256", "step", "loss off the plain run's",
             "memory"]  # fmt: skip
     return table(head, rows) if rows else ""
 

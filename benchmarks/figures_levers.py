@@ -39,7 +39,7 @@ def memory_shown(result: dict[str, Any]) -> str:
     case, large = result["cases"]["readme"], result["cases"]["70b"]
     shown = "\n".join(case["shown"]).strip("\n")
     seconds = (f"{statistics.median(one['seconds']):.0f} s" for one in (case, large))
-    about = "\nIt took {}; 70 billion parameters on 256 GPUs take {} (`{}`).\n".format(
+    about = "\nThe command took {}; 70 billion parameters on 256 GPUs take {} (`{}`).\n".format(
         *seconds, large["words"]
     )
     return f"```sh\n{case['words']}\n```\n\n```text\n{shown}\n```\n" + about + stand(result)

@@ -106,6 +106,23 @@ def targets(result: dict[str, Any]) -> str:
     return table(["goal", "of", "reached"], rows) + as_recorded(result)
 
 
+def tokens_range(result: dict[str, Any]) -> str:
+    """How many times the tokens/s of the best peer outpace has, and which goals it misses."""
+    heats = [(heat, beside(heat, "tokens_per_s")) for heat in result["heats"].values()]
+    found = {heat_title(heat): ratio for heat, ratio in heats if ratio is not None}
+    return say_range(found, heats[0][0]["precision"])
+
+
+def say_range(found: dict[str, float], precision: str) -> str:
+    """Say in one sentence the least and most of ratios, and which of them are too small."""
+    short = [f"{name}: {ratio:.2f} ×" for name, ratio in found.items() if ratio < FASTER]
+    misses = f"Below {FASTER} ×: {'; '.join(short)}" if short else f"None is below {FASTER} ×"
+    return (
+        f"In {len(found)} cases in {precision} outpace has {min(found.values()):.2f} to "
+        f"{max(found.values()):.2f} × the tokens/s of the best peer. {misses}.\n"
+    )
+
+
 def as_recorded(result: dict[str, Any]) -> str:
     """By which command, whatever options each heat was recorded with; of the last of them."""
     last = max(result["heats"].values(), key=lambda heat: heat["date"])
@@ -223,6 +240,7 @@ def _cost(name: str, value: float) -> str:
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lasting": lasting,
     "peers-bf16": peers,
+    "peers-bf16--range": tokens_range,
     "peers-bf16--targets": targets,
     "peers-fp32": peers,
     "peers-fp32--targets": targets,
