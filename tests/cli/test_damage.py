@@ -76,9 +76,9 @@ def build():
 
 @pytest.fixture(scope="module")
 def short(train_flags: list[str]) -> list[str]:
-    format_missing_dimensions = ("--steps", "--save-every")
+    left_out = ("--steps", "--save-every")
     return [
-        *(word for word in train_flags if word.partition("=")[0] not in format_missing_dimensions),
+        *(word for word in train_flags if word.partition("=")[0] not in left_out),
         f"--steps={STEPS}", "--save-every=1", f"--keep={KEPT}", "--threads=1",
     ]  # fmt: skip
 

@@ -72,7 +72,7 @@ def test_tables_of_glue(tmp_path):
     assert examples(read_table(str(cola)))[0] == [("She left.",), ("Left she.",)]
     table = read_table(str(qnli))
     assert examples(table)[:2] == ([p[:2] for p in PAIRS], ("entailment", "not_entailment"))
-    assert table.format_missing_dimensions == 1
+    assert table.left_out == 1
 
 
 def test_other_forms_of_rows(tmp_path):

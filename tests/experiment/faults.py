@@ -109,11 +109,11 @@ FAULTS = [
 
 def faults_for(strategy: str) -> list:
     # fully_shard refuses tied weights that are apart; a server that sees no forward gathers none.
-    format_missing_dimensions = {
+    left_out = {
         "zero3": [untied_embedding],
         "ps": [untied_embedding, stale_all_gather],
     }
-    return [fault for fault in FAULTS if fault not in format_missing_dimensions.get(strategy, [])]
+    return [fault for fault in FAULTS if fault not in left_out.get(strategy, [])]
 
 
 def main() -> None:

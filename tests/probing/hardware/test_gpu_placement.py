@@ -51,7 +51,7 @@ def test_one_gpu_without_nvlink_is_said_first(lost: int) -> None:
     assert "An all-reduce over all 8 falls to PCIe" in second
     best = place(topology).tensor_parallel
     assert best is not None and (best.size, best.worst_link) == (4, "NV18")
-    assert f"GPU{lost}" in best.format_missing_dimensions
+    assert f"GPU{lost}" in best.left_out
     assert not any("No group is joined by NVLink" in line for line in rest)
 
 
@@ -109,7 +109,7 @@ def test_groups_that_leave_gpus_out(
     best = place(topology).tensor_parallel
     assert best is not None
     assert (best.size, best.worst_link, set(best.groups)) == (size, worst, groups)
-    assert best.format_missing_dimensions == left
+    assert best.left_out == left
     line = next(line for line in said(topology) if line.startswith("Tensor parallelism"))
     assert f"{', '.join(left)} in none" in line if left else "in none" not in line
 
