@@ -13,6 +13,7 @@ def _found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+@pytest.mark.slow
 def test_a_large_difference_is_claimed_within_the_rounds_and_counted() -> None:
     from false_claims import compared, summed
 

@@ -81,6 +81,7 @@ def failures(value: Any) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_every_section_says_what_ran_it_and_where(everything):
     document = json.loads(everything.read_text())
     assert document["commit"] and document["versions"]["torch"] and document["machine"]["cpu"]
@@ -111,6 +112,7 @@ def test_compiled_code_is_made_where_it_is_asked_for(tmp_path):
     assert found["loss"]["rows"]["64 × 32 × 512, compiled"]["step_time_s"] > 0
 
 
+@pytest.mark.slow
 def test_speed_is_a_ratio_of_windows_that_alternate(everything):
     from statistics import median
 
@@ -152,6 +154,7 @@ def test_targets_count_the_worst_row_and_missed_ones_come_first():
     }
 
 
+@pytest.mark.slow
 def test_the_pages_show_predictions_beside_measurements_and_misses_first(everything):
     from figures_gpu import gpu
     from gpu.targets import judge

@@ -135,6 +135,7 @@ def test_a_run_shows_its_memory_traced_and_measured(strategy, train_flags, tmp_p
     assert "The trace is off by" in said
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_the_command_that_finds_what_does(capsys):
     words = ["--model=llama-3.2-1b", "--machine=rtx-4090", "--seq-len=512", "--micro-batch=64"]
     assert main(["memory", *words]) == 0

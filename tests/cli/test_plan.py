@@ -190,6 +190,7 @@ def test_nodes_that_are_compared_have_a_network(capsys):
         assert row["best"]["estimate"] == fastest(alone)["estimate"]
 
 
+@pytest.mark.slow
 def test_what_if_something_were_else(capsys, monkeypatch):
     words = [*LLAMA, "--nodes=2", "--network=10Gbit/s"]
     both = said(capsys, *words, "--what-if=link=400Gbps")
@@ -454,6 +455,7 @@ def test_without_a_machine_it_is_planned_for_this_one(capsys, tmp_path, monkeypa
     )
 
 
+@pytest.mark.slow
 def test_a_model_is_found_by_its_name_on_the_hub(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["plan", "--machine=hgx-h100", "--global-batch=8", "--count=1"]

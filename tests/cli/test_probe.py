@@ -70,6 +70,7 @@ def kept(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_record_has_every_sample_and_says_whence_each_figure_is(kept):
     probed = Machine.load(kept).probed
     assert probed.sections == ("matmul", "memory", "storage", "loader")
@@ -87,6 +88,7 @@ def test_the_record_has_every_sample_and_says_whence_each_figure_is(kept):
     assert probed.date
 
 
+@pytest.mark.slow
 def test_it_names_no_path_of_the_machine(kept, tmp_path):
     text = kept.read_text()
     assert str(kept.parent) not in text
@@ -94,6 +96,7 @@ def test_it_names_no_path_of_the_machine(kept, tmp_path):
     assert "…/machine.json" in text
 
 
+@pytest.mark.slow
 def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
     from outpace.reporting.terminal.probe import show_machine
 

@@ -195,6 +195,7 @@ def test_a_browser_that_fails_is_named(run, capsys, tmp_path):
     assert "did not finish drawing" in refused(capsys, run, f"--out={out}", f"--browser={broken}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, BROWSERS)), reason="NO CHROMIUM ON PATH: no picture is taken"
 )

@@ -66,6 +66,7 @@ def verdict_of(module, strategy, loss=squares, given=batch, **options):
     return verdict
 
 
+@pytest.mark.slow
 def test_every_strategy_of_a_plain_stack_equals_one_process():
     module = Stack()
     before = {name: t.clone() for name, t in module.state_dict().items()}

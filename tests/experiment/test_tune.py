@@ -76,6 +76,7 @@ def test_few_trials_find_what_is_nearly_the_fastest(proposer, first_s, machine, 
     assert summarise(ended.trials)["step_time_s"] <= 1.03 * min(all_of_them)
 
 
+@pytest.mark.slow
 def test_it_stops_where_nothing_left_can_win(proposer, first_s):
     def took(proposal):  # the planner is right in all
         return first_s(proposal)
@@ -226,6 +227,7 @@ def test_predictions_are_nearer_with_every_trial(proposer, first_s):
     assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[2:]) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "raced"),
     [(5, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 0), (4, 0), (8, 3)))],

@@ -26,6 +26,7 @@ def do(*arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_strategy_equals_one_process(tmp_path, on_ranks):
     kept = tmp_path / "certificate.json"
     certificate = on_ranks(2, "outpace", "verify", "--json", "--out", kept)

@@ -152,6 +152,7 @@ def test_a_slow_link_is_said_to_hold_it_up(cluster, tmp_path):
     assert re.search(r"network \d+ %", errors), errors
 
 
+@pytest.mark.slow
 def test_fewer_hosts_than_asked_for_are_begun_with(cluster, tmp_path):
     code, _, errors = cluster.run(
         *TINY, "--steps", 3, "--hosts", "host-a:1,host-c:1", "--min-nodes", 1, "--out", "run",

@@ -132,6 +132,7 @@ def services(folder, config):
         yield [where["slurmd"], "-D", "-f", str(config), "-N", name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starter", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_job_trains_and_is_over(slurm, starter):
     job = slurm.launch(f"short-{starter}", starter, 6)

@@ -120,6 +120,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, seed):
     assert row["said"] and row["same"], row
 
 
+@pytest.mark.slow
 def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
     words = (*TINY, *odd(tmp_path, "raise RuntimeError('a broken fan')"), "--steps", 30)
     code, _, errors = run(*words, "--max-restarts", 1, "--out", "run", cwd=tmp_path)

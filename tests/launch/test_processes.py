@@ -147,6 +147,7 @@ def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_trained_is_not_gone_on_with_until_that_has_ended(tmp_path, command):
     """Two queued jobs with one --out: the second would write over the first's files."""
     first = start(command(tmp_path / "run", "--steps=5000"))
@@ -188,6 +189,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path, command):
     (tmp_path / "slow.py").write_text(SLOW)
     model = f"--model={tmp_path / 'slow.py'}:build"

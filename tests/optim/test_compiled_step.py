@@ -32,6 +32,7 @@ def stepped(shapes, compiled, rows=slice(None)):
     return parameters, [optimizer.state[parameter] for parameter in parameters]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_one_compiled_function_serves_all_sizes_and_rates():
     """Fused: what is moved between kernels, and how many there are, is what a GPU's time is.

@@ -11,6 +11,7 @@ CROSSINGS = Path(__file__).with_name("crossings.py")
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pairs",
     ["offloaded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chosen", "others"))],

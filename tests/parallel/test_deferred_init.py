@@ -13,6 +13,7 @@ from outpace.records.strategies import strategies_that
 RANKS = Path(__file__).with_name("deferred_init_ranks.py")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_parts_filled_later_are_those_of_a_whole_model(on_ranks, runnable):
     spread = strategies_that(lambda traits: not traits.whole_model)

@@ -43,6 +43,7 @@ def with_stand_in():
     return {"PYTHONPATH": os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_with_a_stand_in_it_equals_one_process():
     done = verify("--strategy", "horovod", "--json", **with_stand_in())

@@ -41,6 +41,7 @@ def test_anonymous_and_resident_memory_fall_by_what_is_on_disk(memory):
             assert plain[kind] - held[kind] == pytest.approx(on_disk, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_activations_on_disk_are_not_in_memory_when_the_forward_ends(memory):
     plain, saved = memory[0], memory[3]
@@ -72,6 +73,7 @@ def test_offloading_is_exact(strategies, options, on_ranks):
     assert all(verdict["passed"] for verdict in found["verdicts"]), found["verdicts"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_parameters_and_gradients_in_host_memory_are_exact(on_ranks):
     found = on_ranks(2, "outpace", "verify", "single,zero2,zero3,3d", "--levers",

@@ -70,6 +70,7 @@ def test_a_run_goes_on_under_another_strategy(tmp_path, cases):
             assert len({rank["ends"][name] for rank in line["ranks"]}) == 1, name
 
 
+@pytest.mark.slow
 def test_master_weights_equal_one_process_and_exchange_what_is_said(on_ranks):
     """Gradients of several micro-batches are added up in fp32, and exchanged in bf16."""
     strategies = "ddp,zero1,ps,gpipe,tp,cp,zero3"

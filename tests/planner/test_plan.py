@@ -250,6 +250,7 @@ def test_any_half_of_the_nodes_is_looked_at():
     assert answer.idle_nodes == 3 and answer.plans[0].plan.pp == 3
 
 
+@pytest.mark.slow
 def test_what_is_infeasible_names_the_fewest_nodes_that_do():
     question = asked("llama-3-70b", "dgx-a100", seq_len=4096, keep="offload_optimizer=none")
     with pytest.raises(BadInputError) as caught:

@@ -37,6 +37,7 @@ def plan_of(strategy, **levers):
     return Plan.parse({**plan.model_dump(), **levers}, "test")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "levers"),
     [

@@ -26,6 +26,7 @@ print(min(faults), kept)
 """
 
 
+@pytest.mark.slow
 def test_what_was_freed_is_there_for_the_next_step():
     """Each tensor of 32 MiB is 8,192 pages, each of which is a fault where it is new."""
 

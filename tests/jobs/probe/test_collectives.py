@@ -118,6 +118,7 @@ def test_a_lost_rank_is_said_by_the_others_with_what_they_were_at(how, said_of_i
         assert said["after_s"] < 40
 
 
+@pytest.mark.slow
 def test_what_fails_by_itself_is_not_taken_for_a_lost_rank(tmp_path):
     found, _ = lost("fail", tmp_path)
     assert [said["text"] for said in found.values()] == 4 * [

@@ -158,6 +158,7 @@ def test_memory_that_grows_beyond_the_limit_ends_the_run_with_its_anatomy(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "ours", [pytest.param(True, marks=pytest.mark.slow), False], ids=["our launcher", "another"]

@@ -158,6 +158,7 @@ def on_device(monkeypatch, fits, **plan):
     return found.micro_batch, tried
 
 
+@pytest.mark.slow
 def test_on_a_gpu_sizes_are_tried_in_the_process_itself(monkeypatch):
     assert on_device(monkeypatch, 12) == (12, [(12, 24)] * TRIAL_STEPS)
     found, tried = on_device(monkeypatch, 5)

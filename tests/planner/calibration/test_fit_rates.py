@@ -70,6 +70,7 @@ def on_two(seen):
 slower = st.floats(0.5, 4.0)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(slower, slower, st.floats(0.5, 10.0), slower, slower, slower)
 def test_what_the_machine_really_is_comes_out(products, memory, operators, units, links, gathers):
@@ -111,6 +112,7 @@ def test_rates_that_are_known_well_are_changed_less():
     assert unsure.rate("fp32") < sure.rate("fp32") < 100e9
 
 
+@pytest.mark.slow
 def test_how_sure_a_time_is_depends_on_what_was_seen():
     truth = really(products=2.0, links=3.0)
     steps = {ranks: steps_of(truth, ranks) for ranks in (1, 2)}

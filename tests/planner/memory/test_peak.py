@@ -350,6 +350,7 @@ ADDED_UP = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.fakeworld
 @pytest.mark.parametrize(("plan", "passes"), ADDED_UP)
 def test_gradients_that_add_up_as_traced(plan, passes):

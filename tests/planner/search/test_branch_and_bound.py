@@ -150,6 +150,7 @@ def test_what_is_varied_is_searched_as_if_everything_were_tried(names, share):
     assert best[0] <= best[1] * ALIKE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
 def test_the_search_ends_as_soon_as_it_may_and_no_sooner(count, share, monkeypatch):
@@ -164,6 +165,7 @@ def test_the_search_ends_as_soon_as_it_may_and_no_sooner(count, share, monkeypat
         check(question, wanted, by_hand(question, wanted), limit, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "machine", "nodes", "batch"),
     [

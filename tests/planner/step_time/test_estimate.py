@@ -516,6 +516,7 @@ def test_estimates_are_finite_and_not_negative_and_parts_are_the_step(space):
     assert (times.step_s > 0).all()
 
 
+@pytest.mark.slow
 @LAWS
 @given(spaces())
 def test_no_lever_makes_a_plan_faster(space):

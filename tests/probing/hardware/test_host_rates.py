@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from outpace.planner.calibration.cluster import of_host
 from outpace.probing.hardware import host_rates
 from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 
 
+@pytest.mark.slow
 def test_they_are_of_all_cores_and_not_of_what_others_leave() -> None:
     one, two = host_rates.measure_host_rates(1), host_rates.measure_host_rates(2)
     assert one is not None and two is not None
