@@ -228,10 +228,7 @@ def test_predictions_are_nearer_with_every_trial(proposer, first_s):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "raced"),
-    [(5, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 0), (4, 0), (8, 3)))],
-)
+@pytest.mark.parametrize(("count", "raced"), [(5, 2), (3, 0), (4, 0), (8, 3)])
 def test_the_last_trials_run_in_turn(proposer, count, raced):
     """The fastest, what is close to it, and the default where there is room."""
 

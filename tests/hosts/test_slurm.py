@@ -133,7 +133,7 @@ def services(folder, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("starter", ["srun", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starter", ["srun", "torchrun"])
 def test_a_job_trains_and_is_over(slurm, starter):
     job = slurm.launch(f"short-{starter}", starter, 6)
     slurm.until(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), job)
