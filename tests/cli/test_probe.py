@@ -65,7 +65,7 @@ def kept(tmp_path_factory):
     """Sections that need no other process, kept as a record."""
     out = tmp_path_factory.mktemp("probe") / "machine.json"
     sections = ["matmul", "memory", "storage", "loader"]
-    assert main(["probe", *sections, "--quick", "--budget", "2", "--model", "outpace-tiny",
+    assert main(["probe", *sections, "--quick", "--budget", "8", "--model", "outpace-tiny",
                  "--out", str(out)]) == 0  # fmt: skip
     return out
 

@@ -215,7 +215,8 @@ def test_a_run_is_resumed_with_its_data_and_model_elsewhere(
     assert code == 0, said
     (home / "moved" / "e.jsonl").write_text(json.dumps({"text": "others " * 2000}) + "\n")
     code, said = said_by(capsys, resume, "--steps=6", *moved)
-    assert code == 2 and "has changed since it began" in said
+    assert code == 2 and "cannot be resumed: the t" in said
+    assert "has changed since it began" in said
 
 
 @pytest.mark.parametrize(

@@ -137,16 +137,18 @@ def test_a_whole_probe_of_directories_on_one_disk(tmp_path):
     assert section.advice or any("did not hold still" in note for note in section.notes)
 
 
-def test_nothing_is_left_when_it_is_interrupted(tmp_path):
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_nothing_is_left_when_it_is_interrupted(tmp_path, quick):
     program = (
         "import sys; from pathlib import Path\n"
         "from outpace.probing.storage.benchmark import probe_storage\n"
-        "list(probe_storage({'checkpoints': Path(sys.argv[1])}, True, 60.0))"
+        f"list(probe_storage({{'checkpoints': Path(sys.argv[1])}}, {quick}, 60.0))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True
     )
     try:
+        free = shutil.disk_usage(tmp_path).free
         while not names(tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
@@ -157,6 +159,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path):
         process.kill()
     assert "KeyboardInterrupt" in said
     assert names(tmp_path) == []
+    assert free - shutil.disk_usage(tmp_path).free < 1 << 30  # others use the disk, too
 
 
 def figure(what, value, unit="B/s", **of):
