@@ -1,12 +1,14 @@
 """Every module of tests/parallel/zoo under every strategy on two processes, by outpace.verify.
 
     python benchmarks/zoo.py                        # all: about an hour and a half
-    python benchmarks/zoo.py --resume               # go on: rows that are not of this commit
+    python benchmarks/zoo.py --older-than HEAD      # rows not of this commit or later; goes on
     python benchmarks/zoo.py --only t5,unet         # these rows anew, the others as recorded
     python benchmarks/zoo.py --strategy zero1       # these cells anew
 
-The results are written after each module. Those of `libraries` need `pip install -c constraints.txt
--e ".[zoo]"`; where a library is missing, the rows that need it stay as recorded.
+The results are written after each module, so that the same command again goes on where it was ended
+(`--older-than` with a commit's number, where HEAD moves on meanwhile). Those of `libraries` need
+`pip install -c constraints.txt -e ".[zoo]"`; where a library is missing, the rows that need it stay
+as recorded.
 
 A cell is "equal"; "cut", where one process that cuts the batch alike computes the same, and the
 look before the first step says so; "state: …", with what the look says, where the module has state
@@ -19,10 +21,12 @@ import argparse
 import importlib
 import json
 import math
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,9 +35,10 @@ import torch
 from recording import RESULTS, save
 
 import outpace
-from outpace.experiment.module_verify import CUT, CUT_ALIKE, plan_for_module
+from outpace.experiment.module_verify import CUT, CUT_ALIKE, STRATEGIES, plan_for_module
 from outpace.launch.forked_job import ForkedRank, run_forked
 from outpace.parallel.comparison import SINGLE
+from outpace.parallel.parallelize import refused_strategy
 from outpace.probing.hardware.versions import commit
 from outpace.records.certificate import ParityVerdict
 from outpace.records.errors import BadInputError
@@ -41,6 +46,8 @@ from outpace.records.errors import BadInputError
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
 FILES = ("data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries")
 SAMPLES, LIMIT_S = 8, 90.0
+# The strategies of a whole row, on two processes of any machine.
+ALL = set(STRATEGIES) - {"single", "horovod"} - set(filter(refused_strategy, STRATEGIES))
 Entry = Callable[[int], tuple[Any, Any, Any]]
 
 
@@ -145,27 +152,59 @@ def first_look(entry: Entry, strategy: str) -> tuple[str | None, list[str]]:
         return refusal, json.loads(heard.read_text()) if heard.is_file() else []
 
 
+def is_recorded(row: dict[str, Any], base: str) -> bool:
+    """Whether all cells are of the commit `base`, or of one that comes after it."""
+    cells = row.get("cells", {})
+    whole = "all" in cells or cells.keys() >= ALL
+    return whole and all(_follows(one, base) for one in set(row["commits"].values()))
+
+
+@cache
+def _follows(later: str, base: str) -> bool:
+    """Whether a commit is another one, or comes after it; one that is not there does not."""
+    command = ["git", "-C", str(ZOO), "merge-base", "--is-ancestor", base, later]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def resolve_commit(name: str) -> str:
+    """A commit's number. Ends the program where there is no such commit."""
+    command = ["git", "-C", str(ZOO), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        sys.exit(f"--older-than {name}: there is no such commit. Give one that git log shows.")
+    return found.stdout.strip()
+
+
+def read_modules(path: Path) -> dict[str, Any]:
+    """The rows that are recorded."""
+    modules: dict[str, Any] = json.loads(path.read_text())["modules"] if path.is_file() else {}
+    return modules
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="A,B", help="these modules")
     parser.add_argument("--strategy", default=None, metavar="A,B", help="these strategies")
-    parser.add_argument("--resume", action="store_true", help="rows that are not of this commit")
+    parser.add_argument("--older-than", metavar="COMMIT", help="rows not of it, or a later one")
     arguments = parser.parse_args()
     only = set(filter(None, arguments.only.split(",")))
-    path = RESULTS / "zoo.json"
+    path, base = RESULTS / "zoo.json", None
     head, _ = commit()
-    modules = json.loads(path.read_text())["modules"] if path.is_file() else {}
+    if arguments.older_than:
+        base = resolve_commit(arguments.older_than)
     for file, name, entry in entries():
-        before = modules.get(name, {})
-        done = arguments.resume and set(before.get("commits", {}).values()) == {head}
+        before = read_modules(path).get(name, {})
+        done = base is not None and is_recorded(before, base)
         if done or (only and name not in only):
             continue
         cells = judge(entry, arguments.strategy)
         print(name, cells, flush=True)
         commits = dict.fromkeys(cells, head)
         if arguments.strategy:
-            cells, commits = {**before["cells"], **cells}, {**before["commits"], **commits}
-        modules[name] = {"file": file, "cells": cells, "commits": commits}
+            cells = {**before.get("cells", {}), **cells}
+            commits = {**before.get("commits", {}), **commits}
+        row = {"file": file, "cells": cells, "commits": commits}
+        modules = {**read_modules(path), name: row}  # as others have left it meanwhile
         save("zoo", {"samples": SAMPLES, "modules": modules})
 
 

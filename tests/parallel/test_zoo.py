@@ -7,6 +7,7 @@ or by state that is in no buffer, of which the look before the first step tells.
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,3 +77,26 @@ def test_a_few_are_as_recorded(name):
 @pytest.mark.parametrize("name", [name for name in RECORDED if name in ENTRIES])
 def test_all_are_as_recorded(name):
     assert ZOO.judge(ENTRIES[name]) == RECORDED[name]["cells"]
+
+
+def test_rows_of_a_commit_or_later_ones_are_not_recorded_again():
+    """What is older, of no known commit, or of some strategies alone is."""
+    git = ["git", "-C", str(ROOT), "rev-list", "-2", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split()
+    if len(found) < 2:
+        pytest.skip("needs a repository with two commits")
+    head, before = found
+    whole = dict.fromkeys(ZOO.ALL, "equal")
+    assert len(ZOO.ALL) == 15
+
+    def recorded(cells, *commits):
+        return {"cells": cells, "commits": dict(zip(cells, commits * len(cells), strict=False))}
+
+    assert ZOO.is_recorded(recorded(whole, head), head)
+    assert ZOO.is_recorded(recorded(whole, head), before)
+    assert ZOO.is_recorded(recorded({"all": "draws"}, head), before)
+    assert not ZOO.is_recorded(recorded(whole, before), head)
+    assert not ZOO.is_recorded(recorded(whole, head, before), head)
+    assert not ZOO.is_recorded(recorded(whole, "0" * 40), head)
+    assert not ZOO.is_recorded(recorded({"ddp": "equal"}, head), head)
+    assert not ZOO.is_recorded({}, head)
