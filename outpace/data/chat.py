@@ -17,7 +17,12 @@ from typing import Any
 
 import tokenizers
 
-from outpace.data.conversations import Conversation, Message, conversation_of
+from outpace.data.conversations import (
+    LEARNING_KEYS,
+    Conversation,
+    Message,
+    conversation_of,
+)
 from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
 from outpace.data.padded import IGNORED, Ragged, concatenate_samples
 from outpace.data.row_files import Row, checked_text
@@ -42,7 +47,7 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 # What of messages is read by others: tool_calls by _require_calls_written, weights when rows are.
-_READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "weight", "train", "loss"})
+_READ = frozenset({"role", "content", "tool_calls", "tool_call_id"}) | LEARNING_KEYS
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
@@ -445,7 +450,10 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
 def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:
     """Return the keys of messages, apart from their text, that the template leaves out."""
     keys = dict.fromkeys(
-        key for one in talk.messages for key, value in one.items() if value and key not in _READ
+        key
+        for one in talk.messages
+        for key, value in one.items()
+        if key not in _READ and value not in (None, "", [], {})
     )
     if not keys:
         return []

@@ -44,8 +44,11 @@ _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
-# Keys of a message that say whether it is learnt.
-_WEIGHTS = ("weight", "train", "loss")
+# Keys of a message that say whether it is learnt, and the one that says that it is not (torchtune).
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
+            "loss_scale")  # fmt: skip
+_MASKED = "masked"
+LEARNING_KEYS = frozenset((*_WEIGHTS, _MASKED))
 _FORMS = (
     "'messages' (a list of {role, content}), 'conversations' (a list of {from, value}), "
     + ", ".join(f"{ask!r} and {answer!r}" for ask, answer in _PAIRS)
@@ -270,16 +273,17 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 def _is_learnt(one: Message, row: Row) -> bool:
     """Whether a message's weight has it learnt. Raises BadInputError for a fraction."""
-    for name in _WEIGHTS:
+    for name in (*_WEIGHTS, _MASKED):
         value = one.get(name)
         if value is None:
             continue
-        if value not in (0, 1):
+        no, yes = ("1 or true", "0 or false") if name == _MASKED else ("0 or false", "1 or true")
+        if isinstance(value, (list, dict)) or value not in (0, 1):
             raise BadInputError(
-                f"{row.where}: a message has the {name} {value!r}; it has to be 0 or false (not "
-                "learnt), or 1 or true (learnt). Call what means something else by another name."
+                f"{row.where}: a message has the {name} {value!r}; it has to be {no} (not learnt), "
+                f"or {yes} (learnt). Call what means something else by another name."
             )
-        if not value:
+        if bool(value) == (name == _MASKED):
             return False
     return True
 

@@ -463,6 +463,18 @@ def _read_trainer_state(path: Path) -> LoggedRun:
     )
 
 
+def read_trainer_rate(folder: Path) -> float | None:
+    """The highest learning rate that Trainer logged beside a model; None where it says none."""
+    try:
+        history = read_object(folder / _STATE).get("log_history")
+    except BadInputError:
+        return None
+    rows = [row for row in history if isinstance(row, dict)] if isinstance(history, list) else []
+    return max(
+        (rate for row in rows if _is_possible(rate := row.get("learning_rate"))), default=None
+    )
+
+
 def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
     """A time in a row of log_history. Raises BadInputError, naming it, for what is none."""
     value = row[name]

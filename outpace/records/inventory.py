@@ -103,6 +103,15 @@ class Inventory(Record):
     verbs_library: bool | None = Field(default=None, description="libibverbs can be loaded")
 
 
+def omp_threads(text: str) -> int | None:
+    """Threads that a value of OMP_NUM_THREADS asks for: of a list for nested regions the first.
+
+    As in OpenMP 5.2, §21.2.2. None where it is no such number.
+    """
+    first = text.partition(",")[0].strip()
+    return int(first) or None if first.isascii() and first.isdigit() else None
+
+
 class HostTopology(Record):
     """Links of a host's devices, where groups of them belong, and the state of its GPUs."""
 

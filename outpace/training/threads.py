@@ -5,6 +5,8 @@ from types import MappingProxyType
 
 import torch
 
+from outpace.records.inventory import omp_threads
+
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 OUTPACE = "outpace-"  # the beginning of the names that outpace's own launcher gives
 
@@ -24,11 +26,10 @@ def set_threads(
 def _from_environment(environ: Mapping[str, str]) -> int | None:
     """The number that the user set, where one is set.
 
-    Of a list for nested regions the first (OpenMP 5.2, §21.2.2). torchrun sets 1 where nothing is
-    set, which leaves all cores but one of each rank unused, so that 1 is not heard from it.
+    torchrun sets 1 where nothing is set, which leaves all cores but one of each rank unused, so
+    that 1 is not heard from it.
     """
-    text = environ.get(OMP_NUM_THREADS, "").partition(",")[0].strip()
-    threads = int(text) if text.isascii() and text.isdigit() else 0
+    threads = omp_threads(environ.get(OMP_NUM_THREADS, ""))
     run_id = environ.get("TORCHELASTIC_RUN_ID", OUTPACE)
     by_torchrun = threads == 1 and not run_id.startswith(OUTPACE)
-    return None if threads == 0 or by_torchrun else threads
+    return None if by_torchrun else threads

@@ -146,6 +146,14 @@ def test_usual_forms_mean_the_same(values):
             "the train 'no'; it has to be 0",
         ),
         (
+            {"messages": [{"role": "assistant", "content": "a", "masked": 2}]},
+            "the masked 2; it has to be 1 or true .not learnt., or 0",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "loss_scale": [0, 1]}]},
+            "the loss_scale .0, 1.; it has to be 0",
+        ),
+        (
             {"system": "x", "messages": [{"role": "system", "content": "y"}]},
             "has two system prompts: 'system' is str 'x'",
         ),
@@ -194,6 +202,12 @@ SYSTEM = ("system", "s", False)
         ({"messages": [TALK[0], {**TALK[1], "train": False}]},
          [LEARNT[0], ("assistant", "b", False)]),
         ({"messages": [TALK[0], {**TALK[1], "train": 0}]}, [LEARNT[0], ("assistant", "b", False)]),
+        *(
+            ({"messages": [TALK[0], {**TALK[1], **key}]}, [LEARNT[0], ("assistant", "b", False)])
+            for key in ({"training": False}, {"trainable": False}, {"loss_weight": 0.0},
+                        {"loss_mask": 0}, {"loss_scale": 0}, {"masked": True})
+        ),
+        ({"messages": [TALK[0], {**TALK[1], "masked": False}]}, LEARNT),
         ({"messages": [TALK[0], {**TALK[1], "loss": 0}]}, [LEARNT[0], ("assistant", "b", False)]),
         ({"messages": [{"role": "User ", "content": "a"}, {"role": "ChatGPT", "content": "b"}]},
          LEARNT),
@@ -227,6 +241,10 @@ def test_what_messages_have_beside_their_words_is_written_or_counted(plain, form
     thought = {**TALK[1], "reasoning_content": "why"}
     rows = [Row({"messages": [TALK[0], thought]}, "line 1")]
     assert encode_all(formats[1], rows, 64).unread == {"'reasoning_content' of messages": 1}
+    quiet = [
+        Row({"messages": [TALK[0], {**TALK[1], "train_on_turn": False, "name": ""}]}, "line 1")
+    ]
+    assert encode_all(formats[1], quiet, 64).unread == {"'train_on_turn' of messages": 1}
     thinks = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content +")
     chat = ChatFormat(plain.replace(plain.inner, {"chat_template": thinks}))
     assert encode_all(chat, rows, 64).unread == {}

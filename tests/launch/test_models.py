@@ -1,6 +1,7 @@
 """What can be trained: encoders, stored weights, a person's own model and data set."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -74,8 +75,19 @@ def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, referen
     assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-6)
     anew = start("anew", model=str(tmp_path / reference), init="random", steps=1)
     # The rate of a run is known, and a twentieth of it moves little in a step.
-    known = f"{tmp_path / 'run'}, which was trained with --lr 0.001. This run takes 5e-05"
+    known = (
+        f"{tmp_path / 'run'}, which was trained at a learning rate of 0.001. This run takes 5e-05"
+    )
     assert known in heard.said
+    # So does Trainer, in the folder of a model that has no run beside it.
+    (tmp_path / "theirs").mkdir()
+    theirs = shutil.copytree(tmp_path / "run" / "model", tmp_path / "theirs" / "model")
+    history = [{"learning_rate": 6e-4, "step": 10}, {"learning_rate": 1e-6, "step": 20}]
+    for state, told in (({"log_history": history}, True), ({"log_history": None}, False)):
+        (theirs / "trainer_state.json").write_text(json.dumps(state))
+        heard = _Hints()
+        start(f"further {told}", heard=[heard], model=str(theirs), steps=1)
+        assert (f"{theirs}, which was trained at a learning rate of 0.0006" in heard.said) is told
     assert anew.initial_eval.loss == pytest.approx(first.initial_eval.loss, rel=1e-6)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from outpace.data.samples import TokenDataset
+from outpace.interop.training_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
 from outpace.jobs.train.context import Job
@@ -232,33 +233,36 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 
 
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
-    """Say that weights of a run at a high rate hardly move in a few steps at the default one."""
+    """Say that weights learnt at a high rate hardly move in a few steps at the default one.
+
+    Where nobody has recorded a rate nothing is said: most weights that are published ended at a low
+    one, for which the default is right, and sizes do not tell how they were learnt.
+    """
     settings = job.settings
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
     if start_step or chosen or not job.inputs.starts_from_stored(settings):
         return []
-    found = _origin_of_weights(job)
-    if found is None or job.total_steps > _FEW_STEPS:
+    found, now = _recorded_rate(job), settings.lr or 0.0
+    if found is None or job.total_steps > _FEW_STEPS or found[1] < _MUCH_HIGHER * now:
         return []
-    run, earlier = found
-    before, now = earlier.settings.lr or 0.0, settings.lr or 0.0
-    if before < _MUCH_HIGHER * now or earlier.settings.lora_rank is not None:
-        return []
+    where, before = found
     return [
-        f"the weights are of {run}, which was trained with --lr {before:g}. This run takes "
-        f"{now:g}, the default from stored weights, for {job.total_steps:,} steps: its loss may "
-        f"hardly move. Say --lr, up to {before:g}, to learn faster"
+        f"the weights are of {where}, which was trained at a learning rate of {before:g}. This run "
+        f"takes {now:g}, the default from stored weights, for {job.total_steps:,} steps: its loss "
+        f"may hardly move. Say --lr, up to {before:g}, to learn faster"
     ]
 
 
-def _origin_of_weights(job: Job) -> tuple[Path, RunRecord] | None:
-    """The run whose weights are trained further, where the model is named by its folder."""
+def _recorded_rate(job: Job) -> tuple[Path, float] | None:
+    """The run whose weights are trained further, and its rate, as it or Trainer recorded it."""
     opened = job.inputs.opened
     named = (opened.folder if opened is not None else None) or Path(job.settings.model)
     for run in (named, named.parent):
         with suppress(BadInputError):
-            return run, RunDir(run).require_run()
-    return None
+            before = RunDir(run).require_run().settings
+            return None if before.lora_rank is not None else (run, before.lr or 0.0)
+    rate = read_trainer_rate(named)
+    return None if rate is None else (named, rate)
 
 
 def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:

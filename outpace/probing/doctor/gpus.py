@@ -1,6 +1,7 @@
 """The doctor's checks of the GPUs themselves, as their driver tells of them."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from outpace.probing.doctor.common import CannotTell, join_names, make_finding, times
 from outpace.records.finding import Finding
@@ -8,6 +9,8 @@ from outpace.records.inventory import GpuState, Inventory
 from outpace.records.topology import cpu_set
 from outpace.records.units import show_bytes
 
+# How UUIDs of whole GPUs and of their parts begin, and a number as C's strtoul reads it.
+_UUIDS, _NUMBER = ("GPU-", "MIG-"), re.compile(r"\+?[0-9]+")
 _HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", "power brake")
 
 
@@ -226,19 +229,13 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
 
 
 def visible(inventory: Inventory) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES that hides more than it names.
-
-    CUDA reads it up to the first entry that is no device (CUDA C++ Programming Guide, "CUDA
-    Environment Variables"), and torch finds none where one is named twice
-    (torch.cuda._parse_visible_devices).
-    """
+    """CUDA_VISIBLE_DEVICES that hides more than it names."""
     gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
     count = max(len(gpus), len(inventory.topology.gpus) if inventory.topology else 0)
     words = [word.strip() for word in text.split(",")]
-    end = next((at for at, word in enumerate(words) if not _names_gpu(word, count)), len(words))
-    shown = words[:end]
+    shown = _read_visible(words, count)
     said = f"CUDA_VISIBLE_DEVICES={text}"
     remedy = f"numbers from 0 to {count - 1} with commas between, or GPU-… of nvidia-smi -L"
     if len({*shown}) < len(shown):
@@ -253,8 +250,11 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
             said,
             f"unset CUDA_VISIBLE_DEVICES, or {remedy}",
         )
-    elif end < len(words):
-        why = f"{end} of {len(words)} entries are read: {words[end]!r} is no GPU of this host"
+    elif len(shown) < len(words):
+        odd = words[len(shown)]
+        other = odd.startswith(_UUIDS) or (words[0].startswith(_UUIDS) and odd.isdigit())
+        problem = "is of another form than the first" if other else "is no GPU of this host"
+        why = f"{len(shown)} of {len(words)} entries are read: {odd!r} {problem}"
         yield make_finding(
             "visible GPUs",
             "high",
@@ -264,11 +264,24 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
         )
 
 
-def _names_gpu(word: str, count: int) -> bool:
-    """Whether CUDA takes it for a device: a number of one, or the beginning of its UUID."""
-    if word.startswith(("GPU-", "MIG-")):
-        return True
-    return word.isascii() and word.isdigit() and int(word) < count
+def _read_visible(words: Sequence[str], count: int) -> list[str]:
+    """Return the devices that CUDA takes from a list: up to the first entry that is none.
+
+    All are numbers, or all begin as the first does (CUDA C++ Programming Guide, "CUDA Environment
+    Variables"; torch.cuda._parse_visible_devices, which finds no device where one is named twice,
+    and reads a number as C's strtoul does).
+    """
+    shown = []
+    form = next((begin for begin in _UUIDS if words[0].startswith(begin)), None)
+    for word in words:
+        number = _NUMBER.match(word)
+        if form is not None and word.startswith(form):
+            shown.append(word)
+        elif form is None and number is not None and int(number[0]) < count:
+            shown.append(str(int(number[0])))
+        else:
+            break
+    return shown
 
 
 GPU_CHECKS = {

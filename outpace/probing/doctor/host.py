@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from outpace.probing.doctor.common import CannotTell, join_names, make_finding, times
 from outpace.records.finding import Finding
-from outpace.records.inventory import Inventory
+from outpace.records.inventory import Inventory, omp_threads
 from outpace.records.topology import cpu_set
 from outpace.records.units import show_bytes
 
@@ -60,11 +60,11 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
                 f"OMP_NUM_THREADS={fair}",
             )
         return
-    if not text.isdigit() or not int(text):
+    count = omp_threads(text)
+    if count is None:
         yield make_finding(name, "moderate", "it is no number of threads", f"{name}={text}",
                     f"{name}={fair}")  # fmt: skip
         return
-    count = int(text)
     if count * ranks > power + 0.01:
         who = f"{ranks} ranks × {count}" if ranks > 1 else f"{count}"
         yield make_finding(
@@ -93,14 +93,14 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
         raise CannotTell("the kernel does not say which CPUs share a core")
     usable = _usable(inventory)
     cores = inventory.cpu.cores_of(usable)
-    text = inventory.settings.get("OMP_NUM_THREADS", "")
+    count = omp_threads(inventory.settings.get("OMP_NUM_THREADS", ""))
     ranks = inventory.local_world_size or 1
-    if text.isdigit() and cores < int(text) * ranks <= len(usable):
+    if count is not None and cores < count * ranks <= len(usable):
         yield make_finding(
             name,
             "moderate",
             "two threads on each core",
-            f"{int(text) * ranks} threads, {cores} cores with {len(usable)} hyper-threads",
+            f"{count * ranks} threads, {cores} cores with {len(usable)} hyper-threads",
             f"OMP_NUM_THREADS={max(1, cores // ranks)}: one for each core",
         )
 
