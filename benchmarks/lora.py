@@ -47,8 +47,8 @@ def measure(case: str, base: Path, settings: dict[str, Any], steps: int) -> dict
     """Seconds of each step, and bytes, in this process."""
     import torch
 
+    from outpace.jobs.train.context import RunContext
     from outpace.jobs.train.job import prepare_run
-    from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
     from outpace.trace.allocations import Allocations
 
@@ -59,7 +59,7 @@ def measure(case: str, base: Path, settings: dict[str, Any], steps: int) -> dict
             out=Path(out) / "run",
             steps=WARM + steps + 1, eval_batches=1, sample_tokens=0,
         )  # fmt: skip
-        with prepare_run(asked, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(asked, RunContext()) as ready:
             loop, seconds = ready.loop.iterate(), []
             for number in range(WARM + steps):
                 began = time.perf_counter()

@@ -67,6 +67,7 @@ def worker(case: str, out: Path, bare_first: bool, count: int) -> None:
     import torch.distributed as dist
     from bare import bare_loop
 
+    from outpace.jobs.train.context import RunContext
     from outpace.jobs.train.job import prepare_run
     from outpace.launch.launcher_env import ranks_from
     from outpace.records.ranks import Ranks
@@ -85,7 +86,7 @@ def worker(case: str, out: Path, bare_first: bool, count: int) -> None:
         eval_batches=1,
         sample_tokens=0,
     )
-    with prepare_run(settings, ranks=ranks, origins={}, command=[]) as ready:
+    with prepare_run(settings, RunContext(ranks)) as ready:
         ours = ready.loop.iterate()
         bare = bare_loop(ready)
         control = ready.job.groups.control

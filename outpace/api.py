@@ -63,6 +63,7 @@ def train(
     from outpace.cli.resume import require_inputs
     from outpace.jobs.train import job
     from outpace.jobs.train.auto_micro_batch import trier
+    from outpace.jobs.train.context import RunContext
     from outpace.launch import local
 
     _check_callbacks(callbacks)
@@ -80,8 +81,7 @@ def train(
         _check_startable(live, callbacks, merged.nproc or 1)
         return local.start_settings(merged, origins, merged.nproc or 1, progress)
     heard = [*_progress(progress), *callbacks]
-    return job.train(
-        merged,
+    context = RunContext(
         ranks=ranks or Ranks(),
         origins=origins,
         command=sys.argv,
@@ -89,6 +89,7 @@ def train(
         model=live,
         attempt=trier(os.environ),
     )
+    return job.train(merged, context)
 
 
 def generate(

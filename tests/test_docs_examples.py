@@ -69,8 +69,8 @@ def home(tmp_path_factory):
     """A folder with what the pages speak of."""
     import datasets
 
+    from outpace.jobs.train.context import RunContext
     from outpace.jobs.train.job import train
-    from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
 
     folder = tmp_path_factory.mktemp("docs")
@@ -97,7 +97,7 @@ def home(tmp_path_factory):
         model="outpace-tiny", data=(str(folder / "corpus"),), steps=1, seq_len=16, eval_batches=1,
         out=folder / "runs" / "earlier", cache_dir=folder / "cache", sample_tokens=0,
     )  # fmt: skip
-    train(settings, ranks=Ranks(), origins={}, command=[])
+    train(settings, RunContext())
     for name in ("first", "second"):
         shutil.copytree(folder / "runs" / "earlier", folder / "runs" / name)
     shutil.copytree(folder / "runs" / "earlier" / "model", folder / "path" / "to" / "hf-model")

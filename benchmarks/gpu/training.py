@@ -9,10 +9,10 @@ from typing import Any
 
 from gpu.check import Check, slug
 from gpu.shapes import Shape, little, tokens_file
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.reporting.data.prediction import predict
 from outpace.reporting.data.run_folder import read_run
@@ -74,9 +74,7 @@ def train_run(
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_allocated()
     began_s = time.perf_counter()
-    measurement = train(
-        settings, ranks=Ranks(), origins={}, command=["gpu_check"], callbacks=list(callbacks)
-    )
+    measurement = train(settings, RunContext(command=["gpu_check"], callbacks=list(callbacks)))
     took_s = time.perf_counter() - began_s
     return Trained(
         path=out,

@@ -171,13 +171,13 @@ def _write_batches(settings: dict[str, Any], case: Case, folder: Path, steps: in
     """What outpace draws for each step, in the order of its samples."""
     import numpy as np
 
+    from outpace.jobs.train.context import RunContext
     from outpace.jobs.train.job import prepare_run
-    from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
 
     given = {**settings, "steps": steps, "out": str(folder / "none")}
     asked = TrainSettings.parse(given, "benchmark")
-    with prepare_run(asked, ranks=Ranks(), origins={}, command=[], foresee=False) as ready:
+    with prepare_run(asked, RunContext(foresee=False)) as ready:
         data = ready.job.inputs.train_data
         keys = data.locate(SEED, np.arange(steps * case.batch))
         batch = data.__getitems__(keys)

@@ -275,11 +275,11 @@ def _train_here(
     with import_quickly():
         from outpace.jobs.train import job
         from outpace.jobs.train.auto_micro_batch import trier
+        from outpace.jobs.train.context import RunContext
         from outpace.reporting.terminal.progress import TrainingProgress
 
     heard = [TrainingProgress()] if asked.progress and ranks.rank == 0 else []
-    return job.train(
-        asked.settings,
+    context = RunContext(
         ranks=ranks,
         origins=asked.origins,
         command=asked.command,
@@ -287,8 +287,9 @@ def _train_here(
         end=end,
         attempt=trier(environ),
         explain=_explain,
-        ahead=ahead,
+        page_prefaulter=ahead,
     )
+    return job.train(asked.settings, context)
 
 
 def _explain(path: Path) -> None:

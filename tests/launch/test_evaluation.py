@@ -7,9 +7,9 @@ import torch
 import transformers
 
 from outpace.data.samples import IGNORED
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import prepare_run, train
 from outpace.records.errors import BadInputError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
 
@@ -37,12 +37,12 @@ def asked(home, name, **more):
 
 
 def run(settings):
-    return train(settings, ranks=Ranks(), origins={}, command=[])
+    return train(settings, RunContext())
 
 
 def losses_of_windows(home, settings):
     """The mean over all held-out targets, by transformers."""
-    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, RunContext()) as ready:
         data = ready.job.inputs.eval_data
         windows = [data[n] for n in range(len(data))]
     model = transformers.AutoModelForCausalLM.from_pretrained(settings.out.parent / "4" / "model")
@@ -85,7 +85,7 @@ def test_more_batch_than_data_is_said(home):
         def on_start(self, info):
             said.extend(info.hints)
 
-    train(settings, ranks=Ranks(), origins={}, command=[], callbacks=[Listener()])
+    train(settings, RunContext(callbacks=[Listener()]))
     assert any("256 is more than the" in hint and "up to" in hint for hint in said), said
     assert any("held.jsonl is gone through" in hint for hint in said)
     assert not any("train.jsonl is gone through" in hint for hint in said)
@@ -100,7 +100,7 @@ def test_the_part_that_is_too_little_is_named(home):
 def test_every_masked_sample_has_a_target(home):
     (home / "bert.json").write_text(json.dumps({**SPEC, "family": "bert"}))
     settings = asked(home, "masked", model=str(home / "bert.json"), seq_len=4, global_batch=1)
-    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, RunContext()) as ready:
         data = ready.job.inputs.train_data
         batch = data.__getitems__([(0, n, n) for n in range(min(60, len(data)))])
         found = (batch["targets"] != IGNORED).sum(1)

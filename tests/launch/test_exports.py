@@ -12,9 +12,9 @@ from outpace.data.chat import DEFAULT_TEMPLATE
 from outpace.data.tokenizer import train_tokenizer
 from outpace.jobs.inference import generate
 from outpace.jobs.merge_adapter import merge_adapter
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 CHATML = (
@@ -60,7 +60,7 @@ def trained(home, name, **more):
         "eval_batches": 0, "sample_tokens": 0, "precision": "fp32", "device": "cpu",
         "cache_dir": folder / "cache", "out": folder / name, **more,
     }  # fmt: skip
-    train(TrainSettings.parse(values, "test"), ranks=Ranks(), origins={}, command=[])
+    train(TrainSettings.parse(values, "test"), RunContext())
     return folder / name / "model"
 
 

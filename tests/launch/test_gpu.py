@@ -6,9 +6,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import InterruptedRunError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 pytestmark = [
@@ -24,7 +24,7 @@ def run(tmp_path, corpus, token_cache):
                   "eval_batches": 1, "sample_tokens": 4, "device": "cuda", "dropout": 0.1,
                   "data": (str(corpus),), "cache_dir": token_cache, **changes}  # fmt: skip
         settings = TrainSettings(out=tmp_path / name, **values)
-        measured = train(settings, ranks=Ranks(), origins={}, command=["test"], callbacks=callbacks)
+        measured = train(settings, RunContext(command=["test"], callbacks=callbacks))
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         return measured, [json.loads(line) for line in lines]
 

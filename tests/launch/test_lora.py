@@ -11,9 +11,9 @@ from outpace.cli.main import main
 from outpace.interop.models import open_model
 from outpace.jobs.inference import evaluate, generate
 from outpace.jobs.inputs.inputs import load_model
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 LORA = {"lora_rank": 4, "lora_targets": ("q", "v", "up"), "lr": 0.02}
@@ -29,7 +29,7 @@ def start(tmp_path_factory, corpus, token_cache):
                   "sample_tokens": 0, "precision": "fp32", "model": str(folder / "base"),
                   "cache_dir": token_cache, "data": (str(corpus),), "out": folder / name,
                   "device": "cpu", "threads": 1, **changes}  # fmt: skip
-        measured = train(TrainSettings(**values), ranks=Ranks(), origins={}, command=[])
+        measured = train(TrainSettings(**values), RunContext())
         return folder / name, measured
 
     go("base", model="outpace-tiny", steps=30, lr=1e-2)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from outpace.jobs.inference import evaluate, generate
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
 
@@ -42,7 +42,7 @@ def start(tmp_path, corpus, token_cache):
                   "cache_dir": token_cache, "out": tmp_path / name, **changes}  # fmt: skip
         values.setdefault("data", (str(corpus),))
         settings = TrainSettings(**values)
-        return train(settings, ranks=Ranks(), origins={}, command=[], callbacks=heard, model=live)
+        return train(settings, RunContext(callbacks=heard, model=live))
 
     return go
 

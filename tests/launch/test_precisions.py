@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from outpace.jobs.defaults import keeps_masters
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError, InterruptedRunError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
 
@@ -39,7 +39,7 @@ def run(tmp_path, corpus, token_cache):
     def start(name="run", callbacks=(), **changes):
         values = {**TINY, "data": (str(corpus),), "cache_dir": token_cache, **changes}
         settings = TrainSettings.parse({**values, "out": tmp_path / name}, "test")
-        train(settings, ranks=Ranks(), origins={}, command=["test"], callbacks=callbacks)
+        train(settings, RunContext(command=["test"], callbacks=callbacks))
         return tmp_path / name
 
     return start

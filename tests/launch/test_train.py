@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.launch.launcher_env import free_port
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError
 from outpace.records.measurement import StepRecord
-from outpace.records.ranks import Ranks
 from outpace.records.run import Failure
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
@@ -42,7 +42,7 @@ def run(tmp_path, corpus, token_cache):
     def start(name="run", callbacks=(), **changes):
         values = {**TINY, "data": (str(corpus),), "cache_dir": token_cache, **changes}
         settings = TrainSettings(out=tmp_path / name, **values)
-        train(settings, ranks=Ranks(), origins={}, command=["test"], callbacks=callbacks)
+        train(settings, RunContext(command=["test"], callbacks=callbacks))
         return tmp_path / name
 
     return start

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import prepare_run, train
 from outpace.records.errors import BadInputError, InterruptedRunError
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
 from outpace.training.evaluate import evaluate
@@ -186,7 +186,7 @@ def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monk
 
     def train():
         settings = TrainSettings.parse(values, "test")
-        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, RunContext()) as ready:
             ready.loop.around = around
             ready.run()
 
@@ -214,7 +214,7 @@ class Signalling(Callback):
 def test_a_run_whose_result_is_written_is_complete_whatever_comes(tmp_path):
     values, callback = small_run(tmp_path, 400), Signalling(tmp_path / "run")
     settings = TrainSettings.parse(values, "test")
-    measurement = train(settings, ranks=Ranks(), origins={}, command=[], callbacks=[callback])
+    measurement = train(settings, RunContext(callbacks=[callback]))
     assert callback.heard == [measurement] and measurement.steps == 4
 
 
@@ -222,7 +222,7 @@ def test_the_message_of_the_end_is_set_before_ranks_wait_for_each_other(tmp_path
     """A rank that has passed that may end this one there, which has saved as well."""
     settings = TrainSettings.parse(small_run(tmp_path, 400), "test")
     said, wait = [], Groups.wait_for_all
-    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, RunContext()) as ready:
 
         def note(groups):
             said.append(ready.loop.stop.message)
@@ -252,9 +252,7 @@ def test_a_signal_within_a_long_evaluation_is_not_left_until_its_end(tmp_path, m
     monkeypatch.setattr("outpace.jobs.train.build.evaluate", measure)
     with (
         pytest.raises(InterruptedRunError, match="saved after step 2 of 4"),
-        prepare_run(
-            TrainSettings.parse(values, "test"), ranks=Ranks(), origins={}, command=[]
-        ) as run,
+        prepare_run(TrainSettings.parse(values, "test"), RunContext()) as run,
     ):
         run.run()
     assert 10 <= len(measured) < 30

@@ -31,7 +31,7 @@ from outpace.interop.peft import merge
 from outpace.interop.tokenizer_class import export_difference, source_difference
 from outpace.interop.weights import unread_weights
 from outpace.jobs.defaults import resolve_seq_len
-from outpace.jobs.inputs.tasks import held_out_part, load_task_inputs
+from outpace.jobs.inputs.tasks import TaskModel, held_out_part, load_task_inputs
 from outpace.jobs.inputs.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt, first_value
@@ -146,9 +146,8 @@ def gather(
     positions = spec.max_positions if spec is not None else read_positions(_module(custom_model))
     vocab = spec.vocab if spec is not None else read_vocab(_module(custom_model))
     if settings.task != "pretrain":
-        found = load_task_inputs(
-            settings, opened, spec, positions, vocab, plan, cache_dir, callbacks, device_type
-        )
+        model = TaskModel(opened, spec, positions, vocab)
+        found = load_task_inputs(settings, model, plan, cache_dir, callbacks, device_type)
         return TrainingInputs(
             name, opened, custom_model, spec, found.tokenizer, found.train, found.held_out,
             found.train_fingerprint, found.eval_fingerprint, None, found.seq_len, found.labels,

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,18 +101,75 @@ class TaskRows:
     parts: int = 2  # 1 where both are the same rows
 
 
+@dataclass(frozen=True)
+class TaskModel:
+    """The model that a task's data are prepared for. `spec` is None for a custom model."""
+
+    opened: OpenedModel | None
+    spec: ModelSpec | None
+    positions: int | None
+    vocab: int | None
+
+    def check_vocab(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer with tokens that the model lacks. Raises BadInputError."""
+        if self.vocab is not None and tokenizer.vocab_size > self.vocab:
+            raise BadInputError(
+                f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model "
+                f"{self.vocab}. Use a model with a vocabulary at least as large, or another "
+                "tokenizer."
+            )
+
+
+@dataclass(frozen=True)
+class PaddingRule:
+    """Rule of samples' lengths: `seq_len` tokens at most.
+
+    All are padded to `padded` if `fixed`, else to multiples of `multiple`.
+    """
+
+    seq_len: int
+    padded: int
+    fixed: bool
+    multiple: int
+
+
+@dataclass(frozen=True)
+class TaskRequest:
+    """A task's rows, and all that turns them into samples."""
+
+    settings: TrainSettings
+    model: TaskModel
+    source: TaskRows
+    padding: PaddingRule
+    cache_dir: Path
+    callbacks: Sequence[Callback]
+
+    def tokenizer(self, masked: bool, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+        """Return the tokenizer of the task, learnt from `texts` where there is none."""
+        return task_tokenizer(
+            self.settings, self.model.opened, self.model.vocab, masked,
+            fingerprint(self.source.train), texts, self.cache_dir, self.callbacks,
+        )  # fmt: skip
+
+    def dataset(self, samples: Ragged, once_in: int | None, **more: bool) -> PaddedDataset:
+        """Return the samples as a data set that is padded so."""
+        rule = self.padding
+        return PaddedDataset(
+            samples, rule.padded, rule.fixed, once_in=once_in, multiple=rule.multiple,
+            **more,
+        )  # fmt: skip
+
+
 def load_task_inputs(
     settings: TrainSettings,
-    opened: OpenedModel | None,
-    spec: ModelSpec | None,
-    positions: int | None,
-    vocab: int | None,
+    model: TaskModel,
     plan: Plan | None,
     cache_dir: Path,
     callbacks: Sequence[Callback],
     device_type: str = "cpu",
 ) -> TaskData:
     """Read and encode a task's data. Raises BadInputError for whatever does not fit."""
+    opened, spec, positions = model.opened, model.spec, model.positions
     name = opened.name if opened is not None else "own"
     if settings.task == "chat" and spec is not None and not spec.causal:
         raise BadInputError(
@@ -141,9 +198,11 @@ def load_task_inputs(
     fixed = _has_fixed_length(settings, plan)
     compiled = plan is not None and plan.compile
     multiple = math.lcm(shape_multiple(most, device_type, compiled), tp)
-    make = _classify if settings.task == "classify" else partial(_chat, saved=plan is not None)
-    sizes = seq_len, most, fixed, multiple
-    return make(settings, opened, spec, vocab, source, sizes, cache_dir, callbacks)
+    padding = PaddingRule(seq_len, most, fixed, multiple)
+    request = TaskRequest(settings, model, source, padding, cache_dir, callbacks)
+    if settings.task == "classify":
+        return _classify(request)
+    return _chat(request, saved=plan is not None)
 
 
 def read_source(settings: TrainSettings) -> TaskRows:
@@ -181,33 +240,17 @@ def _rows(tables: Sequence[Table]) -> list[Row]:
     return [row for table in tables for row in table.rows]
 
 
-# seq_len, the same padded, whether all are padded to it, else to a multiple of what
-Sizes = tuple[int, int, bool, int]
-
-
-def _chat(
-    settings: TrainSettings,
-    opened: OpenedModel | None,
-    spec: ModelSpec | None,
-    vocab: int | None,
-    source: TaskRows,
-    sizes: Sizes,
-    cache_dir: Path,
-    callbacks: Sequence[Callback],
-    *,
-    saved: bool,
-) -> TaskData:
+def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
     """Samples of conversations; `saved`: for a training, which saves the tokenizer."""
-    seq_len, most, fixed, multiple = sizes
+    settings, source, seq_len = request.settings, request.source, request.padding.seq_len
 
     def texts() -> list[str]:
         return [str(m["content"]) for row in source.train for m in messages_of(row)]
 
-    plain = task_tokenizer(settings, opened, vocab, False, fingerprint(source.train), texts,
-                           cache_dir, callbacks)  # fmt: skip
+    plain = request.tokenizer(False, texts)
     chat = ChatFormat(plain)
-    _check_vocab(chat.tokenizer, vocab)
-    tell(callbacks, "on_stage", "encoding conversations")
+    request.model.check_vocab(chat.tokenizer)
+    tell(request.callbacks, "on_stage", "encoding conversations")
     parts = [
         encode_all(chat, rows, seq_len, part)
         for rows, part in (
@@ -221,8 +264,8 @@ def _chat(
     train, validation = (part.samples for part in parts)
     return TaskData(
         chat.tokenizer,
-        PaddedDataset(train, most, fixed, multiple=multiple),
-        PaddedDataset(validation, most, fixed, once_in=settings.global_batch, multiple=multiple),
+        request.dataset(train, None),
+        request.dataset(validation, settings.global_batch),
         *_fingerprints(source, chat.tokenizer, chat.tokenizer.chat_template or ""),
         seq_len,
         None,
@@ -301,18 +344,11 @@ def _chat_hints(
     return hints
 
 
-def _classify(
-    settings: TrainSettings,
-    opened: OpenedModel | None,
-    spec: ModelSpec | None,
-    vocab: int | None,
-    source: TaskRows,
-    sizes: Sizes,
-    cache_dir: Path,
-    callbacks: Sequence[Callback],
-) -> TaskData:
+def _classify(request: TaskRequest) -> TaskData:
+    """Samples of texts with their classes."""
+    settings, source, seq_len = request.settings, request.source, request.padding.seq_len
+    opened, spec = request.model.opened, request.model.spec
     assert spec is not None
-    seq_len, most, fixed, multiple = sizes
     columns = classify.columns_of(source.table, settings.text_fields, settings.label_field)
     classes = source.table.names.get(columns.label, ())
     parts = [
@@ -325,13 +361,12 @@ def _classify(
     labels = known if kept and known else classify.label_names(parts[0], classes)
     unnamed, parts = parts[0], kept or parts
     encoder = not spec.causal
-    plain = task_tokenizer(
-        settings, opened, vocab, encoder, fingerprint(source.train),
-        lambda: [text for example in parts[0] for text in example.texts], cache_dir, callbacks,
-    )  # fmt: skip
+    plain = request.tokenizer(
+        encoder, lambda: [text for example in parts[0] for text in example.texts]
+    )
     tokenizer = classify.with_pairs(plain, encoder)
-    _check_vocab(tokenizer, vocab)
-    tell(callbacks, "on_stage", "encoding the texts")
+    request.model.check_vocab(tokenizer)
+    tell(request.callbacks, "on_stage", "encoding the texts")
     how = "|".join((*columns.texts, columns.label, *labels))
     fingerprints = _fingerprints(source, tokenizer, how)
     segments = spec.segments > 1
@@ -340,7 +375,7 @@ def _classify(
                        encoder, tokenizer.pad_id, tokenizer.truncation_side])  # fmt: skip
     encoded = [
         load_or_encode(
-            cache_dir,
+            request.cache_dir,
             xxhash.xxh3_128_hexdigest(f"{of}|{more}".encode()),
             partial(classify.encode, tokenizer, part, labels, seq_len, segments),
         )
@@ -372,15 +407,7 @@ def _classify(
     if cut:
         hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
     train, validation = (
-        PaddedDataset(
-            part.samples,
-            most,
-            fixed,
-            mask=encoder,
-            last=not encoder,
-            once_in=once,
-            multiple=multiple,
-        )
+        request.dataset(part.samples, once, mask=encoder, last=not encoder)
         for part, once in zip(encoded, (None, settings.global_batch), strict=True)
     )
     return TaskData(
@@ -412,14 +439,6 @@ def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str
         for rows in (source.train, source.validation)
     )
     return first, second
-
-
-def _check_vocab(tokenizer: Tokenizer, vocab: int | None) -> None:
-    if vocab is not None and tokenizer.vocab_size > vocab:
-        raise BadInputError(
-            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model {vocab}. Use "
-            "a model with a vocabulary at least as large, or another tokenizer."
-        )
 
 
 def step_costs(

@@ -168,8 +168,6 @@ def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
 
 def assemble(
     job: Job,
-    origins: dict[str, str],
-    command: list[str],
     threads: int,
     stop: StopSignal,
     stack: ExitStack,
@@ -196,7 +194,7 @@ def assemble(
         make_equal(objective)  # or the masters would be each rank's own
     whole_values = lower_weights(objective, mixed)
     parameters, trained = parameter_counts(objective.model)
-    record = run_record(job, origins, command, threads, parameters)
+    record = run_record(job, threads, parameters)
     record = job.groups.run_on_rank_0(lambda: claim(job, record, stack))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     guard.tidy = partial(_tidy, job)

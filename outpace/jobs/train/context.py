@@ -1,18 +1,48 @@
-"""All that is settled before the first step."""
+"""The surroundings of a run, and all that is settled before its first step."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from outpace.jobs.inputs.inputs import TrainingInputs
 from outpace.jobs.ranks.hang_watchdog import RankActivity
+from outpace.jobs.ranks.oom_guard import End
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.jobs.train.auto_micro_batch import Try
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
+from outpace.training.heap import PagePrefaulter
 from outpace.training.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """All that this process brings to a run beside its settings.
+
+    `origins` are those of the settings, and `command` is what started the run: both are recorded.
+    `callbacks` are called on rank 0. `model` is a live module or a function that builds one, in
+    place of `settings.model`. `end` ends this process if it cannot be ended otherwise; `attempt`
+    tries settings in another process; `explain` shows a hang report in the run's folder;
+    `page_prefaulter` touches memory that training will use. `foresee`: predict whether it fits.
+    """
+
+    ranks: Ranks = field(default_factory=Ranks)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    callbacks: Sequence[Callback] = ()
+    model: nn.Module | Callable[[], Any] | None = None
+    end: End | None = None
+    attempt: Try | None = None
+    explain: Callable[[Path], None] | None = None
+    page_prefaulter: PagePrefaulter | None = None
+    foresee: bool = True
 
 
 @dataclass(frozen=True)
@@ -20,7 +50,7 @@ class Job:
     """A training job on one rank. `callbacks` is empty on all ranks but 0."""
 
     settings: TrainSettings
-    ranks: Ranks
+    context: RunContext
     groups: Groups
     device: torch.device
     machine: Machine
@@ -30,3 +60,8 @@ class Job:
     run_dir: RunDir
     callbacks: list[Callback]
     doing: RankActivity
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the job, and which of them this is."""
+        return self.context.ranks

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
@@ -31,9 +29,9 @@ from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.oom_guard import End, Guard, readings
 from outpace.jobs.ranks.process_groups import Groups, process_groups, resolve_backend
 from outpace.jobs.train import auto_micro_batch
-from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS, Try
+from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS
 from outpace.jobs.train.build import PreparedRun, assemble
-from outpace.jobs.train.context import Job
+from outpace.jobs.train.context import Job, RunContext
 from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.jobs.train.oom_message import OomMessage
 from outpace.jobs.train.run_record import with_earlier_precision
@@ -57,88 +55,44 @@ from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, tell
 from outpace.training.cuda_allocator import grow_segments
 from outpace.training.guards import StopSignal, deterministic_kernels
-from outpace.training.heap import PagePrefaulter, keep_freed
+from outpace.training.heap import keep_freed
 from outpace.training.loggers import require_loggers
 from outpace.training.run_dir import STANDSTILL_FILE, RunDir
 from outpace.training.threads import set_threads
 
-Explain = Callable[[Path], None]
 
+def train(settings: TrainSettings, context: RunContext) -> Measurement:
+    """Train as `settings` say, on this rank; every rank of a job calls this.
 
-def train(
-    settings: TrainSettings,
-    *,
-    ranks: Ranks,
-    origins: dict[str, str],
-    command: list[str],
-    callbacks: Sequence[Callback] = (),
-    model: nn.Module | Callable[[], Any] | None = None,
-    end: End | None = None,
-    attempt: Try | None = None,
-    explain: Explain | None = None,
-    ahead: PagePrefaulter | None = None,
-) -> Measurement:
-    """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
-
-    `model` is a live module or a function that builds one, in place of `settings.model`.
-    `callbacks` are called on rank 0. `end` ends this process if it cannot be ended otherwise;
-    `attempt` tries settings in another process; `explain` shows a hang report in the run's folder;
-    `ahead` pre-faults memory that training will use. Raises BadInputError, DivergedError,
-    InterruptedRunError, OutOfMemoryError, RankLostError.
+    Raises BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError, RankLostError.
     """
-    with prepare_run(
-        settings,
-        ranks=ranks,
-        origins=origins,
-        command=command,
-        callbacks=callbacks,
-        model=model,
-        end=end,
-        attempt=attempt,
-        explain=explain,
-        ahead=ahead,
-    ) as ready:
+    with prepare_run(settings, context) as ready:
         return ready.run()
 
 
 def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
     """Do a few steps and save, as `train` would, in a place of its own. Raises what it raises."""
-    with prepare_run(
-        settings, ranks=ranks, origins={}, command=[], end=end, foresee=False
-    ) as ready:
+    with prepare_run(settings, RunContext(ranks, end=end, foresee=False)) as ready:
         assert settings.steps == TRIAL_STEPS  # after the last of them it saves
         ready.loop.run()
 
 
 @contextmanager
-def prepare_run(
-    settings: TrainSettings,
-    *,
-    ranks: Ranks,
-    origins: dict[str, str],
-    command: list[str],
-    callbacks: Sequence[Callback] = (),
-    model: nn.Module | Callable[[], Any] | None = None,
-    end: End | None = None,
-    attempt: Try | None = None,
-    explain: Explain | None = None,
-    foresee: bool = True,
-    ahead: PagePrefaulter | None = None,
-) -> Iterator[PreparedRun]:
-    """Prepare a run up to its first step, as `train` does, for callers that drive the loop.
-
-    `foresee`: predict whether it fits.
-    """
+def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[PreparedRun]:
+    """Prepare a run up to its first step, as `train` does, for callers that drive the loop."""
     began_s = time.perf_counter()
-    heard = list(callbacks) if ranks.rank == 0 else []
+    ranks, ahead = context.ranks, context.page_prefaulter
+    heard = list(context.callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
-        deadline = stack.enter_context(ExitDeadline(end))
+        deadline = stack.enter_context(ExitDeadline(context.end))
         stack.callback(lambda: tell(heard, "close"))
         if ahead is not None:
             stack.callback(ahead.end)
         stop = stack.enter_context(StopSignal(partial(tell, heard, "on_hint")))
         settings = with_earlier_precision(settings)
-        settings = with_axes_that_fit(settings, ranks, origins, partial(tell, heard, "on_hint"))
+        settings = with_axes_that_fit(
+            settings, ranks, context.origins, partial(tell, heard, "on_hint")
+        )
         if settings.device in ("auto", "cuda"):
             grow_segments(os.environ)  # before anything is on the device
         device = resolve_device(settings, ranks)
@@ -146,26 +100,29 @@ def prepare_run(
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size, os.environ)
         machine = identify(find_accelerator)
-        plan = resolve_plan(settings, ranks, device, machine, custom_model=model is not None)
+        plan = resolve_plan(
+            settings, ranks, device, machine, custom_model=context.model is not None
+        )
         plan = _as_far_as_torch_compiles(settings, plan, heard)
         if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
             keep_freed(os.environ)
-        guard = Guard(ranks, device, end)
+        guard = Guard(ranks, device, context.end)
         stack.callback(guard.close)
         deadline.tidy = partial(_tidy_with, guard)
-        if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):
+        if settings.micro_batch == "auto" and (context.model is not None or backend == "mpi"):
             raise BadInputError(
                 "--micro-batch auto tries sizes in processes of their own, where a live model "
                 "cannot be carried, and MPI cannot be started again. Give a number, name the "
                 "model by its file, or use gloo or nccl."
             )
         stack.enter_context(fp32_products(plan.precision, device))
-        is_custom = model is not None or names_code(settings.model)
+        is_custom = context.model is not None or names_code(settings.model)
         _require_possible(settings, plan, ranks, device, is_custom)
         tell(heard, "on_stage", "preparing data")
         cache_dir = cache_folder(settings.cache_dir, os.environ)
-        inputs = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
-        foresee = foresee and inputs.is_transformer  # a trace's head is over the vocabulary
+        inputs = gather(
+            settings, context.model, cache_dir, usable_cores(), heard, plan, device.type
+        )
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, inputs.starts_from_stored(settings))}
         )
@@ -182,7 +139,8 @@ def prepare_run(
             tracer = Tracer()
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
-            account = tracer if foresee else None
+            # A trace's head is over the vocabulary.
+            account = tracer if context.foresee and inputs.is_transformer else None
             with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
                 fitting = MemoryFit(
                     settings, ranks, device, machine, spec, seq_len, account, ahead_bytes
@@ -201,19 +159,21 @@ def prepare_run(
                     )  # fmt: skip
                     plan = find_on_device(plan, settings, take, heard)
                 else:
-                    plan = auto_micro_batch.find(plan, settings, fitting, groups, attempt, heard)
+                    plan = auto_micro_batch.find(
+                        plan, settings, fitting, groups, context.attempt, heard
+                    )
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             _require_same(groups, settings, device, plan, total_steps, inputs)
             doing.begin("comparing samples of the ranks' data sets")
             check_samples(groups, settings, inputs.custom_model, heard)
             doing.begin("the preparation")
             run_dir = RunDir(groups.run_on_rank_0(lambda: resolve_out(settings, inputs.name)))
-            doing.on_hang = partial(_keep, run_dir, explain)
+            doing.on_hang = partial(_keep, run_dir, context.explain)
             job = Job(
-                settings, ranks, groups, device, machine, plan, inputs, total_steps, run_dir,
+                settings, context, groups, device, machine, plan, inputs, total_steps, run_dir,
                 heard, doing,
             )  # fmt: skip
-            answer = OomMessage(job, fitting, origins, command)
+            answer = OomMessage(job, fitting)
             guard.answer = answer.format
             groups.run_on_rank_0(answer.check_fit)
             looker = None
@@ -224,9 +184,7 @@ def prepare_run(
                 tell(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
             tracer.close()  # its memory is for training now
-            ready = assemble(
-                job, origins, command, threads, stop, stack, guard, answer, looker, began_s
-            )
+            ready = assemble(job, threads, stop, stack, guard, answer, looker, began_s)
             if ahead is not None:
                 ahead.end()
             yield ready
@@ -275,7 +233,7 @@ def _with_compile(
     return plan.model_copy(update={"compile": decision.compile})
 
 
-def _keep(run_dir: RunDir, explain: Explain | None, found: HangReport) -> None:
+def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport) -> None:
     """Write down how ranks stood, where who resumes the run and who reports on it look."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)

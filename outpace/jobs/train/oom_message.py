@@ -9,7 +9,7 @@ import torch
 
 from outpace.jobs.memory.fit import SEARCH_BEFORE_S, SEARCH_S, MemoryFit
 from outpace.jobs.ranks.oom_guard import Shortage
-from outpace.jobs.train.context import Job
+from outpace.jobs.train.context import Job, RunContext
 from outpace.parallel import Layout
 from outpace.planner.fit.proposals import Change, Proposal
 from outpace.records.errors import OutOfMemoryError
@@ -24,13 +24,9 @@ PYTHON = "python"  # the origin of settings that come from outpace.train
 class OomMessage:
     """Messages of one job, for a shortage and for a predicted one."""
 
-    def __init__(
-        self, job: Job, fitting: MemoryFit, origins: Mapping[str, str], command: Sequence[str]
-    ) -> None:
+    def __init__(self, job: Job, fitting: MemoryFit) -> None:
         self._job = job
         self._fitting = fitting
-        self._origins = origins
-        self._command = command
         self._before_bytes = fitting.held_bytes
 
     def check_fit(self) -> None:
@@ -47,7 +43,7 @@ class OomMessage:
         """Format the message of a shortage."""
         run = self._job.run_dir.path if self._job.run_dir.has_steps else None
         proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
-        return format_oom(short, proposals, self._command, self._origins, run)
+        return format_oom(short, proposals, self._job.context, run)
 
     def anatomy(
         self, layout: Layout, optimizer: torch.optim.Optimizer, used_bytes: int
@@ -82,8 +78,7 @@ def anatomy(
 def format_oom(
     short: Shortage,
     proposals: Sequence[Proposal],
-    command: Sequence[str],
-    origins: Mapping[str, str],
+    context: RunContext,
     run: Path | None,
 ) -> str:
     """Format the whole message. `run` is the run to resume; None if nothing was trained."""
@@ -93,8 +88,9 @@ def format_oom(
         return "\n".join([*lines, _without_proposals()])
     lines.append("What would fit, the cheapest first, as predicted:")
     for number, proposal in enumerate(proposals, 1):
+        command = changed_command(context.command, context.origins, proposal.settings, run)
         lines.append(f"{number}. {_format_proposal(proposal)}")
-        lines.append(f"   {changed_command(command, origins, proposal.settings, run)}")
+        lines.append(f"   {command}")
     return "\n".join(lines)
 
 

@@ -165,16 +165,14 @@ def _base_fingerprint(job: Job) -> str | None:
     return None if base is None else fingerprint(base)
 
 
-def run_record(
-    job: Job, origins: dict[str, str], command: list[str], threads: int, parameters: int
-) -> RunRecord:
+def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
     """Return the record of all that determines the run."""
     inputs, (head, dirty) = job.inputs, commit()
     return RunRecord(
         outpace=__version__,
-        command=tuple(command),
+        command=tuple(job.context.command),
         settings=job.settings,
-        origins=origins,
+        origins=dict(job.context.origins),
         plan=job.plan,
         identity=job.plan.identity(job.settings.global_batch),
         model=inputs.spec,

@@ -16,10 +16,10 @@ from outpace.data.tokenizer import load_tokenizer, train_tokenizer
 from outpace.jobs import inference
 from outpace.jobs.inputs import tasks
 from outpace.jobs.inputs.inputs import gather
+from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import prepare_run, train
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
-from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 COMMON = {"precision": "fp32", "device": "cpu", "schedule": "constant", "lr": 3e-3, "warmup": 5}
@@ -53,7 +53,7 @@ def asked(home, **more):
 
 
 def run(settings, **more):
-    return train(settings, ranks=Ranks(), origins={}, command=[], **more)
+    return train(settings, RunContext(**more))
 
 
 def losses(out):
@@ -126,7 +126,7 @@ def test_costs_are_of_the_samples_that_a_step_has(home):
         global_batch=8,
         out=home / "costs",
     )
-    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, RunContext()) as ready:
         batches = next(iter(ready.loop.steps))
         costs = ready.loop.ledger.costs_of(1)
         real = sum(int(batch["padding_mask"].sum()) for batch in batches)
@@ -166,7 +166,7 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
         home, task="classify", data=[str(tmp_path / "data.jsonl")], steps=1, global_batch=4,
         seq_len=16, out=tmp_path / "run",
     ).model_copy(update={"model": str(tmp_path / "in")})  # fmt: skip
-    with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+    with prepare_run(settings, RunContext()) as ready:
         weight = ready.loop.layout.objective.model.classifier.weight
         kept = torch.equal(weight, stored.classifier.weight)
         assert kept == (given != "others")
@@ -273,7 +273,7 @@ def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
 
     def said(out, **more):
         settings = asked(home, **asked_for, out=tmp_path / out, **more)
-        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, RunContext()) as ready:
             return " ".join(ready.job.inputs.hints)
 
     told = said("a")
@@ -327,7 +327,7 @@ def test_what_adapters_are_trained_beside_costs_no_gradients(home, chatted):
             out=home / "adapters", **adapters,
         )  # fmt: skip
         settings = settings.model_copy(update={"model": str(chatted[0].out)})
-        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, RunContext()) as ready:
             flops.append(ready.loop.ledger.costs_of(1).model_flops)
         shutil.rmtree(home / "adapters", ignore_errors=True)
     assert 0.6 < flops[1] / flops[0] < 0.8
@@ -395,7 +395,7 @@ def test_rows_that_are_learnt_and_held_out_are_said(home, tmp_path):
         more = {} if eval_data is None else {"eval_data": [eval_data]}
         settings = asked(home, task="chat", data=[data], steps=1, global_batch=2, family="llama",
                          out=tmp_path / f"out{len(list(tmp_path.iterdir()))}", **more)  # fmt: skip
-        with prepare_run(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        with prepare_run(settings, RunContext()) as ready:
             return " ".join(ready.job.inputs.hints)
 
     assert "2 of 3 rows held out for validation are among those to train on" in hints(train, held)

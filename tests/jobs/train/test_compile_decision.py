@@ -11,6 +11,7 @@ from outpace.jobs.defaults import resolve_plan
 from outpace.jobs.planning.request import PlanQuestion
 from outpace.jobs.planning.request import job as planning_job
 from outpace.jobs.train.compile_decision import by_times, decide, expected_compile_s
+from outpace.jobs.train.context import RunContext
 from outpace.nn.compilation import compiler_cache
 from outpace.planner.plan import plans
 from outpace.records.errors import BadInputError
@@ -91,7 +92,7 @@ def test_a_resumed_run_stays_as_it_was(tmp_path, corpus, token_cache):
     settings = asked(model="outpace-tiny", seq_len=64, global_batch=8, steps=1, eval_batches=1,
                      data=(str(corpus),), cache_dir=token_cache, sample_tokens=0,
                      out=tmp_path / "run")  # fmt: skip
-    train(settings, ranks=Ranks(), origins={}, command=["test"])
+    train(settings, RunContext(command=["test"]))
     path = tmp_path / "run" / "run.json"
     made = Plan.parse({"compile": True}, "test")
     for was in (False, True):
@@ -125,7 +126,7 @@ def test_a_run_goes_by_the_decision_and_says_it(tmp_path, corpus, token_cache, m
                      data=(str(corpus),), cache_dir=token_cache, sample_tokens=0,
                      out=tmp_path / "run")  # fmt: skip
     heard = Heard()
-    done = job.train(settings, ranks=Ranks(), origins={}, command=["test"], callbacks=[heard])
+    done = job.train(settings, RunContext(command=["test"], callbacks=[heard]))
     assert any(hint.startswith("compile: no; ") and "2" in hint for hint in heard.hints)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["plan"]["compile"] is False
@@ -143,13 +144,13 @@ def test_what_turns_the_compiler_off_is_heard(tmp_path, corpus, token_cache, mon
                      out=tmp_path / "run")  # fmt: skip
     asked_for = settings.model_copy(update={"compile": True})
     with pytest.raises(BadInputError, match=f"--compile, but the environment has {variable}=1"):
-        job.train(asked_for, ranks=Ranks(), origins={}, command=["test"])
+        job.train(asked_for, RunContext(command=["test"]))
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(
         job, "resolve_plan",
         lambda *args, **more: resolve_plan(*args, **more).model_copy(update={"compile": True}),
     )  # fmt: skip
-    with job.prepare_run(settings, ranks=Ranks(), origins={}, command=["test"]) as ready:
+    with job.prepare_run(settings, RunContext(command=["test"])) as ready:
         assert ready.loop.settings.compile is None
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["plan"]["compile"] is False
