@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from outpace.cli import options
 from outpace.launch.launcher_env import ranks_from
 from outpace.records.errors import BadInputError, nearest
-from outpace.records.optimizers import Precision
 from outpace.records.plan import Plan
+from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 

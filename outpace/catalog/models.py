@@ -9,7 +9,8 @@ from typing import Any
 from outpace.catalog.outlines import OUTLINES
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, nearest, nearest_model
-from outpace.records.model import Family, ModelSpec, RopeScaling
+from outpace.records.families import Family
+from outpace.records.model import ModelSpec, RopeScaling
 
 
 class Preset(Record):

@@ -8,8 +8,8 @@ from typing import get_args
 from outpace.cli.parser import Parser, number_type
 from outpace.jobs.planning.network import SHARE, TOLERANCE, NetworkQuestion, network_report
 from outpace.records.network import NetworkReport
-from outpace.records.optimizers import Precision
 from outpace.records.plan import Checkpointing
+from outpace.records.precisions import Precision
 
 _ABOUT = "How much network a training needs, and what a slower or faster one would cost."
 _EPILOG = (

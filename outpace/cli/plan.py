@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from outpace.cli.output import output_file, save_output, write_output
 from outpace.cli.parser import JoinedList, Parser, number_type
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import Precision
+from outpace.records.precisions import Precision
 
 if TYPE_CHECKING:
     from outpace.interop.export import ExportedPlan

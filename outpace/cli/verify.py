@@ -13,8 +13,8 @@ from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
 from outpace.records.interpreter import PYTHON
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import Precision
 from outpace.records.plan import Plan, PlanFile, Strategy
+from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 

@@ -31,7 +31,7 @@ from outpace.parallel.deferred_init import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import ADAMW, OptimizerName
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -128,7 +128,7 @@ class Trial:
             named, name, settings, place, master_weights=masters, wide_values=wide_values
         )
         for group in optimizer.param_groups:
-            if name.startswith("adamw"):
+            if name in ADAMW:
                 group["eps"] = self.eps
         return optimizer
 
@@ -150,8 +150,7 @@ def reference(trial: Trial, plan: Plan) -> Trace:
     mixed = make_mixed(plan.precision, trial.device, True)
     wide_values = lower_weights(objective, mixed)
     parameters = dict(objective.model.named_parameters())
-    adamw = plan.optimizer.startswith("adamw")
-    name: OptimizerName = "adamw-for-loop" if adamw else plan.optimizer
+    name: OptimizerName = "adamw-for-loop" if plan.optimizer in ADAMW else plan.optimizer
     optimizer = trial.optimizer(parameters.items(), name=name, wide_values=wide_values)
     trace = Trace()
     for batch in trial.batches():

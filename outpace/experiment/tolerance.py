@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from outpace.planner.model.flops import parameter_count
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import MASTERS, SHARD_DTYPES
 from outpace.records.plan import GATHERS, Plan
+from outpace.records.precisions import MASTERS, SHARD_DTYPES
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}

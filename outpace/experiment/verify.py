@@ -21,7 +21,7 @@ from outpace.probing.hardware.versions import commit, versions
 from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import EXACT, Precision
+from outpace.records.optimizers import EXACT
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import (
     AXES,
@@ -31,6 +31,7 @@ from outpace.records.plan import (
     fill_axes,
     schedule_of,
 )
+from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
 from outpace.training.collective_counter import CollectiveCounter
 

@@ -20,19 +20,12 @@ from outpace.interop.write import special_ids, write_config, write_weights
 from outpace.nn.classifier import Classifier, initial_value
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError, shorten
+from outpace.records.families import FAMILY_TRAITS
 from outpace.records.model import ModelSpec
 
 _INSIDE = "backbone."
 # Layers of the files that are for another purpose, or for other classes.
 _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
-ARCHITECTURES: Mapping[str, str] = {
-    "gpt2": "GPT2ForSequenceClassification",
-    "llama": "LlamaForSequenceClassification",
-    "mistral": "MistralForSequenceClassification",
-    "qwen2": "Qwen2ForSequenceClassification",
-    "qwen3": "Qwen3ForSequenceClassification",
-    "bert": "BertForSequenceClassification",
-}
 
 
 def known_labels(directory: Path) -> tuple[str, ...] | None:
@@ -103,7 +96,7 @@ def write_classifier(
     """Write a classifier that `AutoModelForSequenceClassification.from_pretrained` reads."""
 
     def change(config: Any) -> None:
-        config.architectures = [ARCHITECTURES[config.model_type]]
+        config.architectures = [FAMILY_TRAITS[config.model_type].classifier]
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: number for number, name in enumerate(labels)}
         config.problem_type = "single_label_classification"

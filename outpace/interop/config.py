@@ -3,13 +3,13 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from outpace.interop.config_check import (
     ReadValues,
@@ -20,7 +20,8 @@ from outpace.interop.config_check import (
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
 from outpace.records.errors import BadInputError, shorten
-from outpace.records.model import Family, ModelSpec
+from outpace.records.families import FAMILIES, FAMILY_TRAITS
+from outpace.records.model import ModelSpec
 
 CONFIG_FILE = "config.json"
 # Model types of folders with code of their own whose layers are those of a family in transformers:
@@ -28,7 +29,6 @@ CONFIG_FILE = "config.json"
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 # The model_type of a spec that no architecture of transformers has: outpace alone reads it.
 OWN_TYPE = "outpace"
-FAMILIES: tuple[Family, ...] = get_args(Family)
 _ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
         "gelu": "gelu",
@@ -218,8 +218,7 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
             "Use the model that it was quantized from."
         )
     family = config.model_type
-    reader = {"gpt2": _read_gpt2, "bert": _read_bert}.get(family, _read_llama_like)
-    values = {"family": family, **reader(config, where)}
+    values = {"family": family, **_READERS[FAMILY_TRAITS[family].form](config, where)}
     try:
         return ModelSpec.parse(values, where)
     except BadInputError as error:
@@ -312,8 +311,8 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Return which of Llama's and Qwen 3's projections have biases; others' are fixed."""
-    if config.model_type not in ("llama", "qwen3"):
+    """Return which projections have biases, where the family's are not fixed."""
+    if not FAMILY_TRAITS[config.model_type].biases:
         return {}
     attention = config.attention_bias
     return {
@@ -324,11 +323,12 @@ def _read_biases(config: Any) -> dict[str, Any]:
 
 
 def _read_windows(config: Any, where: str) -> dict[str, Any]:
-    if config.model_type == "llama":
-        return {}  # transformers' Llama reads no such key
+    windows = FAMILY_TRAITS[config.model_type].windows
+    if windows == "none":
+        return {}  # transformers reads no such key
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if config.model_type == "mistral" or kinds is None:
+    if windows == "all" or kinds is None:
         return {"sliding_window": window}
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
@@ -365,3 +365,8 @@ def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
             "original_max_positions": rope.get("original_max_position_embeddings"),
         }
     return read
+
+
+_READERS: Mapping[str, Callable[[Any, str], dict[str, Any]]] = MappingProxyType(
+    {"gpt2": _read_gpt2, "bert": _read_bert, "llama": _read_llama_like}
+)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, excerpt, shorten
+from outpace.records.families import FAMILY_TRAITS
 
 _OWN_MODEL = "Any other model can be trained or planned for through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
@@ -387,11 +388,9 @@ def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
 
 def _dropouts(config: Any, where: str) -> list[str]:
     """Several dropouts that differ, where a spec has one."""
-    names = {
-        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
-    }.get(config.model_type, ())
-    found = {name: value for name in names if (value := getattr(config, name)) is not None}
+    traits = FAMILY_TRAITS.get(config.model_type)
+    names = () if traits is None else (*traits.dropouts, "classifier_dropout")
+    found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     if len(set(found.values())) <= 1:
         return []
     first, *others = found.items()

@@ -4,21 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.interop.config import FAMILIES, OWN_TYPE, quiet_transformers, spec_from_config
+from outpace.interop.config import OWN_TYPE, quiet_transformers, spec_from_config
 from outpace.interop.origin import TokenIds
 from outpace.records.errors import BadInputError
-from outpace.records.model import Family, ModelSpec
+from outpace.records.families import FAMILIES, FAMILY_TRAITS, Family, FamilyTraits
+from outpace.records.model import ModelSpec
 
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "gpt2": "GPT2LMHeadModel",
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "bert": "BertForMaskedLM",
-    }
-)
 _HF_ACTIVATIONS = MappingProxyType({"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"})
 
 
@@ -40,7 +31,7 @@ def hf_config(
     for family in order:
         config = _config_of(family, spec, ids)
         if config is not None:
-            config.architectures = [ARCHITECTURES[family]]
+            config.architectures = [FAMILY_TRAITS[family].language_model]
             config.dtype = dtype
             return config
     raise BadInputError(
@@ -81,17 +72,10 @@ def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> 
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
-    classes = {
-        "gpt2": transformers.GPT2Config,
-        "llama": transformers.LlamaConfig,
-        "mistral": transformers.MistralConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "bert": transformers.BertConfig,
-    }
     try:
         with quiet_transformers():
-            config = classes[family](**_write(family, spec), **ids)
+            config_class = getattr(transformers, FAMILY_TRAITS[family].config)
+            config = config_class(**_write(family, spec), **ids)
         same = _meaning(spec_from_config(config, "")) == _meaning(spec)
     except (BadInputError, StrictDataclassError, ValueError, TypeError):  # they refuse the values
         return None
@@ -99,9 +83,9 @@ def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> 
 
 
 def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
-    if family == "gpt2":
-        return _write_gpt2(spec)
-    return _write_bert(spec) if family == "bert" else _write_llama_like(family, spec)
+    traits = FAMILY_TRAITS[family]
+    writer = {"gpt2": _write_gpt2, "bert": _write_bert, "llama": _write_llama_like}[traits.form]
+    return {**writer(spec, traits), **dict.fromkeys(traits.dropouts, spec.dropout)}
 
 
 def _meaning(spec: ModelSpec) -> dict[str, Any]:
@@ -112,7 +96,7 @@ def _meaning(spec: ModelSpec) -> dict[str, Any]:
     return {**values, "windows": [spec.layer_window(index) for index in range(spec.layers)]}
 
 
-def _write_gpt2(spec: ModelSpec) -> dict[str, Any]:
+def _write_gpt2(spec: ModelSpec, traits: FamilyTraits) -> dict[str, Any]:
     return {
         "n_layer": spec.layers,
         "n_embd": spec.hidden,
@@ -123,11 +107,10 @@ def _write_gpt2(spec: ModelSpec) -> dict[str, Any]:
         "layer_norm_epsilon": spec.norm_eps,
         "activation_function": _HF_ACTIVATIONS[spec.activation],
         "tie_word_embeddings": spec.tied,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout),
     }
 
 
-def _write_bert(spec: ModelSpec) -> dict[str, Any]:
+def _write_bert(spec: ModelSpec, traits: FamilyTraits) -> dict[str, Any]:
     return {
         "num_hidden_layers": spec.layers,
         "hidden_size": spec.hidden,
@@ -139,12 +122,10 @@ def _write_bert(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": _HF_ACTIVATIONS[spec.activation],
         "tie_word_embeddings": spec.tied,
         "type_vocab_size": spec.segments,
-        "hidden_dropout_prob": spec.dropout,
-        "attention_probs_dropout_prob": spec.dropout,
     }
 
 
-def _write_llama_like(family: Family, spec: ModelSpec) -> dict[str, Any]:
+def _write_llama_like(spec: ModelSpec, traits: FamilyTraits) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling is not None:
         scaling = spec.rope_scaling.model_dump()
@@ -161,20 +142,19 @@ def _write_llama_like(family: Family, spec: ModelSpec) -> dict[str, Any]:
         "rms_norm_eps": spec.norm_eps,
         "hidden_act": _HF_ACTIVATIONS[spec.activation],
         "tie_word_embeddings": spec.tied,
-        "attention_dropout": spec.dropout,
         "rope_parameters": rope,
     }
-    if family != "qwen2" or spec.head_dim * spec.heads != spec.hidden:
+    if traits.has_head_dim or spec.head_dim * spec.heads != spec.hidden:
         values["head_dim"] = spec.head_dim
-    if family in ("llama", "qwen3"):
-        values["attention_bias"] = spec.qkv_bias
-    if family == "llama":
-        values["mlp_bias"] = spec.mlp_bias
-    return values if family == "llama" else {**values, **_write_windows(family, spec)}
+    biases = {"attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias}
+    values |= {name: biases[name] for name in traits.biases}
+    return {**values, **_write_windows(spec, traits)}
 
 
-def _write_windows(family: str, spec: ModelSpec) -> dict[str, Any]:
-    if family == "mistral":
+def _write_windows(spec: ModelSpec, traits: FamilyTraits) -> dict[str, Any]:
+    if traits.windows == "none":
+        return {}
+    if traits.windows == "all":
         return {"sliding_window": spec.sliding_window}
     windows = [spec.layer_window(index) for index in range(spec.layers)]
     return {

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from outpace.catalog.models import PRESETS, named_model, preset, unknown_model, untrained_model
 from outpace.interop.config import (
     CONFIG_FILE,
-    FAMILIES,
     other_form,
     read_cached_spec,
     read_spec_with_notes,
@@ -21,6 +20,7 @@ from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, excerpt
+from outpace.records.families import FAMILIES
 from outpace.records.model import ModelSpec
 from outpace.records.run import resume_command
 

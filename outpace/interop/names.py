@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from outpace.interop.config import OWN_TYPE
+from outpace.records.families import FAMILY_TRAITS
 
 _GPT2 = {
     "embed.tokens": "transformer.wte",
@@ -101,7 +102,6 @@ class Naming:
         return any(re.search(pattern, canonical) for pattern in self.ignored)
 
 
-_LLAMA_NAMING = Naming(_LLAMA, "model.", ("lm_head.",), (r"rotary_emb\.",), "lm_head.weight")
 _NAMINGS: Mapping[str, Naming] = MappingProxyType(
     {
         "gpt2": Naming(
@@ -120,13 +120,17 @@ _NAMINGS: Mapping[str, Naming] = MappingProxyType(
             "cls.predictions.decoder.weight",
             head_bias="cls.predictions.bias",
         ),
+        "llama": Naming(_LLAMA, "model.", ("lm_head.",), (r"rotary_emb\.",), "lm_head.weight"),
     }
 )
 
 
 def tensor_naming(model_type: str) -> Naming | None:
     """Return the names in a family's files; None for outpace's format, which has our names."""
-    return None if model_type == OWN_TYPE else _NAMINGS.get(model_type, _LLAMA_NAMING)
+    if model_type == OWN_TYPE:
+        return None
+    traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]
+    return _NAMINGS["llama" if traits is None else traits.form]
 
 
 def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:

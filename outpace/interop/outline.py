@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from outpace.interop.config import (
     CONFIG_FILE,
-    FAMILIES,
     OWN_TYPE,
     SAME_LAYERS,
     DimensionsError,
@@ -28,6 +27,7 @@ from outpace.interop.transformers_build import can_build, transformers_version
 from outpace.planner.model.outline import outline
 from outpace.records.base import explain
 from outpace.records.errors import BadInputError, excerpt
+from outpace.records.families import FAMILIES
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 

@@ -14,7 +14,7 @@ from outpace.records.compiled import COMPILED, graph_obstacle
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LEVELS, Precision, default_optimizer
+from outpace.records.optimizers import OPTIMIZER_TRAITS, default_optimizer
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import (
     AXES,
@@ -27,6 +27,7 @@ from outpace.records.plan import (
     fill_axes,
     schedule_of,
 )
+from outpace.records.precisions import LEVELS, Precision
 from outpace.records.ranks import Ranks
 from outpace.records.settings import DEFAULT_SEQ_LEN, TrainSettings
 from outpace.training.precision import default_precision
@@ -40,9 +41,6 @@ DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
 RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # what transformers.Trainer takes too
 LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: for 7B and 13B
-# Of those whose steps are not of AdamW's size, in units of its learning rate: Adafactor's is
-# relative to a weight's size, SGD's to a gradient's.
-LR_FACTORS: Mapping[str, float] = {"adafactor": 30.0, "sgd": 100.0}
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
@@ -318,7 +316,7 @@ def resolve_lr(settings: TrainSettings, stored: bool) -> float:
         lr = LORA_LR
     else:
         lr = STORED_LR if stored else RANDOM_LR
-    return lr * LR_FACTORS.get(settings.optimizer or "", 1.0)
+    return lr if settings.optimizer is None else lr * OPTIMIZER_TRAITS[settings.optimizer].lr_factor
 
 
 def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:

@@ -3,7 +3,7 @@
 Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import MASTERS, SCALED, WEIGHTS, Precision
+from outpace.records.precisions import (
+    MASTERS,
+    PRECISION_TRAITS,
+    SCALED,
+    WEIGHTS,
+    LowDtype,
+    Precision,
+)
 
-# Of matrix products, None for that of the weights.
-DTYPES: dict[Precision, torch.dtype | None] = {
-    "fp64": None,
-    "fp32": None,
-    "tf32": None,  # of fp32 operands, rounded on their way into tensor cores
-    "bf16": torch.bfloat16,
-    "bf16-master": torch.bfloat16,
-    "bf16-pure": torch.bfloat16,
-    "fp8": torch.bfloat16,  # of all that is not in blocks
-    "fp16": torch.float16,
-    "fp16-master": torch.float16,
-    "fp16-pure": torch.float16,
+_LOW: Mapping[LowDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Of matrix products outside of fp8's blocks, None for that of the weights.
+DTYPES: Mapping[Precision, torch.dtype | None] = {
+    name: None if traits.low is None else _LOW[traits.low]
+    for name, traits in PRECISION_TRAITS.items()
 }
 
 
@@ -136,7 +136,7 @@ def make_mixed(
     """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
 
     `fully_shards`: shards of weights are gathered in 16 bits, so that they, in fp32, are the master
-    weights of "bf16-master" (`records.optimizers.SHARD_DTYPES`).
+    weights of "bf16-master" (`records.precisions.SHARD_DTYPES`).
 
     With weights of 16 bits all is computed in their dtype, without autocast; but under it where
     code is unknown, which may bring tensors of other dtypes to them.

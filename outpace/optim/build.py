@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import unwrap
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,14 @@ from outpace.optim.master import MasterWeights
 from outpace.optim.muon import Muon, is_hidden_matrix
 from outpace.optim.rounding import Noise
 from outpace.optim.state_dtypes import KeepsDtypes
-from outpace.planner.memory.optimizer_bytes import Kept
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import OPTIMIZER_TRAITS, OptimizerName, optimizers_that
 from outpace.records.settings import TrainSettings
 
 Groups = list[dict[str, Any]]
 # Makes an optimizer of parameter groups, as torch.optim's classes do.
 Build = Callable[[Groups], torch.optim.Optimizer]
-_STEPS_COMPLEX: tuple[OptimizerName, ...] = (
-    "adamw-fused",
-    "adamw-foreach",
-    "adamw-for-loop",
-    "sgd",
-)
+_STEPS_COMPLEX = optimizers_that(lambda traits: traits.steps_complex)
 
 
 def make_optimizer(
@@ -122,11 +116,9 @@ def _build(
     """AdamW is Loshchilov and Hutter's (ICLR 2019), Adafactor Shazeer and Stern's (ICML 2018)."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
     assert lr is not None  # settled before the first step
-    kind = name.removeprefix("adamw-")
-    if kind in ("bf16", "8bit", "4bit"):
-        return LowPrecisionAdamW(
-            groups, cast(Kept, kind), noise, lr=lr, betas=betas, compiled=compiled
-        )
+    kept = OPTIMIZER_TRAITS[name].kept
+    if kept is not None:
+        return LowPrecisionAdamW(groups, kept, noise, lr=lr, betas=betas, compiled=compiled)
     if name == "adafactor":
         return Adafactor(groups, lr=lr, compiled=compiled, together=steps_together(groups))
     if name == "muon":

@@ -37,7 +37,8 @@ from outpace.optim.rounding import (
 )
 from outpace.optim.state_dtypes import KeepsDtypes
 from outpace.optim.together import group_parameters, has_no_memory, step_counts
-from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, Kept, block
+from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, block
+from outpace.records.optimizers import Kept
 
 MOMENTS: dict[str, bool] = {"exp_avg": True, "exp_avg_sq": False}  # whether signed
 

@@ -54,8 +54,8 @@ from outpace.parallel.plain_pass import (
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import copies
 from outpace.records.errors import BadInputError, first_names
-from outpace.records.optimizers import SCALED
 from outpace.records.plan import Plan
+from outpace.records.precisions import SCALED
 from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
 

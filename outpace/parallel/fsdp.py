@@ -1,7 +1,7 @@
 """Modules whose parameters `fully_shard` splits, and the collectives of their ranks.
 
 In mixed precision parameters are gathered in the 16 bits that products read and gradients reduced
-in fp32, as `records.optimizers.SHARD_DTYPES` says; shards, and what is added up of their gradients,
+in fp32, as `records.precisions.SHARD_DTYPES` says; shards, and what is added up of their gradients,
 are fp32. Inputs of units are not cast: autocast stays on around them, so that what is no product's
 operand (the residual stream, positions' tables, a batch of the user's) keeps its dtype.
 
@@ -30,7 +30,7 @@ from outpace.parallel.peer_memory import (
     peer_memory_group,
     reduce_scatter_directly,
 )
-from outpace.records.optimizers import SHARD_DTYPES, Precision
+from outpace.records.precisions import SHARD_DTYPES, Precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

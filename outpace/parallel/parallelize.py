@@ -29,8 +29,8 @@ from outpace.parallel.refusals import refuse_together
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.parallel.state_check import StateCheck
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import SCALED, WEIGHTS
 from outpace.records.plan import AXES, Plan
+from outpace.records.precisions import SCALED, WEIGHTS
 from outpace.records.ranks import Ranks
 
 Loss = Callable[[nn.Module, Any], Any]

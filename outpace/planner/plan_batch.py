@@ -10,9 +10,10 @@ from typing import Any, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Offload, Plan, Strategy
+from outpace.records.precisions import Precision
 from outpace.records.strategies import TRAITS
 
 Ints = NDArray[np.int64]

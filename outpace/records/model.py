@@ -5,51 +5,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from outpace.records.base import Record
+from outpace.records.families import FAMILY_TRAITS, Family
 
 # Numbers beyond these are slips of the pen, whose products no integer of a tensor's size holds.
 Layers = Annotated[int, Field(gt=0, le=100_000)]
 Width = Annotated[int, Field(gt=0, le=2**24)]
 Heads = Annotated[int, Field(gt=0, le=2**16)]
 Rows = Annotated[int, Field(gt=0, le=2**32)]
-
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert"]
-
-_GPT_LIKE: dict[str, Any] = {
-    "norm": "layernorm",
-    "positions": "learned",
-    "activation": "gelu_tanh",
-    "gated": False,
-    "qkv_bias": True,
-    "out_bias": True,
-    "mlp_bias": True,
-    "tied": True,
-}
-_LLAMA_LIKE: dict[str, Any] = {
-    "norm": "rmsnorm",
-    "positions": "rotary",
-    "activation": "silu",
-    "gated": True,
-    "qkv_bias": False,
-    "out_bias": False,
-    "mlp_bias": False,
-    "tied": False,
-}
-# What a family means where the spec does not say otherwise.
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt2": {**_GPT_LIKE, "norm_eps": 1e-5},
-    "llama": {**_LLAMA_LIKE, "norm_eps": 1e-5},
-    "mistral": {**_LLAMA_LIKE, "norm_eps": 1e-5},
-    "qwen2": {**_LLAMA_LIKE, "qkv_bias": True, "norm_eps": 1e-6, "rope_theta": 1e6},
-    "qwen3": {**_LLAMA_LIKE, "qk_norm": True, "norm_eps": 1e-6, "rope_theta": 1e6},
-    "bert": {
-        **_GPT_LIKE,
-        "activation": "gelu",
-        "causal": False,
-        "norm_first": False,
-        "segments": 2,
-        "norm_eps": 1e-12,
-    },
-}
 
 
 class RopeScaling(Record):
@@ -103,7 +65,8 @@ class ModelSpec(Record):
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if value is not None}
-        filled = {**FAMILY_DEFAULTS.get(str(given.get("family")), {}), **given}
+        traits = FAMILY_TRAITS.get(given.get("family"))  # type: ignore[arg-type]
+        filled = {**(traits.defaults if traits is not None else {}), **given}
         hidden, heads = filled.get("hidden"), filled.get("heads")
         if isinstance(heads, int):
             filled.setdefault("kv_heads", heads)

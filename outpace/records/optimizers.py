@@ -1,79 +1,170 @@
-"""Optimizers and precisions by name, with what is known of each before anything runs."""
+"""Optimizers: what each of them keeps, moves and allows, in one table.
 
-from collections.abc import Mapping
+What the planner, training and the messages know of an optimizer by its name is derived from here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from outpace.records.precisions import PURE, Precision
 
 OptimizerName = Literal[
     "adamw-fused", "adamw-foreach", "adamw-for-loop", "adamw-bf16", "adamw-8bit", "adamw-4bit",
     "adafactor", "muon", "sgd",
 ]  # fmt: skip
-Precision = Literal[
-    "fp64", "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure",
-    "fp8",
-]  # fmt: skip
-# What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
-AskedPrecision = Literal[
-    "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
-    "O0", "O1", "O2", "O3",
-]  # fmt: skip
+# How moments are kept that are not in fp32.
+Kept = Literal["bf16", "8bit", "4bit"]
 
-LEVELS: Mapping[str, Precision] = {
-    "O0": "fp32",
-    "O1": "fp16",
-    "O2": "fp16-master",
-    "O3": "fp16-pure",
-}
-MEANS: Mapping[str, str] = {
-    "O0": "everything in fp32",
-    "O1": "weights in fp32, matrix products in fp16 by autocast, a dynamic loss scale",
-    "O2": "weights and gradients in fp16, fp32 master weights in the optimizer, a dynamic loss "
-    "scale (norms are fp16 here, with fp32 inside)",
-    "O3": "weights and gradients in fp16, no loss scale; AdamW's moments in bf16, which has the "
-    "range that fp16 lacks",
-}
 
-# The same numbers from any number of processes, and nothing drawn: what `verify` can prove.
-EXACT: tuple[OptimizerName, ...] = (
-    "adamw-fused", "adamw-foreach", "adamw-for-loop", "adafactor", "sgd",
-)  # fmt: skip
+class Operators(NamedTuple):
+    """Operators of what is stepped at once: a matrix, a vector, or several joined of either.
+
+    Tensors that are joined take `each` more. `counted`: for numbers to round by that are counted;
+    tensors that are joined and draw theirs take `drawn` more each.
+    """
+
+    matrix: float
+    vector: float
+    matrices: float = 0
+    vectors: float = 0
+    each: float = 0
+    counted: float = 0
+    drawn: float = 0
+
+
+class StepTensors(NamedTuple):
+    """Tensors like the largest parameter that a step makes, in fp32.
+
+    By what the only weights are in: fp32 (or masters), fp16, or bf16, which is rounded randomly.
+    """
+
+    fp32: float
+    fp16: float
+    bf16: float
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """Traits of an optimizer.
+
+    `moments`: tensors like a parameter that it keeps, as `kept` if that is said. `factored`: of
+    matrices it keeps sums over rows and columns. `exact`: the same numbers from any number of
+    processes, and nothing drawn, which is what `verify` can prove. `lr_factor`: its learning rate
+    in units of AdamW's, from which its steps' size differs. `steps_complex` parameters.
+
+    Eager operators: `bytes` that they move for a parameter, the `operators` that the host launches,
+    and the `tensors` that they make; `copies`: as many tensors of all parameters that it steps.
+    On a GPU: what outpace compiles (`compiled_bytes`, `compiled_operators`; `compiles_parts`: of
+    tensors that ranks have parts of, too), and bytes that torch's one kernel moves
+    (`kernel_bytes`), where no rank has parts of tensors.
+    """
+
+    bytes: float
+    operators: Operators
+    tensors: StepTensors
+    moments: Literal[1, 2]
+    kept: Kept | None = None
+    factored: bool = False
+    is_adamw: bool = False
+    exact: bool = False
+    lr_factor: float = 1.0
+    steps_complex: bool = False
+    copies: float = 0.0
+    compiled_bytes: float | None = None
+    compiled_operators: Operators | None = None
+    compiles_parts: bool = True
+    kernel_bytes: float | None = None
+
+
+# What a compiled function is given and what is copied from it, counted with nothing in its place.
+# The function is taken for two: its guards and its kernel. No stacks are compiled.
+_FUNCTION = 2
+
+
+def _adamw(nbytes: float, operators: Operators, tensors: float, copies: float) -> OptimizerTraits:
+    """Return the traits of torch's AdamW."""
+    return OptimizerTraits(
+        nbytes, operators, StepTensors(tensors, tensors, tensors), moments=2, is_adamw=True,
+        exact=True, steps_complex=True, copies=copies,
+    )  # fmt: skip
+
+
+def _low_adamw(
+    kept: Kept, nbytes: float, operators: Operators, tensors: StepTensors, moments_bytes: float,
+    compiled: Operators,
+) -> OptimizerTraits:  # fmt: skip
+    """Return the traits of outpace's AdamW, whose moments take `moments_bytes` of a parameter."""
+    return OptimizerTraits(
+        nbytes, operators, tensors, moments=2, kept=kept, is_adamw=True,
+        compiled_bytes=12 + moments_bytes, compiled_operators=compiled,
+    )  # fmt: skip
+
+
+# `bytes` are counted in the sources, with weights, gradients and what is computed in fp32. Eager
+# operators read their inputs from memory and write their outputs to it: torch/optim/adam.py of 2.13
+# (fused: weight and moments read and written, gradient read; otherwise decay 8, mean 12, square 20,
+# root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and optim/low_precision_adamw.py,
+# adafactor.py and muon.py of outpace. Of LowPrecisionAdamW 96 bytes are arithmetic in fp32; the
+# rest reads moments (bf16 6, 8 bits 21, 4 bits 25 each) and writes them: rounded by random bits 34,
+# or as codes 35 and 37, with their blocks' largest magnitudes.
+# What outpace compiles on a GPU (optim.compiled) reads each number once and writes it once. Weight
+# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; what
+# bf16 is rounded by is counted within the kernel. Adafactor's matrix is read again for its sums
+# (counted as gradients once more, and the update).
+# `operators` are counted as torch dispatches them (2.13) in steps over one to three tensors of a
+# kind, with weights in fp32; tests/planner/step_time/test_optimizer_operators.py counts those of
+# whole models. Steps' numbers, which Python reads from the host's own memory, are none: nothing is
+# launched for them. Muon's matrices are turned one by one on a CPU, as batches of a shape on a GPU,
+# and Adafactor's tensors likewise.
+# `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and what is rounded from them.
+OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
+    "adamw-fused": _adamw(28, Operators(0, 0), 0.0, 0.0),
+    "adamw-foreach": _adamw(80, Operators(0, 0), 0.0, 1.0),
+    "adamw-for-loop": _adamw(80, Operators(9, 8), 2.0, 0.0),
+    "adamw-bf16": _low_adamw(
+        "bf16", 176, Operators(30, 30, 41, 39, each=1, counted=22, drawn=4),
+        StepTensors(3.5, 4.5, 5.5), 8,
+        Operators(3 + _FUNCTION, 3 + _FUNCTION, 12 + _FUNCTION, 10 + _FUNCTION, each=1),
+    ),
+    "adamw-8bit": _low_adamw(
+        "8bit", 208, Operators(48, 14, 65, 23, each=1), StepTensors(4.25, 5.25, 5.5), 4 + 16 / 256,
+        Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
+    ),
+    "adamw-4bit": _low_adamw(
+        "4bit", 220, Operators(64, 14, 81, 23, each=1), StepTensors(4.25, 5.25, 5.5), 2 + 16 / 128,
+        Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
+    ),
+    # Its steps are relative to a weight's size.
+    "adafactor": OptimizerTraits(
+        108, Operators(42, 30, 52, 37), StepTensors(2.0, 2.0, 2.0), moments=1, factored=True,
+        exact=True, lr_factor=30.0, compiled_bytes=12 + 4 + 8,
+        compiled_operators=Operators(5 + _FUNCTION, 5 + _FUNCTION), compiles_parts=False,
+    ),
+    # Of hidden matrices; all else it steps as AdamW does.
+    "muon": OptimizerTraits(
+        62, Operators(30, 9, 56), StepTensors(2.0, 2.0, 2.0), moments=2,
+    ),
+    # Its steps are relative to a gradient's size. Its kernel reads and writes weight and momentum
+    # and reads the gradient.
+    "sgd": OptimizerTraits(
+        44, Operators(4, 3), StepTensors(1.0, 1.0, 1.0), moments=1, exact=True, lr_factor=100.0,
+        steps_complex=True, kernel_bytes=20,
+    ),
+}  # fmt: skip
+
+
+def optimizers_that(has: Callable[[OptimizerTraits], bool]) -> tuple[OptimizerName, ...]:
+    """Return the optimizers whose traits are so, in the table's order."""
+    return tuple(name for name, traits in OPTIMIZER_TRAITS.items() if has(traits))
+
+
+EXACT = optimizers_that(lambda traits: traits.exact)
+ADAMW = optimizers_that(lambda traits: traits.is_adamw)
 # Compute in fp32, whatever weights and states are kept in, and round bf16 weights stochastically.
-LOW: tuple[OptimizerName, ...] = ("adamw-bf16", "adamw-8bit", "adamw-4bit")
-# Whose 16-bit weights are the only ones: small updates would be lost by rounding to nearest.
-PURE: tuple[Precision, ...] = ("bf16-pure", "fp16-pure")
-# The dtype in which weights are kept, where it is not fp32 (or fp64).
-WEIGHTS: Mapping[Precision, Literal["bf16", "fp16"]] = {
-    "bf16-master": "bf16",
-    "bf16-pure": "bf16",
-    "fp16-pure": "fp16",
-    "fp16-master": "fp16",
-}
-# Whose optimizer keeps the weights in fp32 too, steps those, and rounds the others from them.
-MASTERS: tuple[Precision, ...] = ("bf16-master", "fp16-master")
-
-
-class ShardDtypes(NamedTuple):
-    """Dtypes that ranks which split parameters send: gathered parameters and reduced gradients."""
-
-    gathered: Literal["bf16", "fp16"]
-    reduced: Literal["fp32"]
-
-
-# Under `fully_shard` (ZeRO-2, ZeRO-3, HSDP, 3d, one rank's offloaded parameters), where these are
-# not the dtype of the weights: parameters are gathered as products read them, and gradients, which
-# products make in that dtype, are added up over ranks and micro-batches in fp32 (torch's
-# MixedPrecisionPolicy). A unit that has weights of integers (nf4) sends all as it is.
-SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
-    "bf16": ShardDtypes("bf16", "fp32"),
-    # Without autocast; the shards are the masters, and nothing else is kept of weights.
-    "bf16-master": ShardDtypes("bf16", "fp32"),
-    "fp16": ShardDtypes("fp16", "fp32"),
-    "fp8": ShardDtypes("bf16", "fp32"),
-}
-# What plans that offload weights or states are in where nobody asks for a precision and others are
-# in that of the key: master weights do not go with offloading.
-WHERE_OFFLOADED: Mapping[Precision, Precision] = {"bf16-master": "bf16"}
-# A dynamic loss scale.
-SCALED: tuple[Precision, ...] = ("fp16", "fp16-master")
+LOW = optimizers_that(lambda traits: traits.kept is not None)
+# AdamW with moments in fp32, by torch.
+PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)
 
 
 def default_optimizer(precision: Precision) -> OptimizerName:

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outpace.records.base import Record
-from outpace.records.optimizers import Precision
 from outpace.records.plan import Strategy
+from outpace.records.precisions import Precision
 
 State = Literal["done", "going on", "unfinished", "damaged"]
 

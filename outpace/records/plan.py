@@ -16,8 +16,9 @@ from pydantic import (
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import LOW, MASTERS, PURE, SCALED, OptimizerName, Precision
+from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName
 from outpace.records.pipelines import SCHEDULES, refusal
+from outpace.records.precisions import COMPUTES_IN_FP16, MASTERS, PURE, SCALED, Precision
 from outpace.records.strategies import AXES as AXES
 from outpace.records.strategies import TRAITS, strategies_that
 from outpace.records.strategies import Axis as Axis
@@ -222,10 +223,10 @@ class Plan(Record):
                 f"{what} does not go with offloading: the step is taken unit by unit, on weights "
                 "that the optimizer keeps itself. Use one of the two"
             )
-        if elsewhere and not self.optimizer.startswith("adamw-f"):
+        if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
                 f"offloading steps AdamW in fp32, whose state is known beforehand; optimizer is "
-                f"{self.optimizer}. Use adamw-fused, adamw-foreach or adamw-for-loop with it"
+                f"{self.optimizer}. Use {' or '.join(PLAIN_ADAMW)} with it"
             )
         known = self.strategy in _OFFLOAD_FROM_COMPILED
         if self.offload_activations != "none" and self.compile and not known:
@@ -250,7 +251,7 @@ class Plan(Record):
                 f"compress_gradients {kind}: strategy {self.strategy} has no such collective. Use "
                 f"strategy {' or '.join(able)}, or leave it out"
             )
-        if kind == "powersgd" and self.precision in ("fp16", "fp16-master", "fp16-pure"):
+        if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
             raise ValueError(
                 "compress_gradients powersgd keeps what it left out for the next step, and in fp16 "
                 "an overflow would stay there for good. Use precision bf16 or fp32"

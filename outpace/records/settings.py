@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
-from outpace.records.optimizers import AskedPrecision, OptimizerName
+from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import (
     AXES,
     POWERSGD_LEAST_START,
@@ -33,6 +33,7 @@ from outpace.records.plan import (
     ProductSchedule,
     Strategy,
 )
+from outpace.records.precisions import AskedPrecision
 from outpace.records.units import read_bytes
 
 

@@ -4,8 +4,8 @@ import torch
 
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import Precision
 from outpace.records.plan import Plan
+from outpace.records.precisions import WIDE, Precision
 
 # Features of CPUs that multiply faster in bf16 than in fp32, each with the maker of whom that is
 # true. With avx512_bf16 bf16 takes 0.2 of fp32's time on AMD's, 1.3 to 1.7 times as long on an
@@ -51,7 +51,7 @@ def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
 
     Tensor cores want multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """
-    if plan.precision in ("fp64", "fp32", "tf32"):
+    if plan.precision in WIDE:
         return []
     sizes = {"micro-batch × sequence": plan.micro_batch * seq_len, "sequence": seq_len}
     if spec is not None:

@@ -29,8 +29,8 @@ from outpace.interop.export.request import fold_pipeline, hosts
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import SHARD_DTYPES
 from outpace.records.plan import SPLITS, Plan, PlanFile
+from outpace.records.precisions import SHARD_DTYPES
 
 DATA = Path(__file__).parent / "data"
 MEGATRON = json.loads((DATA / "megatron_names.json").read_text())["arguments"]

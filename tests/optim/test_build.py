@@ -19,7 +19,8 @@ from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
 from outpace.planner.memory.optimizer_bytes import optimizer_bytes
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import MASTERS, OptimizerName
+from outpace.records.optimizers import OptimizerName
+from outpace.records.precisions import MASTERS
 from outpace.records.settings import TrainSettings
 
 RANKS = Path(__file__).with_name("adafactor_ranks.py")

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from outpace.experiment.parity import Trial
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.parallel.tensors import local
-from outpace.records.optimizers import MASTERS
 from outpace.records.plan import Plan
+from outpace.records.precisions import MASTERS
 from outpace.training.checkpoint import Checkpointer, Progress
 
 SAVED_AT, STEPS = 2, 3

@@ -11,8 +11,9 @@ from outpace.cli.emitted import FORMATS
 from outpace.cli.main import main
 from outpace.records import aliases
 from outpace.records.errors import BadInputError, nearest
-from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Strategy
+from outpace.records.precisions import Precision
 from outpace.records.settings import TrainSettings
 
 # Of other commands than train.

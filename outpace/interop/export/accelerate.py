@@ -6,6 +6,7 @@ from outpace.interop.export import deepspeed, unsupported
 from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
 from outpace.interop.export.texts import HEAD, as_yaml, heading
 from outpace.records.plan import Checkpointing, Plan
+from outpace.records.precisions import PURE, WIDE
 
 _TOOL = "Accelerate"
 _FILE = "accelerate.yaml"
@@ -89,11 +90,11 @@ def _command(request: ExportRequest, kind: Kind) -> str:
 
 def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
     name = plan.precision
-    if name in ("tf32", "fp64"):
-        unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
-    if name in ("fp32", "tf32", "fp64"):
+    if name in WIDE:
+        if name != "fp32":
+            unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return "no"
-    if name in ("bf16-pure", "fp16-pure"):
+    if name in PURE:
         unsaid.append(
             f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
             "to nearest."

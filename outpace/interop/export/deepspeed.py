@@ -5,8 +5,9 @@ from typing import Any
 from outpace.interop.export import unsupported
 from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
 from outpace.interop.export.texts import as_json
-from outpace.records.optimizers import SHARD_DTYPES, OptimizerName
+from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
+from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, PURE, SHARD_DTYPES, WIDE
 
 _TOOL = "DeepSpeed"
 _FILE = "ds_config.json"
@@ -76,9 +77,9 @@ def _launch(request: ExportRequest) -> str:
         f"--gradient_accumulation_steps {request.passes}",
         f"--max_grad_norm {unsupported.clip(plan):g}",
     ]
-    if plan.precision.startswith(("bf16", "fp8")):
+    if plan.precision in COMPUTES_IN_BF16:
         words.append("--bf16 True")
-    elif plan.precision.startswith("fp16"):
+    elif plan.precision in COMPUTES_IN_FP16:
         words.append("--fp16 True")
     if request.recomputed_blocks.count:
         words.append("--gradient_checkpointing True")
@@ -103,7 +104,7 @@ def stage_for(request: ExportRequest, unsaid: list[str]) -> int:
     plan = request.plan
     stage: int = request.stage
     least = 0
-    if plan.offload_optimizer != "none" or plan.precision in ("bf16-pure", "fp16-pure"):
+    if plan.offload_optimizer != "none" or plan.precision in PURE:
         least = 1
     if plan.offload_parameters != "none" or plan.offload_optimizer == "disk":
         least = 3
@@ -165,8 +166,8 @@ def _device(where: str) -> dict[str, Any]:
 
 def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     name = plan.precision
-    if name in ("fp32", "tf32", "fp64"):
-        if name in ("tf32", "fp64"):
+    if name in WIDE:
+        if name != "fp32":
             unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return {}
     if name in ("bf16", "fp16"):
@@ -186,7 +187,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     if name == "fp16-pure":
         unsaid.append("precision fp16-pure: DeepSpeed's has a loss scale and its own moments.")
         return {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
-    if name.startswith("fp16"):
+    if name in COMPUTES_IN_FP16:
         return {"fp16": {"enabled": True, "loss_scale": 0}}
     return {"bf16": {"enabled": True}}
 

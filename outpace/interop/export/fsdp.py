@@ -7,20 +7,14 @@ from outpace.interop.export import unsupported
 from outpace.interop.export.accelerate import axes
 from outpace.interop.export.request import ExportedPlan, ExportRequest, fold_pipeline
 from outpace.interop.export.texts import as_json, torchrun
-from outpace.records.model import Family, ModelSpec
-from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.families import FAMILY_TRAITS
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
+from outpace.records.precisions import MASTERS, PURE, WIDE, Precision
 
 _TOOL = "TrainingArguments"
 _FILE = "training_arguments.json"
-_BLOCKS: dict[Family, str] = {
-    "gpt2": "GPT2Block",
-    "llama": "LlamaDecoderLayer",
-    "mistral": "MistralDecoderLayer",
-    "qwen2": "Qwen2DecoderLayer",
-    "qwen3": "Qwen3DecoderLayer",
-    "bert": "BertLayer",
-}
 _OPTIMIZERS: dict[OptimizerName, str] = {
     "adamw-fused": "adamw_torch_fused",
     "adamw-foreach": "adamw_torch",
@@ -133,16 +127,16 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> str:
 
 def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
     name = plan.precision
-    if name in ("tf32", "fp64"):
+    if name in WIDE and name != "fp32":
         unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
-    elif name in ("bf16-pure", "fp16-pure"):
+    elif name in PURE:
         unsaid.append(
             f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
             "to nearest."
         )
     elif name == "fp8":
         unsaid.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
-    elif name in ("bf16-master", "fp16-master"):
+    elif name in MASTERS:
         by_autocast: Precision = "bf16" if name == "bf16-master" else "fp16"
         unsaid.append(unsupported.precision(plan, _TOOL, f"{name[:4]} by autocast", by_autocast))
     return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
@@ -183,10 +177,9 @@ def _fsdp(request: ExportRequest, written: _Written, unsaid: list[str]) -> dict[
     every = done.every or (max(1, round(request.layers / done.count)) if done.count else 1)
     own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"
     # Of a model that outpace does not build, transformers knows which its blocks are.
-    model = request.model
-    wrapped = {"transformer_layer_cls_to_wrap": [_BLOCKS[model.family]]} if isinstance(
-        model, ModelSpec
-    ) else {}  # fmt: skip
+    model, wrapped = request.model, {}
+    if isinstance(model, ModelSpec):
+        wrapped["transformer_layer_cls_to_wrap"] = [FAMILY_TRAITS[model.family].block_class]
     return {
         "version": 2,
         "reshard_after_forward": not keeps,

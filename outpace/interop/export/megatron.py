@@ -10,9 +10,9 @@ from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
 from outpace.interop.export.texts import heading, quote, torchrun
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
-from outpace.records.optimizers import Precision
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
+from outpace.records.precisions import COMPUTES_IN_FP16, PURE, WIDE, Precision
 
 _TOOL = "Megatron-LM"
 _FILE = "megatron.sh"
@@ -207,8 +207,8 @@ def _batch(request: ExportRequest) -> list[Argument]:
 
 def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     name = plan.precision
-    if name in ("fp32", "tf32", "fp64"):
-        if name in ("tf32", "fp64"):
+    if name in WIDE:
+        if name != "fp32":
             unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return []
     if name in ("bf16", "fp16"):
@@ -218,12 +218,12 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
                 "optimizer, where outpace's weights are in fp32."
             )
         )
-    elif name in ("bf16-pure", "fp16-pure"):
+    elif name in PURE:
         kept: Precision = "bf16-master" if name == "bf16-pure" else "fp16-master"
         unsaid.append(
             unsupported.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights", kept)
         )
-    found: list[Argument] = [("--fp16",) if name.startswith("fp16") else ("--bf16",)]
+    found: list[Argument] = [("--fp16",) if name in COMPUTES_IN_FP16 else ("--bf16",)]
     if name == "fp8":
         found += [("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise")]
     if plan.compress_gradients == "bf16" and name in ("bf16", "fp8"):

@@ -7,6 +7,7 @@ from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
 from outpace.interop.export.texts import as_yaml, heading, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
+from outpace.records.precisions import PURE, WIDE
 
 _TOOL = "nanotron"
 _FILE = "nanotron.yaml"
@@ -125,7 +126,7 @@ def _optimizer(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
         "zero_stage": stage,
         "weight_decay": unsupported.SET_ME,
         "clip_grad": unsupported.clip(plan) or None,
-        "accumulate_grad_in_fp32": plan.precision not in ("bf16-pure", "fp16-pure"),
+        "accumulate_grad_in_fp32": plan.precision not in PURE,
         "optimizer_factory": factory,
         "learning_rate_scheduler": {
             "learning_rate": unsupported.SET_ME,
@@ -148,8 +149,8 @@ def _model(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _dtype(plan: Plan, unsaid: list[str]) -> str:
-    if plan.precision in ("fp32", "tf32", "fp64"):
-        if plan.precision in ("tf32", "fp64"):
+    if plan.precision in WIDE:
+        if plan.precision != "fp32":
             unsaid.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
         return "float32"
     if plan.precision == "bf16":

@@ -14,6 +14,7 @@ from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
+from outpace.records.precisions import COMPUTES_IN_FP16, PURE, WIDE
 
 _TOOL = "torchtitan"
 _FILE = "torchtitan.toml"
@@ -233,15 +234,15 @@ def _training(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
         "mixed_precision_param": "bfloat16",
         "mixed_precision_reduce": "float32",
     }
-    if plan.precision in ("fp32", "tf32", "fp64"):
+    if plan.precision in WIDE:
         values["mixed_precision_param"] = "float32"
-    if plan.precision in ("bf16-pure", "fp16-pure"):
+    if plan.precision in PURE:
         values["dtype"] = "bfloat16"
     if plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
-    elif plan.precision in ("tf32", "fp64"):
+    elif plan.precision in WIDE and plan.precision != "fp32":
         unsaid.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
-    elif plan.precision.startswith("fp16"):
+    elif plan.precision in COMPUTES_IN_FP16:
         unsaid.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
     if plan.offload_parameters == "cpu":
         values["enable_cpu_offload"] = True

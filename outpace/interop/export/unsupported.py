@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from outpace.interop.export.request import ExportRequest, Note, Replaced, hosts
-from outpace.records.optimizers import SHARD_DTYPES, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Plan, Strategy
+from outpace.records.precisions import SHARD_DTYPES, Precision
 from outpace.records.settings import TrainSettings
 
 _SETTINGS = TrainSettings.model_fields
@@ -35,11 +35,6 @@ _AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
 def clip(plan: Plan) -> float:
     """The largest gradient norm: outpace's default, none where steps are taken in backward."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
-
-
-def adamw(optimizer: OptimizerName) -> bool:
-    """Whether it is AdamW with moments in fp32."""
-    return optimizer.startswith("adamw-f")
 
 
 def replicas(request: ExportRequest, tool: str) -> list[str]:

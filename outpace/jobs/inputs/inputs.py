@@ -44,9 +44,9 @@ from outpace.planner.model.shapes import parameter_shapes
 from outpace.probing.hardware.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import PURE
 from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
+from outpace.records.precisions import PURE
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, tell
 

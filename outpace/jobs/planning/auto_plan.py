@@ -31,8 +31,8 @@ from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
 from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LEVELS, WHERE_OFFLOADED
 from outpace.records.plan import AXES, Plan, PlanFile, Strategy
+from outpace.records.precisions import LEVELS, WHERE_OFFLOADED
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.training_log import is_corrected

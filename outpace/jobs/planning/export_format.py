@@ -20,6 +20,7 @@ from outpace.records.estimate import Estimate, Planned, Plans, join_roles
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
+from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
 from outpace.records.units import show_bytes, show_seconds, show_share
 
 # No other trainer takes a large vocabulary's logits in chunks by itself, as outpace does.
@@ -108,9 +109,9 @@ def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
     """Return how the trainer that is written for uses memory."""
     if name == "megatron":
         precision = job.wanted.keep.get("precision", job.wanted.precision)
-        if precision.startswith(("bf16", "fp8")):
+        if precision in COMPUTES_IN_BF16:
             return MEGATRON_BF16
-        return MEGATRON_FP16 if precision.startswith("fp16") else _OTHERS
+        return MEGATRON_FP16 if precision in COMPUTES_IN_FP16 else _OTHERS
     return _HABITS.get(name, _OTHERS)
 
 

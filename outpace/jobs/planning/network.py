@@ -18,8 +18,9 @@ from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
 from outpace.records.network import Need, Network, NetworkReport
-from outpace.records.optimizers import Precision, default_optimizer
+from outpace.records.optimizers import default_optimizer
 from outpace.records.plan import Checkpointing, Plan, PlanFile
+from outpace.records.precisions import Precision
 
 SHARE = 0.5
 _SHARE_SOURCE = (

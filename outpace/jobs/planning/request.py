@@ -30,9 +30,10 @@ from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LOW, PURE, WHERE_OFFLOADED, Precision
+from outpace.records.optimizers import LOW
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
+from outpace.records.precisions import PURE, WHERE_OFFLOADED, Precision
 from outpace.records.training_log import CorrectedMachine, is_corrected
 from outpace.records.units import read_bytes
 

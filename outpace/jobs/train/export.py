@@ -22,7 +22,7 @@ from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.records.measurement import Evaluation, Measurement, TimeParts
-from outpace.records.optimizers import MASTERS
+from outpace.records.precisions import MASTERS
 from outpace.training.callbacks import tell
 from outpace.training.loop import Loop
 from outpace.training.run_dir import RESULT_FILE

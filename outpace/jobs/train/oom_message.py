@@ -13,6 +13,7 @@ from outpace.jobs.train.context import Job, RunContext
 from outpace.parallel import Layout
 from outpace.planner.fit.proposals import Change, Proposal
 from outpace.records.errors import OutOfMemoryError
+from outpace.records.optimizers import ADAMW
 from outpace.records.units import show_bytes
 from outpace.training.callbacks import tell
 from outpace.training.memory_anatomy import holders
@@ -111,8 +112,7 @@ def _format_proposal(proposal: Proposal) -> str:
 def _caution(proposal: Proposal) -> str:
     if proposal.exact:
         return ""
-    optimizer = str(proposal.settings.get("optimizer", "adamw"))
-    if not optimizer.startswith("adamw"):
+    if proposal.settings.get("optimizer", ADAMW[0]) not in ADAMW:
         return " (another optimizer, with a learning rate of its own: leave --lr out)"
     return " (other rounding: not the same numbers)"
 

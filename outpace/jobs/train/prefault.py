@@ -11,7 +11,8 @@ from outpace.catalog.models import PRESETS, named_model
 from outpace.planner.model.flops import parameter_count
 from outpace.probing.hardware.cpus import usable_cpus
 from outpace.probing.hardware.process_memory import free_bytes
-from outpace.records.optimizers import LEVELS, WEIGHTS
+from outpace.records.optimizers import PLAIN_ADAMW
+from outpace.records.precisions import LEVELS, WEIGHTS
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.heap import PagePrefaulter
@@ -46,7 +47,7 @@ def needed_bytes(settings: TrainSettings) -> int:
     """
     precision = settings.precision or "fp32"
     others = (
-        settings.optimizer not in (None, "adamw-fused", "adamw-foreach", "adamw-for-loop"),
+        settings.optimizer not in (None, *PLAIN_ADAMW),
         LEVELS.get(precision, precision) in WEIGHTS,
         settings.optimizer_in_backward,
         settings.lora_rank is not None,

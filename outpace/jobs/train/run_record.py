@@ -17,8 +17,8 @@ from outpace.probing.hardware.versions import changes, commit, variables, versio
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, RunInfo
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import MEANS, PURE
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
+from outpace.records.precisions import COMPUTES_IN_FP16, MEANS, PURE
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_count, show_seconds
@@ -205,7 +205,7 @@ def _computation(job: Job, parameters: int) -> list[str]:
     if job.device.type != "cpu":  # whose products want no such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
     hints += float8_hints(job.plan)
-    slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
+    slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(
             "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "

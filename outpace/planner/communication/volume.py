@@ -27,9 +27,9 @@ from itertools import pairwise
 
 from outpace.planner.model.shapes import Shape, parameter_shapes
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import SHARD_DTYPES, WEIGHTS
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
+from outpace.records.precisions import PRECISION_TRAITS, SHARD_DTYPES, PrecisionTraits
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets: two float64
@@ -90,9 +90,11 @@ class StepOnRank:
     @property
     def item(self) -> int:
         """Bytes of a number of parameters, gradients and sums."""
-        if self.plan.precision in WEIGHTS and not self._holds_masters:
-            return 2
-        return 8 if self.plan.precision == "fp64" else 4
+        return 4 if self._holds_masters else self._traits.weight_bytes
+
+    @property
+    def _traits(self) -> PrecisionTraits:
+        return PRECISION_TRAITS[self.plan.precision]
 
     @property
     def _holds_masters(self) -> bool:
@@ -102,7 +104,7 @@ class StepOnRank:
     @property
     def low_item(self) -> int:
         """Bytes of a number of what matrix products read."""
-        return 2 if self.plan.precision in ("bf16", "bf16-master", "fp16", "fp8") else self.item
+        return self.item if self._traits.low is None else 2
 
     @property
     def gathered_item(self) -> int:

@@ -10,7 +10,7 @@ from outpace.catalog import efficiency
 from outpace.catalog.links import LINKS
 from outpace.planner.plan_batch import PRECISIONS, Bools, Floats, Ints
 from outpace.records.hardware import Accelerator, Dtype
-from outpace.records.optimizers import Precision
+from outpace.records.precisions import PRECISION_TRAITS, Precision
 
 # Square tiles and those twice as long, as products' outputs are cut, with what they reach.
 Tile = tuple[int, int, float]
@@ -99,13 +99,12 @@ class DeviceRates:
 
 def dtype_of(precision: Precision) -> Dtype:
     """Return the dtype in which products are computed."""
-    name = precision.split("-")[0]
-    return "fp32" if name == "fp64" else name  # type: ignore[return-value]
+    return PRECISION_TRAITS[precision].products
 
 
 def items(precision: Ints) -> Floats:
     """Bytes of a number in products, by precision."""
-    sizes = [{"fp64": 8, "fp32": 4, "tf32": 4}.get(name, 2) for name in PRECISIONS]
+    sizes = [PRECISION_TRAITS[name].operand_bytes for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
 

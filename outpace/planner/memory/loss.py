@@ -9,6 +9,7 @@ from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import Bools, Floats
+from outpace.records.precisions import COMPUTES_IN_BF16
 
 _MIB = 2**20
 # nn.loss, on a CPU: rows of a chunk, from how many bytes of fp32 logits chunks are taken.
@@ -198,11 +199,7 @@ class Loss(MemorySetup):
     def _low(self) -> Bools:
         """Return whose products are of bf16 on a CPU, where logits' gradient takes their place."""
         c = self.columns
-        own = (
-            c.precision_in("bf16", "bf16-master", "bf16-pure", "fp8")
-            & ~self._splits()
-            & (c.tp == 1)
-        )
+        own = c.precision_in(*COMPUTES_IN_BF16) & ~self._splits() & (c.tp == 1)
         here: Bools = own & self.traits.chunks_loss & (self.device == "cpu")
         return here
 

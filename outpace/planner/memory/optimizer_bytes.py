@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
-from outpace.records.optimizers import MASTERS, OptimizerName, Precision
-
-Kept = Literal["bf16", "8bit", "4bit"]
+from outpace.records.optimizers import OPTIMIZER_TRAITS, Kept, OptimizerName
+from outpace.records.precisions import MASTERS, PRECISION_TRAITS, Precision
 
 # Moments of smaller tensors are kept in fp32, as bitsandbytes does.
 LEAST_VALUES = 4096
@@ -53,16 +51,17 @@ def optimizer_bytes(
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0
-    item = 8 if precision == "fp64" else 2 if precision in ("bf16-pure", "fp16-pure") else _FP32
-    if name == "adamw-bf16":
-        return master + 2 * 2 * values
-    if name in ("adamw-8bit", "adamw-4bit"):
-        kept: Kept = "8bit" if name == "adamw-8bit" else "4bit"
-        length = block(shape, kept, split)
+    item = _FP32 if precision in MASTERS else PRECISION_TRAITS[precision].weight_bytes
+    traits = OPTIMIZER_TRAITS[name]
+    if traits.kept == "bf16":
+        return master + traits.moments * 2 * values
+    if traits.kept is not None:
+        length = block(shape, traits.kept, split)
         if length is None:
-            return master + 2 * _FP32 * values
-        return master + 2 * values * ((1 if kept == "8bit" else 0.5) + _FP32 / length)
-    if name == "adafactor" and len(shape) >= 2:
+            return master + traits.moments * _FP32 * values
+        code = 1 if traits.kept == "8bit" else 0.5
+        return master + traits.moments * values * (code + _FP32 / length)
+    if traits.factored and len(shape) >= 2:
         return master + item * (values // shape[-1] + values // shape[-2])
-    once = name in ("sgd", "adafactor") or (name == "muon" and hidden and len(shape) == 2)
-    return master + item * values * (1 if once else 2)
+    once = name == "muon" and hidden and len(shape) == 2
+    return master + item * values * (1 if once else traits.moments)

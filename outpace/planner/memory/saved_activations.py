@@ -13,28 +13,22 @@ import numpy as np
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.model.outline import Weight, layer_parameters, weights
 from outpace.planner.plan_batch import MODES, PRECISIONS, Floats, PlanBatch
-from outpace.records.optimizers import SHARD_DTYPES
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
+from outpace.records.precisions import COMPUTES_IN_BF16, PRECISION_TRAITS
 
 FP32 = 4
-# Bytes of a weight, of an operand of a product, and of the residual stream.
-_ITEMS = {
-    "fp64": (8, 8, 8),
-    "fp32": (4, 4, 4),
-    "tf32": (4, 4, 4),
-    "bf16": (4, 2, 4),
-    "fp16": (4, 2, 4),
-    "fp8": (4, 2, 4),
-    "bf16-master": (2, 2, 2),
-    "bf16-pure": (2, 2, 2),
-    "fp16-master": (2, 2, 2),
-    "fp16-pure": (2, 2, 2),
-}
-_TABLE = np.array([_ITEMS[name] for name in PRECISIONS], dtype=float)
+_TRAITS = [PRECISION_TRAITS[name] for name in PRECISIONS]
+# Bytes of a weight, of an operand of a product, and of the residual stream, which is as wide as
+# weights are.
+_TABLE = np.array(
+    [(traits.weight_bytes, traits.operand_bytes, traits.weight_bytes) for traits in _TRAITS],
+    dtype=float,
+)
 # Bytes of a gathered parameter and of a gradient that is reduced, where ranks split parameters.
 _SENT = np.array(
-    [(2, 4) if name in SHARD_DTYPES else (_ITEMS[name][0],) * 2 for name in PRECISIONS], dtype=float
+    [(traits.weight_bytes,) * 2 if traits.shards is None else (2, 4) for traits in _TRAITS],
+    dtype=float,
 )
 
 
@@ -255,7 +249,7 @@ def _attention(
         keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
     # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
     # attention on a CPU (nn.attention) keeps none.
-    low = columns.precision_in("bf16", "bf16-master", "bf16-pure", "fp8")
+    low = columns.precision_in(*COMPUTES_IN_BF16)
     own = low & (columns.cp == 1) & (device == "cpu")
     kept = fused & ~(own & traits.chunks_loss)
     mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept

@@ -12,13 +12,17 @@ from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.states import whole_share, whole_states
 from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import OFFLOADS, OPTIMIZERS, Floats, Ints
-from outpace.records.optimizers import WEIGHTS
+from outpace.records.optimizers import OPTIMIZER_TRAITS
+from outpace.records.precisions import PURE, WEIGHTS
 
 _MIB = 2**20
 # Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
 # handle pool, 4096 KiB × 8).
 _WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
 _UNIT_BYTES = 4 * _MIB  # of parameters that an offloaded optimizer steps together, at least
+_TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
+_STEP_TENSORS = np.array([traits.tensors for traits in _TRAITS])
+_COPIES = np.array([traits.copies for traits in _TRAITS])
 
 
 class StepMemory(Loss, BlockMemory):
@@ -382,24 +386,9 @@ class StepMemory(Loss, BlockMemory):
         by_unit = (c.offload_optimizer > 0) | (c.offload_parameters == OFFLOADS.index("disk"))
         stepped = np.where(by_unit, np.minimum(unit, stepped), stepped)
         item = np.maximum(s.weight, FP32)
-        pure, rounds = c.precision_in("bf16-pure", "fp16-pure"), c.precision_in("bf16-pure")
-        factors: dict[str, Floats | float] = {
-            "adamw-fused": 0.0,
-            "adamw-foreach": 0.0,
-            "adamw-for-loop": 2.0,
-            # Moments in fp32, random bits, and what is rounded from them
-            # (optim.low_precision_adamw).
-            "adamw-bf16": np.where(pure, np.where(rounds, 5.5, 4.5), 3.5),
-            "adamw-8bit": np.where(pure, np.where(rounds, 5.5, 5.25), 4.25),
-            "adamw-4bit": np.where(pure, np.where(rounds, 5.5, 5.25), 4.25),
-            "adafactor": 2.0,
-            "muon": 2.0,
-            "sgd": 1.0,
-        }
-        chosen = np.select(
-            [c.optimizer == OPTIMIZERS.index(name) for name in factors],
-            [np.broadcast_to(factor, largest.shape) for factor in factors.values()],
-        )
+        pure, rounds = c.precision_in(*PURE), c.precision_in("bf16-pure")
+        in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[c.optimizer].T
+        chosen = np.where(pure, np.where(rounds, in_bf16, in_fp16), in_fp32)
         # bf16's are made fp32 in pieces, but for sums in fp32.
         piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * largest), FP32 * stepped)
         narrow = self.replicas | ~self.adds_in_fp32
@@ -414,7 +403,5 @@ class StepMemory(Loss, BlockMemory):
         timeline.offload(-arrived, False)
         timeline.take("temporary", chosen * largest * item)
         timeline.drop("temporary", chosen * largest * item)
-        timeline.moment(
-            "temporary", (c.optimizer == OPTIMIZERS.index("adamw-foreach")) * stepped * item
-        )
+        timeline.moment("temporary", _COPIES[c.optimizer] * stepped * item)
         timeline.drop("temporary", copies)

@@ -18,8 +18,8 @@ from outpace.planner.pipeline.schedules import schedule_graph
 from outpace.planner.pipeline.simulator import StageTime
 from outpace.records.model import ModelSpec
 from outpace.records.network import Need, Network, NetworkCost, Traffic
-from outpace.records.optimizers import WEIGHTS
 from outpace.records.plan import Plan
+from outpace.records.precisions import PRECISION_TRAITS
 
 _LEAST = 1e3  # bytes/s: slower links are not told apart
 _UNPLAYED = 2e-3  # what a message takes, as a share of a forward, while a schedule is played
@@ -287,7 +287,7 @@ class NetworkStep:
 
 def states_bytes(plan: Plan, spec: ModelSpec) -> int:
     """Return bytes of weights, gradients and optimizer state on a device: less than it needs."""
-    item = 2 if plan.precision in WEIGHTS else 8 if plan.precision == "fp64" else 4
+    item = PRECISION_TRAITS[plan.precision].weight_bytes
     shapes = parameter_shapes(spec)
     weights = sum(math.prod(shape) for shape in shapes.values()) * item
     kept = sum(

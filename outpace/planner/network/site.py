@@ -13,7 +13,7 @@ from outpace.records.figure import Figure, Key, Unit
 from outpace.records.hardware import Accelerator, Node
 from outpace.records.machine import Machine
 from outpace.records.network import Network
-from outpace.records.optimizers import Precision
+from outpace.records.precisions import Precision
 from outpace.records.probed import Probed
 
 # Of products that are about as fast, those that are less trouble to train with come first.

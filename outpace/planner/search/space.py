@@ -19,18 +19,11 @@ from outpace.planner.plan_batch import (
     STRATEGIES,
     PlanBatch,
 )
-from outpace.records.optimizers import (
-    LOW,
-    MASTERS,
-    PURE,
-    SCALED,
-    OptimizerName,
-    Precision,
-    default_optimizer,
-)
+from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName, default_optimizer
 from outpace.records.outline import Outline
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import IN_BACKWARD, Offload, Plan, Strategy
+from outpace.records.precisions import MASTERS, PURE, SCALED, Precision
 
 # Layers that are all computed again, or every second; the other modes are of all layers.
 _MODES: tuple[tuple[str, int], ...] = (
@@ -272,7 +265,7 @@ def _possible(c: PlanBatch) -> Any:
     fine = _goes(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
     gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
     fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
-    adamw = np.isin(c.optimizer, [i for i, name in enumerate(OPTIMIZERS) if name[:7] == "adamw-f"])
+    adamw = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in PLAIN_ADAMW])
     elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
     fine &= ~(elsewhere & (~adamw | c.in_backward | c.precision_in(*MASTERS)))
     fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))

@@ -1,6 +1,5 @@
 """Time of each optimizer's step: bytes that its operators move, products, launches."""
 
-from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -10,8 +9,9 @@ from outpace.planner.hardware.links import Fabric
 from outpace.planner.memory.states import layer_shapes
 from outpace.planner.plan_batch import OPTIMIZERS, Bools, Floats, PlanBatch
 from outpace.planner.step_time.optimizer_operators import count_operators
-from outpace.records.optimizers import MASTERS, OptimizerName
+from outpace.records.optimizers import OPTIMIZER_TRAITS
 from outpace.records.outline import Outline
+from outpace.records.precisions import MASTERS
 
 _FP32 = 4.0
 _CLIPPING = 12.0  # bytes of a parameter's gradient: read for the norm; read and written, scaled
@@ -27,37 +27,11 @@ _OPERATORS = 100
 _KERNEL_OPERATORS = 20  # of which most find the norm
 _NEWTON_SCHULZ_STEPS = 5
 
-# Bytes moved for a parameter, counted in the sources, with weights, gradients and what is computed
-# in fp32. Eager operators read their inputs from memory and write their outputs to it:
-# torch/optim/adam.py of 2.13 (fused: weight and moments read and written, gradient read; otherwise
-# decay 8, mean 12, square 20, root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and
-# optim/low_precision_adamw.py, adafactor.py and muon.py of outpace. Of LowPrecisionAdamW 96 bytes
-# are arithmetic in fp32;
-# the rest reads moments (bf16 6, 8 bits 21, 4 bits 25 each) and writes them: rounded by random bits
-# 34, or as codes 35 and 37, with their blocks' largest magnitudes.
-_EAGER: Mapping[OptimizerName, float] = {
-    "adamw-fused": 28,
-    "adamw-foreach": 80,
-    "adamw-for-loop": 80,
-    "adamw-bf16": 176,
-    "adamw-8bit": 208,
-    "adamw-4bit": 220,
-    "adafactor": 108,
-    "muon": 62,
-    "sgd": 44,
-}
-# What outpace compiles on a GPU (optim.compiled): each number is read once and written once. Weight
-# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; what
-# bf16 is rounded by is counted within the kernel. Adafactor's matrix is read again for its
-# sums (counted as gradients once more, and the update).
-_COMPILED: Mapping[OptimizerName, float] = {
-    "adamw-bf16": 12 + 8,
-    "adamw-8bit": 12 + 4 + 16 / 256,
-    "adamw-4bit": 12 + 2 + 16 / 128,
-    "adafactor": 12 + 4 + 8,
-}
-# torch's SGD as one kernel: weight and momentum read and written, the gradient read.
-_FUSED_SGD = 20
+_TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
+_EAGER_BYTES = np.array([traits.bytes for traits in _TRAITS])
+_COMPILED_BYTES = np.array([traits.compiled_bytes or 0.0 for traits in _TRAITS])
+_KERNEL_BYTES = np.array([traits.kernel_bytes or 0.0 for traits in _TRAITS])
+_COMPILES_PARTS = np.array([traits.compiles_parts for traits in _TRAITS])
 
 
 def optimizer_s(
@@ -71,15 +45,15 @@ def optimizer_s(
     is so far ahead of it when the optimizer begins; another program reads its loss or its norm.
     Muon adds the products of its iteration and gathers its matrices.
     """
-    moved = np.array([_EAGER[name] for name in OPTIMIZERS])[c.optimizer]
+    moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
     masters = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0)
     moved = moved + _CLIPPING + masters
     operators: Floats | float = float(_OPERATORS)
     if ahead_s is not None:
         spread = (c.zero > 1) | (c.tp > 1)  # tensors over ranks
-        compiled = c.compile & ~(spread & (c.optimizer == OPTIMIZERS.index("adafactor")))
-        fused = (c.optimizer == OPTIMIZERS.index("sgd")) & ~spread
+        compiled = c.compile & ~(spread & ~_COMPILES_PARTS[c.optimizer])
+        fused = (_KERNEL_BYTES[c.optimizer] > 0) & ~spread
         moved, operators = _on_gpu(c, moved, spread, compiled, fused)
     rate = device.memory_bytes_per_s * device.optimizer_share
     busy = stepped * moved / rate
@@ -103,10 +77,9 @@ def _on_gpu(
     `moved` are those of single operators.
     """
     fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
-    for name, nbytes in _COMPILED.items():
-        chosen = compiled & (c.optimizer == OPTIMIZERS.index(name))
-        moved = np.where(chosen, fixed + nbytes, moved)
-    moved = np.where(fused, fixed + _FUSED_SGD, moved)
+    nbytes = _COMPILED_BYTES[c.optimizer]
+    moved = np.where(compiled & (nbytes > 0), fixed + nbytes, moved)
+    moved = np.where(fused, fixed + _KERNEL_BYTES[c.optimizer], moved)
     # Of bf16 over masters the gradient is not scaled where it lies; it is fp32 where added up.
     masters = c.precision_in("bf16-master") & ~c.holds_masters()
     several = c.microbatches * c.passes > 1

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,56 +12,12 @@ from outpace.planner.memory.optimizer_bytes import (
     FEW_VALUES,
     JOINED_VALUES,
     MUON_BATCH_BYTES,
-    Kept,
     block,
 )
 from outpace.planner.memory.states import Shape, layer_shapes
 from outpace.planner.plan_batch import OPTIMIZERS, Bools, Floats, Ints, PlanBatch
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import OPTIMIZER_TRAITS, Kept, Operators
 from outpace.records.outline import Outline
-
-
-class Operators(NamedTuple):
-    """Operators of what is stepped at once: a matrix, a vector, or several joined of either.
-
-    Tensors that are joined take `each` more. `counted`: for numbers to round by that are counted;
-    tensors that are joined and draw theirs take `drawn` more each.
-    """
-
-    matrix: float
-    vector: float
-    matrices: float = 0
-    vectors: float = 0
-    each: float = 0
-    counted: float = 0
-    drawn: float = 0
-
-
-# Counted as torch dispatches them (2.13) in steps over one to three tensors of a kind, with weights
-# in fp32; tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Steps'
-# numbers, which Python reads from the host's own memory, are none: nothing is launched for them.
-# Muon's matrices are turned one by one on a CPU, as batches of a shape on a GPU, and Adafactor's
-# tensors likewise.
-_EAGER: Mapping[OptimizerName, Operators] = {
-    "adamw-fused": Operators(0, 0),
-    "adamw-foreach": Operators(0, 0),
-    "adamw-for-loop": Operators(9, 8),
-    "adamw-bf16": Operators(30, 30, 41, 39, each=1, counted=22, drawn=4),
-    "adamw-8bit": Operators(48, 14, 65, 23, each=1),
-    "adamw-4bit": Operators(64, 14, 81, 23, each=1),
-    "adafactor": Operators(42, 30, 52, 37),
-    "muon": Operators(30, 9, 56),
-    "sgd": Operators(4, 3),
-}
-# What a compiled function is given and what is copied from it, counted with nothing in its place.
-# The function is taken for two: its guards and its kernel. No stacks are compiled.
-_FUNCTION = 2
-_COMPILED: Mapping[OptimizerName, Operators] = {
-    "adamw-bf16": Operators(3 + _FUNCTION, 3 + _FUNCTION, 12 + _FUNCTION, 10 + _FUNCTION, each=1),
-    "adamw-8bit": Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
-    "adamw-4bit": Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
-    "adafactor": Operators(5 + _FUNCTION, 5 + _FUNCTION),
-}
 
 
 def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
@@ -75,7 +30,8 @@ def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) 
     keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)
     for optimizer, tp, ep, as_function in np.unique(keys, axis=1).T.tolist():
         name = OPTIMIZERS[optimizer]
-        each = (as_function and _COMPILED.get(name)) or _EAGER[name]
+        traits = OPTIMIZER_TRAITS[name]
+        each = (as_function and traits.compiled_operators) or traits.operators
         if not any(each):
             continue
         key = [[optimizer], [tp], [ep], [as_function]]
@@ -97,9 +53,9 @@ def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) 
             found[chosen] = _count_muon(each, layers, ends, c.pp[chosen], whole, on_gpu)
         elif name == "adafactor":
             found[chosen] = _count_stacked(each, counts, on_gpu and not as_function)
-        elif name in ("adamw-bf16", "adamw-8bit", "adamw-4bit"):
+        elif traits.kept is not None:
             sizes = {shape: prod(shape) / parts for shape in counts}
-            found[chosen] = _count_joined(each, name, counts, sizes, kind)
+            found[chosen] = _count_joined(each, traits.kept, counts, sizes, kind)
         else:
             found[chosen] = sum(_count_alone(each, shape) * n for shape, n in counts.items())
     return found
@@ -165,7 +121,7 @@ def _count_stacked(
 
 
 def _count_joined(
-    each: Operators, name: str, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
+    each: Operators, kept: Kept, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
     kind: str,
 ) -> Floats:  # fmt: skip
     """Count those of AdamW of fewer bits: small tensors of one kind, of `sizes` values, as one.
@@ -178,8 +134,8 @@ def _count_joined(
         if not shapes:
             continue
         most = _joined_limit(np.max([sizes[shape] for shape in shapes], axis=0), kind)
-        for alike in _group_by_block(name, shapes):
-            wide = is_matrix and (name == "adamw-bf16" or _block_length(name, alike[0]) is not None)
+        for alike in _group_by_block(kept, shapes):
+            wide = is_matrix and (kept == "bf16" or _block_length(kept, alike[0]) is not None)
             alone, batch = (each.matrix, each.matrices) if wide else (each.vector, each.vectors)
             for counted in (True, False):
                 tensors = np.zeros_like(found)
@@ -201,19 +157,16 @@ def _count_joined(
     return found
 
 
-def _group_by_block(name: str, shapes: list[Shape]) -> list[list[Shape]]:
+def _group_by_block(kept: Kept, shapes: list[Shape]) -> list[list[Shape]]:
     """Return shapes whose values share scales in blocks of one length."""
     kinds: dict[int | None, list[Shape]] = {}
     for shape in shapes:
-        kinds.setdefault(_block_length(name, shape), []).append(shape)
+        kinds.setdefault(_block_length(kept, shape), []).append(shape)
     return list(kinds.values())
 
 
-def _block_length(name: str, shape: Shape) -> int | None:
-    if name == "adamw-bf16":
-        return None
-    kept: Kept = "8bit" if name == "adamw-8bit" else "4bit"
-    return block(shape, kept)
+def _block_length(kept: Kept, shape: Shape) -> int | None:
+    return None if kept == "bf16" else block(shape, kept)
 
 
 def _joined_limit(largest: Floats | int, kind: str) -> Floats:

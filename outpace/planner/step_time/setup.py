@@ -13,8 +13,8 @@ from outpace.planner.model.outline import layer_parameters, outside_elements, we
 from outpace.planner.plan_batch import PRECISIONS, Floats, PlanBatch
 from outpace.planner.step_time.adapters import Adapters
 from outpace.planner.step_time.layer import Cells, Kernel
-from outpace.records.optimizers import SHARD_DTYPES, WEIGHTS
 from outpace.records.outline import Outline
+from outpace.records.precisions import AUTOCAST, SHARD_DTYPES, WEIGHTS
 
 FP32 = 4.0
 
@@ -97,7 +97,7 @@ class StepTimeSetup:
         splits = c.strategy_in("zero2", "zero3", "hsdp") | (c.strategy_in("3d") & (replicas > 1))
         splits = splits | (c.offload_parameters > 0)
         casts = self.q.other_program & c.strategy_in("zero2", "zero3", "hsdp", "3d")
-        autocast = c.precision_in("bf16", "fp16", "fp8") & ~casts
+        autocast = c.precision_in(*AUTOCAST) & ~casts
         self.wide = np.where(autocast, FP32, self.item)
         # Replayed as CUDA graphs by outpace (records.compiled.graph_obstacle), and micro-batches
         # of which all read one cast of the weights.

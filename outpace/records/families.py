@@ -1,0 +1,103 @@
+"""Families of models: what each of them means and how `transformers` names it, in one table.
+
+What specs, configs, weights and exports know of a family by its name is derived from here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert"]
+
+
+@dataclass(frozen=True)
+class FamilyTraits:
+    """Traits of a family, whose name is its `model_type` in config.json.
+
+    `defaults`: what it means where a ModelSpec does not say otherwise. `classes`: how the names of
+    its classes in transformers begin; `head` is how that of the language model ends, `block` that
+    of a layer. `form`: whose settings and tensors its own are named as. `dropouts`: its settings
+    of dropout. `biases`: its settings of biases that may be either. `has_head_dim`: its settings
+    have the width of a head. `windows`: sliding windows of none of its layers, of all, or of some.
+    """
+
+    classes: str
+    defaults: Mapping[str, Any]
+    head: str = "ForCausalLM"
+    block: str = "DecoderLayer"
+    form: Literal["gpt2", "llama", "bert"] = "llama"
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    biases: tuple[str, ...] = ()
+    has_head_dim: bool = True
+    windows: Literal["none", "all", "some"] = "some"
+
+    @property
+    def language_model(self) -> str:
+        """Class of the model with its head over the vocabulary."""
+        return self.classes + self.head
+
+    @property
+    def classifier(self) -> str:
+        """Class of the model with a layer over classes."""
+        return f"{self.classes}ForSequenceClassification"
+
+    @property
+    def config(self) -> str:
+        """Class of the config."""
+        return f"{self.classes}Config"
+
+    @property
+    def block_class(self) -> str:
+        """Class of a layer."""
+        return self.classes + self.block
+
+
+_GPT_LIKE: Mapping[str, Any] = {
+    "norm": "layernorm",
+    "positions": "learned",
+    "activation": "gelu_tanh",
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "tied": True,
+}
+_LLAMA_LIKE: Mapping[str, Any] = {
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "activation": "silu",
+    "gated": True,
+    "qkv_bias": False,
+    "out_bias": False,
+    "mlp_bias": False,
+    "tied": False,
+}
+FAMILY_TRAITS: Mapping[Family, FamilyTraits] = {
+    "gpt2": FamilyTraits(
+        "GPT2", {**_GPT_LIKE, "norm_eps": 1e-5}, head="LMHeadModel", block="Block", form="gpt2",
+        dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    ),
+    "llama": FamilyTraits(
+        "Llama", {**_LLAMA_LIKE, "norm_eps": 1e-5}, biases=("attention_bias", "mlp_bias"),
+        windows="none",
+    ),
+    "mistral": FamilyTraits("Mistral", {**_LLAMA_LIKE, "norm_eps": 1e-5}, windows="all"),
+    "qwen2": FamilyTraits(
+        "Qwen2", {**_LLAMA_LIKE, "qkv_bias": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+        has_head_dim=False,
+    ),
+    "qwen3": FamilyTraits(
+        "Qwen3", {**_LLAMA_LIKE, "qk_norm": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+        biases=("attention_bias",),
+    ),
+    "bert": FamilyTraits(
+        "Bert",
+        {
+            **_GPT_LIKE, "activation": "gelu", "causal": False, "norm_first": False, "segments": 2,
+            "norm_eps": 1e-12,
+        },
+        head="ForMaskedLM", block="Layer", form="bert",
+        dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    ),
+}  # fmt: skip
+FAMILIES: tuple[Family, ...] = get_args(Family)

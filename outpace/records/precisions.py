@@ -1,0 +1,126 @@
+"""Precisions: what each of them computes, keeps and sends, in one table.
+
+What the planner, the layouts and the exports know of a precision by its name is derived from here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Precision = Literal[
+    "fp64", "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure",
+    "fp8",
+]  # fmt: skip
+# What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
+AskedPrecision = Literal[
+    "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
+    "O0", "O1", "O2", "O3",
+]  # fmt: skip
+LowDtype = Literal["bf16", "fp16"]
+
+LEVELS: Mapping[str, Precision] = {
+    "O0": "fp32",
+    "O1": "fp16",
+    "O2": "fp16-master",
+    "O3": "fp16-pure",
+}
+MEANS: Mapping[str, str] = {
+    "O0": "everything in fp32",
+    "O1": "weights in fp32, matrix products in fp16 by autocast, a dynamic loss scale",
+    "O2": "weights and gradients in fp16, fp32 master weights in the optimizer, a dynamic loss "
+    "scale (norms are fp16 here, with fp32 inside)",
+    "O3": "weights and gradients in fp16, no loss scale; AdamW's moments in bf16, which has the "
+    "range that fp16 lacks",
+}
+
+
+class ShardDtypes(NamedTuple):
+    """Dtypes that ranks which split parameters send: gathered parameters and reduced gradients."""
+
+    gathered: LowDtype
+    reduced: Literal["fp32"]
+
+
+@dataclass(frozen=True)
+class PrecisionTraits:
+    """Traits of a precision.
+
+    `products`: the dtype of matrix products on a device that has it; all that is not a product of
+    a block is in `low` under fp8. `low`: the 16 bits in which the forward pass computes, None
+    where it computes in those of the weights. `weights`: the dtype in which they are kept.
+    `masters`: the optimizer keeps them in fp32 too, steps those, and rounds the others from them.
+    `scaled`: the loss, by a dynamic scale. `shards`: see SHARD_DTYPES. `where_offloaded`: the
+    precision of plans that offload weights or states, where nobody asks for one and others are in
+    this: master weights do not go with offloading.
+    """
+
+    products: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    low: LowDtype | None = None
+    weights: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    masters: bool = False
+    scaled: bool = False
+    shards: ShardDtypes | None = None
+    where_offloaded: Precision | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a number of the weights."""
+        return {"fp64": 8, "fp32": 4}.get(self.weights, 2)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of a number that the forward pass keeps of a product's operands."""
+        return self.weight_bytes if self.low is None else 2
+
+
+PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
+    "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has no other products than fp32's
+    "fp32": PrecisionTraits("fp32"),
+    "tf32": PrecisionTraits("tf32"),  # of fp32 operands, rounded on their way into tensor cores
+    "bf16": PrecisionTraits("bf16", "bf16", shards=ShardDtypes("bf16", "fp32")),
+    # Without autocast; the shards are the masters, and nothing else is kept of weights.
+    "bf16-master": PrecisionTraits(
+        "bf16", "bf16", "bf16", masters=True, shards=ShardDtypes("bf16", "fp32"),
+        where_offloaded="bf16",
+    ),
+    "bf16-pure": PrecisionTraits("bf16", "bf16", "bf16"),
+    "fp16": PrecisionTraits("fp16", "fp16", scaled=True, shards=ShardDtypes("fp16", "fp32")),
+    "fp16-master": PrecisionTraits("fp16", "fp16", "fp16", masters=True, scaled=True),
+    "fp16-pure": PrecisionTraits("fp16", "fp16", "fp16"),
+    "fp8": PrecisionTraits("fp8", "bf16", shards=ShardDtypes("bf16", "fp32")),
+}  # fmt: skip
+
+
+def precisions_that(has: Callable[[PrecisionTraits], bool]) -> tuple[Precision, ...]:
+    """Return the precisions whose traits are so, in the table's order."""
+    return tuple(name for name, traits in PRECISION_TRAITS.items() if has(traits))
+
+
+# The dtype in which weights are kept, where it has 16 bits.
+WEIGHTS: Mapping[Precision, LowDtype] = {
+    name: traits.low
+    for name, traits in PRECISION_TRAITS.items()
+    if traits.low is not None and traits.weight_bytes == 2
+}
+MASTERS = precisions_that(lambda traits: traits.masters)
+# Whose 16-bit weights are the only ones: small updates would be lost by rounding to nearest.
+PURE = tuple(name for name in WEIGHTS if name not in MASTERS)
+# Of more than 16 bits throughout.
+WIDE = precisions_that(lambda traits: traits.low is None)
+# Whose weights of fp32 are rounded to 16 bits where the forward pass reads them.
+AUTOCAST = precisions_that(lambda traits: traits.low is not None and traits.weights == "fp32")
+COMPUTES_IN_BF16 = precisions_that(lambda traits: traits.low == "bf16")
+COMPUTES_IN_FP16 = precisions_that(lambda traits: traits.low == "fp16")
+SCALED = precisions_that(lambda traits: traits.scaled)
+# Under `fully_shard` (ZeRO-2, ZeRO-3, HSDP, 3d, one rank's offloaded parameters), where these are
+# not the dtype of the weights: parameters are gathered as products read them, and gradients, which
+# products make in that dtype, are added up over ranks and micro-batches in fp32 (torch's
+# MixedPrecisionPolicy). A unit that has weights of integers (nf4) sends all as it is.
+SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
+    name: traits.shards for name, traits in PRECISION_TRAITS.items() if traits.shards is not None
+}
+WHERE_OFFLOADED: Mapping[Precision, Precision] = {
+    name: traits.where_offloaded
+    for name, traits in PRECISION_TRAITS.items()
+    if traits.where_offloaded is not None
+}
