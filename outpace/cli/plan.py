@@ -235,7 +235,7 @@ def _export(
         written = written.with_path(arguments.out)
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
-                    "command": written.command, "unsaid": list(written.unsaid),
+                    "command": written.command, "unsaid": list(written.notes),
                     "plan": picked.number, "title": picked.planned.title,
                     "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
                     "why": picked.why, "lost": list(written.differences),
@@ -246,8 +246,8 @@ def _export(
         print(written.text.rstrip())
         sys.stdout.flush()
     # Formats with comments have said it themselves, in the text above; a warning has what is lost.
-    told = written.unsaid if written.commented else written.differences
-    notes = [one for one in written.unsaid if one not in told]
+    told = written.notes if written.commented else written.differences
+    notes = [one for one in written.notes if one not in told]
     warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
     estimate = [] if picked.estimate is None else [figures(picked.estimate)]
     lines = [_format_start(arguments.out, written), picked.why, *estimate, *warning, *notes]

@@ -81,16 +81,16 @@ def test_each_format_writes_every_plan(request_: ExportRequest, name: str) -> No
     written = emitted(name, request_)
     assert written.text.endswith("\n")
     assert written.command
-    assert all(sentence.endswith(".") for sentence in written.unsaid)
-    assert set(written.differences) <= set(written.unsaid)
+    assert all(sentence.endswith(".") for sentence in written.notes)
+    assert set(written.differences) <= set(written.notes)
     if name not in ("deepspeed", "fsdp", "outpace"):
         said = as_said(written.text)
-        for sentence in written.unsaid:
+        for sentence in written.notes:
             assert sentence.replace("- ", "") in said
     if name == "outpace":
         return
     if request_.plan.strategy in ONLY_OURS:
-        own = [s for s in written.unsaid if f"strategy {request_.plan.strategy}" in s]
+        own = [s for s in written.notes if f"strategy {request_.plan.strategy}" in s]
         exact = name in ("deepspeed", "accelerate") and request_.plan.strategy == "mp"
         assert exact or (own and "nearest" in own[0])
 
@@ -111,7 +111,7 @@ def test_deepspeed_multiplies_to_the_plan(request_: ExportRequest) -> None:
     assert plan.pp == 1 or config["zero_optimization"]["stage"] < 2
     if plan.precision in SHARD_DTYPES and request_.stage >= 2:
         assert config["communication_data_type"] in ("fp32", plan.compress_gradients)
-    assert plan.pp == 1 or any(f"num_stages={plan.pp}" in said for said in written.unsaid)
+    assert plan.pp == 1 or any(f"num_stages={plan.pp}" in said for said in written.notes)
 
 
 @given(requests())
@@ -144,7 +144,7 @@ def test_accelerate_multiplies_to_the_plan(request_: ExportRequest) -> None:
             found = re.search(r"GRADIENT_ACCUMULATION_STEPS=(\d+)", written.command)
             assert found
             steps = int(found[1])
-    assert f"{plan.micro_batch} sample" in " ".join(written.unsaid)
+    assert f"{plan.micro_batch} sample" in " ".join(written.notes)
     assert plan.micro_batch * steps * config["num_processes"] // split == request_.global_batch
 
 
@@ -212,9 +212,9 @@ def test_torchtitan_knows_its_own_models() -> None:
         written = export_plan("torchtitan", Plan(), preset(name), global_batch=1, seq_len=128)
         model = tomllib.loads(filled(written.text))["model"]
         assert model["flavor"] == name.rpartition("-")[2].upper()
-        assert not any("flavor" in sentence for sentence in written.unsaid)
+        assert not any("flavor" in sentence for sentence in written.notes)
     unknown = export_plan("torchtitan", Plan(), LLAMA, global_batch=1, seq_len=64)
-    assert any("n_layers=16" in sentence for sentence in unknown.unsaid)
+    assert any("n_layers=16" in sentence for sentence in unknown.notes)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_training_arguments_multiply_to_the_plan(request_: ExportRequest) -> Non
     if plan.pp == 1:
         assert ranks == plan.world_size - plan.servers
     elif ranks < plan.world_size:  # a batch too small for all ranks of the pipeline
-        assert any("left out" in sentence for sentence in written.unsaid)
+        assert any("left out" in sentence for sentence in written.notes)
     sizes = dict(re.findall(r"PARALLELISM_CONFIG_(\w+)_SIZE=(\d+)", written.command))
     split = int(sizes.get("TP", 1)) * int(sizes.get("CP", 1))
     assert split == plan.tp * plan.cp
@@ -422,7 +422,7 @@ def test_outpace_trains_the_model_as_it_was_given() -> None:
             reference=reference,
         )  # fmt: skip
         assert f"--model {reference} " in written.command
-        assert not any("ModelSpec" in sentence for sentence in written.unsaid)
+        assert not any("ModelSpec" in sentence for sentence in written.notes)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -438,7 +438,7 @@ def test_models_of_which_the_outline_is_known(name: str) -> None:
     assert written.differences == ()
     if name == "outpace":
         assert written.command.startswith("outpace estimate --model mixtral-8x7b")
-        assert any("outpace has no Mixtral" in sentence for sentence in written.unsaid)
+        assert any("outpace has no Mixtral" in sentence for sentence in written.notes)
     if name == "fsdp":
         config = json.loads(written.text)["fsdp_config"]
         assert "transformer_layer_cls_to_wrap" not in config
@@ -447,7 +447,7 @@ def test_models_of_which_the_outline_is_known(name: str) -> None:
 def test_outpace_names_presets() -> None:
     written = export_plan("outpace", Plan(), preset("llama-3.1-8b"), global_batch=1, seq_len=128)
     assert "--model llama-3.1-8b" in written.command
-    assert len(written.unsaid) == 1
+    assert len(written.notes) == 1
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -486,7 +486,7 @@ def test_no_lever_is_lost(name: str, strategy: str) -> None:
 def test_blocks_of_their_own_modes_are_said(name: str, layers: tuple[str, ...], said: str) -> None:
     plan = Plan.model_validate({"checkpoint_layers": layers})
     written = export_plan(name, plan, LLAMA, global_batch=1, seq_len=SEQ_LEN)
-    assert any(said in sentence for sentence in written.unsaid)
+    assert any(said in sentence for sentence in written.notes)
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -496,7 +496,7 @@ def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
         export_plan(name, Plan(loss=loss), LLAMA, global_batch=1, seq_len=SEQ_LEN)  # type: ignore[arg-type]
         for loss in ("auto", "chunked")
     )
-    assert plain.differences == () != plain.unsaid
+    assert plain.differences == () != plain.notes
     described, known = chunked.written_plan(Plan(loss="chunked"))
     assert known and described == Plan(loss="chunked" if name == "outpace" else "auto")
     assert plain.commented == (name not in ("deepspeed", "fsdp", "outpace"))
@@ -508,7 +508,7 @@ def test_what_gradients_of_shards_are_reduced_in_is_said(name: str, precision: s
     """accelerate's configuration of this plan is DeepSpeed's, where HSDP's is FSDP's."""
     values = {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2, "precision": precision}
     request = ExportRequest(Plan.parse(values, "test"), LLAMA, 4, SEQ_LEN)
-    said = [s for s in emitted(name, request).unsaid if "reduce_dtype=torch.float32" in s]
+    said = [s for s in emitted(name, request).notes if "reduce_dtype=torch.float32" in s]
     assert bool(said) == (precision == "bf16")
 
 
@@ -516,7 +516,7 @@ def test_a_small_batch_leaves_ranks_out() -> None:
     plan = Plan(strategy="gpipe", pp=4, pp_microbatches=1)
     request = ExportRequest(plan, LLAMA, 2, SEQ_LEN)
     assert fold_pipeline(request, 4) == (2, 1, 1)
-    assert any("2 of each 4 ranks are left out" in s for s in emitted("fsdp", request).unsaid)
+    assert any("2 of each 4 ranks are left out" in s for s in emitted("fsdp", request).notes)
 
 
 def test_hosts_have_up_to_eight_ranks() -> None:

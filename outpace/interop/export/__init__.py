@@ -1,6 +1,6 @@
 """Plans as configurations of other trainers: one module per format.
 
-What a format cannot express is never lost: it becomes a sentence in `ExportedPlan.unsaid`, and a
+What a format cannot express is never lost: it becomes a sentence in `ExportedPlan.notes`, and a
 comment in formats that have comments.
 """
 

@@ -16,7 +16,7 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 def write(request: ExportRequest) -> ExportedPlan:
     """The YAML: FSDP2, DeepSpeed where only that offloads or has ZeRO-1, Megatron-LM for pp."""
     plan = request.plan
-    unsaid = unsupported.replicas(request, _TOOL)
+    notes = unsupported.replicas(request, _TOOL)
     kind = _kind(request)
     nodes, _ = hosts(request.workers)
     values: dict[str, Any] = {
@@ -26,33 +26,33 @@ def write(request: ExportRequest) -> ExportedPlan:
         "num_processes": request.workers,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": _precision(plan, kind, unsaid),
+        "mixed_precision": _precision(plan, kind, notes),
         "use_cpu": False,
     }
     if plan.precision == "fp8":
         values["fp8_config"] = {"backend": "AO"}
     if kind == "FSDP":
-        values["fsdp_config"] = _fsdp(request, unsaid)
+        values["fsdp_config"] = _fsdp(request, notes)
     elif kind == "DEEPSPEED":
-        values["deepspeed_config"] = _deepspeed(request, unsaid)
+        values["deepspeed_config"] = _deepspeed(request, notes)
     elif kind == "MEGATRON_LM":
-        values["megatron_lm_config"] = _megatron(request, unsaid)
+        values["megatron_lm_config"] = _megatron(request, notes)
     if kind in ("FSDP", "MULTI_GPU"):
-        values |= _parallelism(request, kind, unsaid)
+        values |= _parallelism(request, kind, notes)
     if plan.compile:
         values["dynamo_config"] = {
             "dynamo_backend": "INDUCTOR",
             "dynamo_use_regional_compilation": True,
         }
-    unsaid += _in_the_script(request, kind)
-    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(plan, kind))
-    unsaid += unsupported.experts(request)
-    unsaid += unsupported.not_in_a_plan(request, "train.py is a script of yours.")
+    notes += _in_the_script(request, kind)
+    notes += unsupported.closing_notes(
+        request, _TOOL, _expressed_fields(plan, kind), "train.py is a script of yours."
+    )
     return ExportedPlan(
-        text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
+        text=heading(_TOOL, request.title, notes) + as_yaml(values),
         file_name=_FILE,
         command=_command(request, kind),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 
@@ -88,51 +88,49 @@ def _command(request: ExportRequest, kind: Kind) -> str:
     return steps + " ".join([*words, "train.py"])
 
 
-def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
+def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
     name = plan.precision
     if name in WIDE:
         if name != "fp32":
-            unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
+            notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return "no"
     if name in PURE:
-        unsaid.append(
+        notes.append(
             f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
             "to nearest."
         )
         return "no"
     if name == "fp16-master" and kind != "DEEPSPEED":
-        unsaid.append(unsupported.precision(plan, _TOOL, "fp16 by autocast", "fp16"))
+        notes.append(unsupported.precision(plan, _TOOL, "fp16 by autocast", "fp16"))
     if kind in ("DEEPSPEED", "MEGATRON_LM") and name in ("bf16", "fp16"):
-        unsaid.append(
+        notes.append(
             Note(
                 f"precision {name}: weights are in {name} there, with fp32 copies in the "
                 "optimizer, where outpace's are in fp32."
             )
         )
     if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):
-        unsaid.append(unsupported.precision(plan, _TOOL, "bf16 by autocast", "bf16"))
+        notes.append(unsupported.precision(plan, _TOOL, "bf16 by autocast", "bf16"))
     return name[:4] if name.startswith(("fp16", "bf16")) else name
 
 
-def _fsdp(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     again = request.stage == 3 or (request.stage == 0 and plan.cp == 1)
     if request.stage == 1:
-        unsaid.append(
-            unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2)
-        )
+        notes.append(unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
     if plan.strategy == "cp":
-        unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
-    unsaid += unsupported.reduced_in_16_bits(plan, _TOOL)
+        notes.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
+    notes += unsupported.reduced_in_16_bits(plan, _TOOL)
     offloads = plan.offload_activations == "cpu"
     if offloads and done.mode == "none":
-        unsaid.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
+        notes.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
     if done.count and (done.mode != "full" or not done.alike or done.count < request.layers):
-        unsaid.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
+        notes.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
-        unsaid.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
+        notes.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
     if plan.offload_optimizer != "none" and plan.offload_parameters != "cpu":
-        unsaid.append("offload_optimizer: FSDP offloads state together with parameters only.")
+        notes.append("offload_optimizer: FSDP offloads state together with parameters only.")
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": again,
@@ -144,17 +142,17 @@ def _fsdp(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def axes(request: ExportRequest, tool: str, unsaid: list[str]) -> dict[str, int]:
+def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
     """The sizes of ParallelismConfig; replicas beside tp or cp are shards there."""
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:
-        unsaid.append(
+        notes.append(
             f"dp_replicate {replicate} beside tp or cp: {tool} has whole replicas only alone. "
             "Written are shards over these ranks, the nearest."
         )
         replicate, shard = 1, replicate
-    unsaid += unsupported.no_sequence_parallel(plan, tool)
+    notes += unsupported.no_sequence_parallel(plan, tool)
     return {
         "dp_replicate_size": replicate,
         "dp_shard_size": shard,
@@ -163,20 +161,20 @@ def axes(request: ExportRequest, tool: str, unsaid: list[str]) -> dict[str, int]
     }
 
 
-def _parallelism(request: ExportRequest, kind: Kind, unsaid: list[str]) -> dict[str, Any]:
+def _parallelism(request: ExportRequest, kind: Kind, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     if kind == "MULTI_GPU" and plan.tp == 1:
         return {}
-    sizes = axes(request, _TOOL, unsaid)
+    sizes = axes(request, _TOOL, notes)
     values: dict[str, Any] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     if plan.cp > 1:
         values["parallelism_config_cp_comm_strategy"] = "alltoall"
     return {"parallelism_config": values}
 
 
-def _deepspeed(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _deepspeed(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
-    zero = deepspeed.zero_optimization(request, unsaid)
+    zero = deepspeed.zero_optimization(request, notes)
     values: dict[str, Any] = {
         "gradient_accumulation_steps": request.passes,
         "gradient_clipping": unsupported.clip(plan),
@@ -192,15 +190,15 @@ def _deepspeed(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
-def _megatron(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     tool = f"{_TOOL} with Megatron-LM"
     if request.stage > 1:
-        unsaid.append(unsupported.sharding(request, tool, "the distributed optimizer (ZeRO-1)", 1))
+        notes.append(unsupported.sharding(request, tool, "the distributed optimizer (ZeRO-1)", 1))
     if request.stage and plan.dp_replicate > 1:
-        unsaid.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
+        notes.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
-        unsaid.append(unsupported.schedule(request, tool, "1F1B with one stage a rank"))
+        notes.append(unsupported.schedule(request, tool, "1F1B with one stage a rank"))
     # Megatron wants the other stages alike.
     each = -(-request.layers // plan.pp)
     last = request.layers - each * (plan.pp - 1)
@@ -227,12 +225,12 @@ def _megatron(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
         selective = done.mode == "selective"
         written = "its selective one" if selective else "all blocks in full"
         kind: Checkpointing | None = None if selective else "full"
-        unsaid.append(unsupported.checkpointing(request, tool, written, kind))
+        notes.append(unsupported.checkpointing(request, tool, written, kind))
     if plan.offload_optimizer != "none" or plan.offload_parameters != "none":
         values["megatron_lm_optimizer_cpu_offload"] = True
         values["megatron_lm_use_precision_aware_optimizer"] = True
-        unsaid.append("offloading: with Megatron-LM optimizer state goes to host memory, no more.")
-    unsaid += unsupported.all_under_way(request, tool)
+        notes.append("offloading: with Megatron-LM optimizer state goes to host memory, no more.")
+    notes += unsupported.all_under_way(request, tool)
     return values
 
 

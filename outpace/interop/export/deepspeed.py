@@ -23,17 +23,17 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 def write(request: ExportRequest) -> ExportedPlan:
     """The JSON; pipelines are a matter of the script there, and a sentence."""
     plan = request.plan
-    unsaid = unsupported.replicas(request, _TOOL)
+    notes = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {
         "train_batch_size": request.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": request.passes,
         "gradient_clipping": unsupported.clip(plan),
-        "zero_optimization": zero_optimization(request, unsaid),
-        **_precision(plan, unsaid),
-        "optimizer": _optimizer(plan, unsaid),
-        **_activations(request, unsaid),
-        **_axes(request, unsaid),
+        "zero_optimization": zero_optimization(request, notes),
+        **_precision(plan, notes),
+        "optimizer": _optimizer(plan, notes),
+        **_activations(request, notes),
+        **_axes(request, notes),
     }
     if config["optimizer"]["type"] not in ("AdamW", "Muon"):
         config["zero_allow_untested_optimizer"] = True
@@ -41,18 +41,18 @@ def write(request: ExportRequest) -> ExportedPlan:
         config["communication_data_type"] = "bf16"
     elif plan.precision in SHARD_DTYPES and request.stage >= 2:
         config["communication_data_type"] = "fp32"
-    unsaid += _pipeline(request)
-    unsaid += unsupported.no_sequence_parallel(plan, _TOOL)
+    notes += _pipeline(request)
+    notes += unsupported.no_sequence_parallel(plan, _TOOL)
     if plan.compile:
-        unsaid.append(
+        notes.append(
             Note(
                 "compile: the JSON has nothing for it. --torch_compile True says it to the Trainer."
             )
         )
-    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(plan))
-    unsaid += unsupported.experts(request)
-    unsaid += unsupported.not_in_a_plan(
+    notes += unsupported.closing_notes(
         request,
+        _TOOL,
+        _expressed_fields(plan),
         'transformers\' Trainer puts its own arguments in the place of each "auto"; a script that '
         "calls deepspeed.initialize() itself has to. train.py is a script of yours.",
     )
@@ -60,7 +60,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         text=as_json(config),
         file_name=_FILE,
         command=_launch(request),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 
@@ -99,7 +99,7 @@ def _expressed_fields(plan: Plan) -> list[str]:
     return [*said, *(["sequence_parallel"] if not plan.sequence_parallel else [])]
 
 
-def stage_for(request: ExportRequest, unsaid: list[str]) -> int:
+def stage_for(request: ExportRequest, notes: list[str]) -> int:
     """The ZeRO stage: the plan's, raised to what offloads, lowered to what pipelines take."""
     plan = request.plan
     stage: int = request.stage
@@ -109,26 +109,26 @@ def stage_for(request: ExportRequest, unsaid: list[str]) -> int:
     if plan.offload_parameters != "none" or plan.offload_optimizer == "disk":
         least = 3
     if plan.pp > 1 and max(stage, least) > 1:
-        unsaid.append(
+        notes.append(
             f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. Written is stage 1."
         )
         return 1
     if least > stage:
         why = "offloading" if least == 3 or plan.offload_optimizer != "none" else plan.precision
-        unsaid.append(f"{why} belongs to ZeRO-{least} in DeepSpeed; the plan shards less.")
+        notes.append(f"{why} belongs to ZeRO-{least} in DeepSpeed; the plan shards less.")
     return max(stage, least)
 
 
-def zero_optimization(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     """ZeRO's stage, what is offloaded, and groups of shards that are replicated."""
     plan = request.plan
-    stage = stage_for(request, unsaid)
+    stage = stage_for(request, notes)
     values: dict[str, Any] = {"stage": stage, **_usual(stage)}
     if stage and plan.dp_replicate > 1 and plan.dp_shard > 1:
         if stage == 3:
             values["zero_hpz_partition_size"] = plan.dp_shard
         instead = f"parameters are gathered within {plan.dp_shard} ranks (hpZ)"
-        unsaid.append(
+        notes.append(
             f"dp_replicate {plan.dp_replicate}: DeepSpeed shards the rest of the state over all "
             f"{plan.data_parallel} data-parallel ranks{'; ' + instead if stage == 3 else ''}."
         )
@@ -138,16 +138,16 @@ def zero_optimization(request: ExportRequest, unsaid: list[str]) -> dict[str, An
         return values
     state = plan.offload_optimizer if plan.offload_optimizer != "none" else plan.offload_parameters
     if plan.pp > 1 and "disk" in (state, plan.offload_parameters):
-        unsaid.append("offloading to disk beside a pipeline: DeepSpeed refuses it.")
+        notes.append("offloading to disk beside a pipeline: DeepSpeed refuses it.")
     elif state != "none":
         values["offload_optimizer"] = _device(state)
     if plan.offload_parameters != "none":
         if stage == 3:
             values["offload_param"] = _device(plan.offload_parameters)
         else:
-            unsaid.append("offload_parameters: DeepSpeed offloads those of ZeRO-3 only.")
+            notes.append("offload_parameters: DeepSpeed offloads those of ZeRO-3 only.")
     if "disk" in (state, plan.offload_parameters):
-        unsaid.append(Note(f"offloading to disk: put a directory of yours in place of {NVME}."))
+        notes.append(Note(f"offloading to disk: put a directory of yours in place of {NVME}."))
     return values
 
 
@@ -164,14 +164,14 @@ def _device(where: str) -> dict[str, Any]:
     return {"device": "cpu", "pin_memory": True}
 
 
-def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
+def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
     name = plan.precision
     if name in WIDE:
         if name != "fp32":
-            unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
+            notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return {}
     if name in ("bf16", "fp16"):
-        unsaid.append(
+        notes.append(
             Note(
                 f"precision {name}: DeepSpeed keeps weights in {name} and fp32 copies in the "
                 'optimizer, where outpace\'s weights are in fp32 ("torch_autocast" does the same '
@@ -179,20 +179,20 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
             )
         )
     if name == "fp8":
-        unsaid.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
+        notes.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
     if name == "bf16-pure":
-        unsaid.append("precision bf16-pure: DeepSpeed rounds to nearest, outpace stochastically.")
+        notes.append("precision bf16-pure: DeepSpeed rounds to nearest, outpace stochastically.")
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return {"bf16": {"enabled": True, **pure}}
     if name == "fp16-pure":
-        unsaid.append("precision fp16-pure: DeepSpeed's has a loss scale and its own moments.")
+        notes.append("precision fp16-pure: DeepSpeed's has a loss scale and its own moments.")
         return {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
     if name in COMPUTES_IN_FP16:
         return {"fp16": {"enabled": True, "loss_scale": 0}}
     return {"bf16": {"enabled": True}}
 
 
-def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
+def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
     params: dict[str, Any] = {"lr": _AUTO, "weight_decay": _AUTO}
     kind = _OPTIMIZERS.get(plan.optimizer, "AdamW")
     if plan.optimizer == "sgd":
@@ -202,21 +202,21 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
         if plan.optimizer != "adamw-fused":
             params["torch_adam"] = True
         if plan.optimizer not in ("adamw-fused", "adamw-for-loop"):
-            unsaid.append(unsupported.optimizer(plan, _TOOL, "torch's AdamW"))
+            notes.append(unsupported.optimizer(plan, _TOOL, "torch's AdamW"))
     return {"type": kind, "params": params}
 
 
-def _activations(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _activations(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     done, plan = request.recomputed_blocks, request.plan
     if done.mode == "none" and plan.offload_activations != "cpu":
         return {}
     if done.mode == "none":
-        unsaid.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
+        notes.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
     elif done.mode != "full" or not done.alike or done.count < request.layers:
-        unsaid.append(
+        notes.append(
             unsupported.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
         )
-    unsaid.append(
+    notes.append(
         Note(
             "activation_checkpointing sets deepspeed.checkpointing up, which transformers does not "
             "use: there --gradient_checkpointing True recomputes all blocks."
@@ -232,14 +232,14 @@ def _activations(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def _axes(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {}
     if plan.tp > 1:
         values["tensor_parallel"] = {"autotp_size": plan.tp}
     if plan.cp > 1:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
-        unsaid.append(
+        notes.append(
             f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence with an all-to-all "
             "(Ulysses) instead of a ring; the script has to split sequences."
         )

@@ -50,16 +50,16 @@ class _Written:
 def write(request: ExportRequest) -> ExportedPlan:
     """The JSON; what ParallelismConfig holds stands in the command's environment."""
     plan = request.plan
-    unsaid = unsupported.replicas(request, _TOOL)
-    written = _unfold(request, unsaid)
+    notes = unsupported.replicas(request, _TOOL)
+    written = _unfold(request, notes)
     values: dict[str, Any] = {
         "output_dir": "trainer_output",
         "per_device_train_batch_size": written.micro_batch,
         "gradient_accumulation_steps": written.accumulation,
         "max_grad_norm": unsupported.clip(plan),
-        "optim": _optimizer(plan, unsaid),
-        **_precision(plan, unsaid),
-        **_recompute(request, written, unsaid),
+        "optim": _optimizer(plan, notes),
+        **_precision(plan, notes),
+        **_recompute(request, written, notes),
     }
     if plan.compile:
         values["torch_compile"] = True
@@ -67,13 +67,13 @@ def write(request: ExportRequest) -> ExportedPlan:
         values["torch_empty_cache_steps"] = 1
     if written.shards or plan.offload_parameters == "cpu":
         values["fsdp"] = True
-        values["fsdp_config"] = _fsdp(request, written, unsaid)
+        values["fsdp_config"] = _fsdp(request, written, notes)
     elif written.ranks > 1:
         values["ddp_bucket_cap_mb"] = plan.bucket_mib
     if plan.ep > 1:
-        unsaid.append(f"ep {plan.ep}: the Trainer shards experts like other parameters.")
-    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request, written))
-    unsaid += unsupported.not_in_a_plan(
+        notes.append(f"ep {plan.ep}: the Trainer shards experts like other parameters.")
+    notes += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request, written))
+    notes += unsupported.not_in_a_plan(
         request,
         "Add learning_rate, num_train_epochs or max_steps, and output_dir to this file, or "
         "TrainingArguments' defaults hold. train.py is a script of yours that reads it "
@@ -84,21 +84,21 @@ def write(request: ExportRequest) -> ExportedPlan:
         text=as_json(values),
         file_name=_FILE,
         command=_environment(written, request.stage) + torchrun(written.ranks, "train.py", _FILE),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 
-def _unfold(request: ExportRequest, unsaid: list[str]) -> _Written:
+def _unfold(request: ExportRequest, notes: list[str]) -> _Written:
     """The axes that there are, ranks of a pipeline as shards."""
     plan = request.plan
-    sizes = axes(request, _TOOL, unsaid)
+    sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:
         return _Written(sizes, plan.micro_batch, request.accumulation)
     ranks, micro, accumulation = fold_pipeline(request, plan.pp)
     sizes["dp_shard_size"] *= ranks
     which = f"strategy {plan.strategy}" if plan.strategy != "3d" else f"pp {plan.pp}"
     left = f"; {plan.pp - ranks} of each {plan.pp} ranks are left out" if ranks < plan.pp else ""
-    unsaid.append(
+    notes.append(
         f"{which}: the Trainer has no pipeline. Written is FSDP over its ranks, the nearest, with "
         f"micro-batch {micro} and accumulation {accumulation} for the same global batch{left}."
     )
@@ -116,42 +116,40 @@ def _environment(written: _Written, stage: int) -> str:
     return " ".join(words) + " "
 
 
-def _optimizer(plan: Plan, unsaid: list[str]) -> str:
+def _optimizer(plan: Plan, notes: list[str]) -> str:
     name = _OPTIMIZERS.get(plan.optimizer)
     if plan.optimizer in ("adamw-foreach", "adamw-for-loop"):
-        unsaid.append(f"optimizer {plan.optimizer}: torch chooses the implementation there.")
+        notes.append(f"optimizer {plan.optimizer}: torch chooses the implementation there.")
     if name is None:
-        unsaid.append(unsupported.optimizer(plan, _TOOL, "adamw_torch_fused"))
+        notes.append(unsupported.optimizer(plan, _TOOL, "adamw_torch_fused"))
     return name or "adamw_torch_fused"
 
 
-def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
+def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
     name = plan.precision
     if name in WIDE and name != "fp32":
-        unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
+        notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
     elif name in PURE:
-        unsaid.append(
+        notes.append(
             f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
             "to nearest."
         )
     elif name == "fp8":
-        unsaid.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
+        notes.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
     elif name in MASTERS:
         by_autocast: Precision = "bf16" if name == "bf16-master" else "fp16"
-        unsaid.append(unsupported.precision(plan, _TOOL, f"{name[:4]} by autocast", by_autocast))
+        notes.append(unsupported.precision(plan, _TOOL, f"{name[:4]} by autocast", by_autocast))
     return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
 
 
-def _recompute(request: ExportRequest, written: _Written, unsaid: list[str]) -> dict[str, Any]:
+def _recompute(request: ExportRequest, written: _Written, notes: list[str]) -> dict[str, Any]:
     """Checkpointing that is the model's own: FSDP's knows all blocks or none."""
     done = request.recomputed_blocks
     if done.count == 0:
         return {}
     every = done.every or max(1, round(request.layers / done.count))
     if done.mode != "full" or not done.alike or done.every is None:
-        unsaid.append(
-            unsupported.checkpointing(request, _TOOL, "full recomputation", "full", every)
-        )
+        notes.append(unsupported.checkpointing(request, _TOOL, "full recomputation", "full", every))
     offloads = request.plan.offload_activations == "cpu"
     if written.shards and every == 1 and not offloads:
         return {}  # fsdp_config says it
@@ -164,15 +162,13 @@ def _recompute(request: ExportRequest, written: _Written, unsaid: list[str]) -> 
     }
 
 
-def _fsdp(request: ExportRequest, written: _Written, unsaid: list[str]) -> dict[str, Any]:
+def _fsdp(request: ExportRequest, written: _Written, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     if request.stage == 1:
-        unsaid.append(
-            unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2)
-        )
+        notes.append(unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
     if plan.strategy == "cp":
-        unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
-    unsaid += unsupported.reduced_in_16_bits(plan, _TOOL)
+        notes.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
+    notes += unsupported.reduced_in_16_bits(plan, _TOOL)
     keeps = request.stage in (1, 2) or plan.strategy == "cp"
     every = done.every or (max(1, round(request.layers / done.count)) if done.count else 1)
     own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"

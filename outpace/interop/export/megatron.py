@@ -38,17 +38,17 @@ Argument = tuple[str, ...]
 def write(request: ExportRequest) -> ExportedPlan:
     """The script: every axis of a plan, 1F1B plain or interleaved, ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
-    unsaid = unsupported.replicas(request, _TOOL)
-    unsaid += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
+    notes = unsupported.replicas(request, _TOOL)
+    notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
     arguments = [
-        *_axes(request, unsaid),
-        *_sharding(request, unsaid),
+        *_axes(request, notes),
+        *_sharding(request, notes),
         *_batch(request),
-        *_precision(plan, unsaid),
-        *_recompute(request, unsaid),
-        *_offload(request, unsaid),
-        *_model(request, unsaid),
-        *_optimizer(request, unsaid),
+        *_precision(plan, notes),
+        *_recompute(request, notes),
+        *_offload(request, notes),
+        *_model(request, notes),
+        *_optimizer(request, notes),
         ("--tokenizer-type", "HuggingFaceTokenizer"),
         ("--tokenizer-model", "$TOKENIZER"),
         ("--vocab-size", str(spec.vocab)),
@@ -56,19 +56,19 @@ def write(request: ExportRequest) -> ExportedPlan:
         ("--data-path", "$DATA_PATH"),
         ("--distributed-backend", "nccl"),
     ]
-    unsaid += unsupported.all_under_way(request, _TOOL)
-    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request))
-    unsaid += unsupported.experts(request)
-    unsaid += unsupported.not_in_a_plan(
+    notes += unsupported.all_under_way(request, _TOOL)
+    notes += unsupported.closing_notes(
         request,
+        _TOOL,
+        _expressed_fields(request),
         "The script stops until the environment has the variables that it begins with. What else "
         "is not here has Megatron-LM's default; --mock-data and NullTokenizer try it without data.",
     )
     return ExportedPlan(
-        text="#!/bin/sh\n" + heading(_TOOL, request.title, unsaid) + _script(request, arguments),
+        text="#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments),
         file_name=_FILE,
         command=" ".join([*(f"{name}=…" for name in _YOURS), "sh", _FILE]),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 
@@ -91,7 +91,7 @@ def _fsdp(request: ExportRequest) -> bool:
     return request.stage > 1 and request.plan.pp == 1
 
 
-def _virtual(request: ExportRequest, unsaid: list[str]) -> int:
+def _virtual(request: ExportRequest, notes: list[str]) -> int:
     """Stages that a rank of the pipeline gets."""
     plan = request.plan
     several = plan.stages_per_rank
@@ -99,25 +99,25 @@ def _virtual(request: ExportRequest, unsaid: list[str]) -> int:
         return 1
     known = plan.schedule in ("1f1b", "interleaved", "mp")
     if several > 1 and request.passes % plan.pp > 0:
-        unsaid.append(
+        notes.append(
             f"schedule {plan.schedule}: interleaving takes a multiple of {plan.pp} micro-batches "
             f"there, and there are {request.passes}. Written is 1F1B."
         )
         return 1
     if not known:
         of = f"interleaved 1F1B with {several} stages a rank" if several > 1 else "1F1B"
-        unsaid.append(unsupported.schedule(request, _TOOL, of))
+        notes.append(unsupported.schedule(request, _TOOL, of))
     elif SCHEDULES[plan.schedule].splits_backward:
-        unsaid.append(unsupported.schedule(request, _TOOL, "interleaved 1F1B"))
+        notes.append(unsupported.schedule(request, _TOOL, "interleaved 1F1B"))
     return several
 
 
-def _axes(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = [
         ("--tensor-model-parallel-size", str(plan.tp)),
         ("--pipeline-model-parallel-size", str(plan.pp)),
-        *_stages(request, unsaid),
+        *_stages(request, notes),
         ("--context-parallel-size", str(plan.cp)),
         ("--expert-model-parallel-size", str(plan.ep)),
     ]
@@ -130,26 +130,26 @@ def _axes(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     if plan.cp > 1:
         found.append(("--cp-comm-type", "p2p"))
         if request.seq_len % (2 * plan.cp):
-            unsaid.append(
+            notes.append(
                 f"cp {plan.cp}: {_TOOL} wants a multiple of {2 * plan.cp} for --seq-length, not "
                 f"{request.seq_len}."
             )
     return found
 
 
-def _stages(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
     """Return the arguments that place layers on ranks: evenly by a number, or by a layout."""
     plan, spec = request.plan, request.spec
     if plan.pp == 1:
         return []
-    virtual = _virtual(request, unsaid)
+    virtual = _virtual(request, notes)
     stages = plan.pp * virtual
     counts = layers_per_stage(spec, stages)
     layout = ("--pipeline-model-parallel-layout", _layout(counts))
     if spec.layers % stages:
         return [layout]
     if len(set(counts)) > 1:
-        unsaid.append(
+        notes.append(
             f"Stages of equal depth are written; outpace's cut, which gives the last fewer layers "
             f"beside its head, would be {shlex.join(layout)}."
         )
@@ -167,7 +167,7 @@ def _layout(counts: Sequence[int]) -> str:
     return "".join([*parts, f"t*{last},L"])
 
 
-def _sharding(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _sharding(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = []
     over = plan.data_parallel * plan.cp
@@ -182,7 +182,7 @@ def _sharding(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
         found.append(("--num-distributed-optimizer-instances", str(plan.dp_replicate)))
     if not _fsdp(request):
         if request.stage > 1:
-            unsaid.append(
+            notes.append(
                 unsupported.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)", 1)
             )
         return found
@@ -205,14 +205,14 @@ def _batch(request: ExportRequest) -> list[Argument]:
     ]
 
 
-def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
+def _precision(plan: Plan, notes: list[str]) -> list[Argument]:
     name = plan.precision
     if name in WIDE:
         if name != "fp32":
-            unsaid.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
+            notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return []
     if name in ("bf16", "fp16"):
-        unsaid.append(
+        notes.append(
             Note(
                 f"precision {name}: Megatron-LM keeps weights in {name} and fp32 copies in the "
                 "optimizer, where outpace's weights are in fp32."
@@ -220,7 +220,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
         )
     elif name in PURE:
         kept: Precision = "bf16-master" if name == "bf16-pure" else "fp16-master"
-        unsaid.append(
+        notes.append(
             unsupported.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights", kept)
         )
     found: list[Argument] = [("--fp16",) if name in COMPUTES_IN_FP16 else ("--bf16",)]
@@ -231,7 +231,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     return found
 
 
-def _recompute(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _recompute(request: ExportRequest, notes: list[str]) -> list[Argument]:
     done, layers = request.recomputed_blocks, request.spec.layers
     if done.mode == "none":
         return []
@@ -241,14 +241,14 @@ def _recompute(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
             return [full, ("--recompute-method", "uniform"), ("--recompute-num-layers", "1")]
         stages = request.plan.pp * request.plan.stages_per_rank
         each = max(1, round(done.count / stages))
-        unsaid.append(
+        notes.append(
             unsupported.checkpointing(
                 request, _TOOL, f"the first {each} blocks of each stage, full", None
             )
         )
         return [full, ("--recompute-method", "block"), ("--recompute-num-layers", str(each))]
     modules = ("layernorm",) if done.mode == "selective" else ("layernorm", "mlp")
-    unsaid.append(
+    notes.append(
         unsupported.checkpointing(
             request, _TOOL, f"recompute of {' and '.join(modules)} in all blocks", None
         )
@@ -256,13 +256,13 @@ def _recompute(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]
 
 
-def _offload(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _offload(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     found: list[Argument] = []
     if _offloads_state(request):
         found += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]
         if plan.offload_optimizer == "disk":
-            unsaid.append("offload_optimizer disk: Megatron-LM offloads to host memory only.")
+            notes.append("offload_optimizer disk: Megatron-LM offloads to host memory only.")
         if request.stage == 0:
             found.append(("--use-distributed-optimizer",))
     if _offloads_activations(request):
@@ -298,7 +298,7 @@ def _expressed_fields(request: ExportRequest) -> list[str]:
     return said
 
 
-def _model(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _model(request: ExportRequest, notes: list[str]) -> list[Argument]:
     spec = request.spec
     found: list[Argument] = [
         ("--num-layers", str(spec.layers)),
@@ -311,7 +311,7 @@ def _model(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
         ("--norm-epsilon", f"{spec.norm_eps:g}"),
         ("--attention-dropout", f"{spec.dropout:g}"),
         ("--hidden-dropout", f"{spec.dropout:g}"),
-        *_positions(spec, unsaid),
+        *_positions(spec, notes),
     ]
     if spec.kv_heads < spec.heads:
         found += [("--group-query-attention",), ("--num-query-groups", str(spec.kv_heads))]
@@ -329,11 +329,11 @@ def _model(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
         found.append(("--qk-layernorm",))
     if spec.sliding_window is not None:
         found.append(("--window-size", f"{spec.sliding_window - 1},0"))
-    unsaid += _other_parts(spec)
+    notes += _other_parts(spec)
     return found
 
 
-def _positions(spec: ModelSpec, unsaid: list[str]) -> list[Argument]:
+def _positions(spec: ModelSpec, notes: list[str]) -> list[Argument]:
     if spec.positions == "learned":
         return [("--position-embedding-type", "learned_absolute")]
     found: list[Argument] = [
@@ -344,7 +344,7 @@ def _positions(spec: ModelSpec, unsaid: list[str]) -> list[Argument]:
         factor = spec.rope_scaling.factor
         found += [("--use-rope-scaling",), ("--rope-scaling-factor", f"{factor:g}")]
         if spec.rope_scaling != RopeScaling.model_validate({**_LLAMA_SCALING, "factor": factor}):
-            unsaid.append(
+            notes.append(
                 Note(
                     "rope_scaling: of it Megatron-LM takes the factor only; the others are Llama "
                     "3.1's."
@@ -370,7 +370,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
     return [Note(f"{name}: pretrain_gpt.py has none.") for name, there in found.items() if there]
 
 
-def _optimizer(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
+def _optimizer(request: ExportRequest, notes: list[str]) -> list[Argument]:
     plan = request.plan
     name = "adam"
     if plan.optimizer == "sgd":
@@ -378,7 +378,7 @@ def _optimizer(request: ExportRequest, unsaid: list[str]) -> list[Argument]:
     elif plan.optimizer == "muon" and request.stage == 0 and not _offloads_state(request):
         name = "muon"
     elif plan.optimizer != "adamw-fused":
-        unsaid.append(unsupported.optimizer(plan, _TOOL, "its fused AdamW"))
+        notes.append(unsupported.optimizer(plan, _TOOL, "its fused AdamW"))
     found: list[Argument] = [
         ("--optimizer", name),
         ("--lr", "$LR"),

@@ -19,24 +19,24 @@ _CHECKPOINT_STEPS = 1000
 def write(request: ExportRequest) -> ExportedPlan:
     """The YAML: data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
     plan = request.plan
-    unsaid = unsupported.replicas(request, _TOOL)
-    unsaid += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
+    notes = unsupported.replicas(request, _TOOL)
+    notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
     values = {
         "general": {"project": "outpace", "run": f"{request.spec.family}_%date", "seed": _SEED},
         "checkpoints": {
             "checkpoints_path": "checkpoints",
             "checkpoint_interval": _CHECKPOINT_STEPS,
         },
-        "parallelism": _parallelism(request, unsaid),
+        "parallelism": _parallelism(request, notes),
         "tokens": {
             "sequence_length": request.seq_len,
             "train_steps": unsupported.SET_ME,
             "micro_batch_size": plan.micro_batch,
             "batch_accumulation_per_replica": request.passes,
         },
-        "model": _model(request, unsaid),
+        "model": _model(request, notes),
         "tokenizer": {"tokenizer_name_or_path": unsupported.SET_ME},
-        "optimizer": _optimizer(request, unsaid),
+        "optimizer": _optimizer(request, notes),
         "data_stages": [
             {
                 "name": "training",
@@ -45,21 +45,21 @@ def write(request: ExportRequest) -> ExportedPlan:
             }
         ],
     }
-    unsaid += unsupported.all_under_way(request, _TOOL)
-    unsaid += unsupported.remaining_options(plan, _TOOL, _expressed_fields(plan))
-    unsaid += unsupported.experts(request)
-    unsaid += unsupported.not_in_a_plan(
+    notes += unsupported.all_under_way(request, _TOOL)
+    notes += unsupported.closing_notes(
         request,
+        _TOOL,
+        _expressed_fields(plan),
         f"Put them in place of each {unsupported.SET_ME}, which nanotron takes for no number and "
         "no data set: dataset is a mapping there (dataset_folder for a Nanoset), or null for "
         "made-up data.",
     )
     return ExportedPlan(
-        text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
+        text=heading(_TOOL, request.title, notes) + as_yaml(values),
         file_name=_FILE,
         command="CUDA_DEVICE_MAX_CONNECTIONS=1 "
         + torchrun(request.workers, "run_train.py", "--config-file", _FILE),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 
@@ -67,46 +67,46 @@ def _expressed_fields(plan: Plan) -> tuple[str, ...]:
     return ("sequence_parallel", *(["bucket_mib"] if plan.strategy == "ddp" else []))
 
 
-def _parallelism(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     split = plan.sequence_parallel and plan.tp > 1
     return {
         "dp": plan.data_parallel,
         "pp": plan.pp,
         "tp": plan.tp,
-        "pp_engine": _engine(request, unsaid),
+        "pp_engine": _engine(request, notes),
         "tp_mode": "REDUCE_SCATTER" if split else "ALL_REDUCE",
         "tp_linear_async_communication": split,
-        "recompute_layer": _recompute(request, unsaid),
+        "recompute_layer": _recompute(request, notes),
         "context_parallel_size": plan.cp,
         "expert_parallel_size": plan.ep,
     }
 
 
-def _engine(request: ExportRequest, unsaid: list[str]) -> str:
+def _engine(request: ExportRequest, notes: list[str]) -> str:
     plan = request.plan
     all_forward = plan.schedule in ("mp", "gpipe", "loopedbfs")
     engine = "afab" if all_forward else "1f1b"
     if plan.pp > 1 and (plan.stages_per_rank > 1 or unsupported.splits_backward(plan)):
-        unsaid.append(unsupported.schedule(request, _TOOL, f"{engine} with one stage a rank"))
+        notes.append(unsupported.schedule(request, _TOOL, f"{engine} with one stage a rank"))
     return engine
 
 
-def _recompute(request: ExportRequest, unsaid: list[str]) -> bool:
+def _recompute(request: ExportRequest, notes: list[str]) -> bool:
     done = request.recomputed_blocks
     some = done.count < request.spec.layers
     if done.count and (done.mode != "full" or not done.alike or some):
-        unsaid.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
+        notes.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     return done.count > 0
 
 
-def _optimizer(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _optimizer(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     stage = min(request.stage, 1)
     if request.stage > 1:
-        unsaid.append(unsupported.sharding(request, _TOOL, "zero_stage 1", 1))
+        notes.append(unsupported.sharding(request, _TOOL, "zero_stage 1", 1))
     elif stage and plan.dp_replicate > 1:
-        unsaid.append(
+        notes.append(
             f"dp_shard {plan.dp_shard}: nanotron shards over all {plan.data_parallel} "
             "data-parallel ranks."
         )
@@ -119,9 +119,9 @@ def _optimizer(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     }
     if plan.optimizer == "sgd":
         factory = {"name": "sgd"}
-        unsaid.append("optimizer sgd: nanotron's has no momentum that could be given.")
+        notes.append("optimizer sgd: nanotron's has no momentum that could be given.")
     elif plan.optimizer != "adamw-fused" and plan.optimizer != "adamw-for-loop":
-        unsaid.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
+        notes.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
         "zero_stage": stage,
         "weight_decay": unsupported.SET_ME,
@@ -138,44 +138,44 @@ def _optimizer(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     }
 
 
-def _model(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _model(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     return {
         "ddp_bucket_cap_mb": request.plan.bucket_mib,
-        "dtype": _dtype(request.plan, unsaid),
+        "dtype": _dtype(request.plan, notes),
         "init_method": {"std": _INIT},
         "make_vocab_size_divisible_by": 1,
-        "model_config": _config(request, unsaid),
+        "model_config": _config(request, notes),
     }
 
 
-def _dtype(plan: Plan, unsaid: list[str]) -> str:
+def _dtype(plan: Plan, notes: list[str]) -> str:
     if plan.precision in WIDE:
         if plan.precision != "fp32":
-            unsaid.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
+            notes.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
         return "float32"
     if plan.precision == "bf16":
-        unsaid.append(
+        notes.append(
             Note(
                 "precision bf16: nanotron keeps weights in bfloat16 and fp32 copies in the "
                 "optimizer, where outpace's weights are in fp32."
             )
         )
     elif plan.precision == "bf16-pure":
-        unsaid.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
+        notes.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
     elif plan.precision != "bf16-master":
-        unsaid.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
+        notes.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
     return "bfloat16"
 
 
-def _config(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     spec = request.spec
     rotary = spec.positions == "rotary" and spec.norm == "rmsnorm" and spec.gated
     if not rotary:
-        return _starcoder(spec, unsaid)
+        return _starcoder(spec, notes)
     # Its Llama has neither biases nor windows, and its own attention leaves sequences whole.
     qwen = spec.qkv_bias or spec.sliding_window is not None or request.plan.cp > 1
     if spec.kv_heads < request.plan.tp:
-        unsaid.append(
+        notes.append(
             f"tp {request.plan.tp}: nanotron wants as many key and value heads, and there are "
             f"{spec.kv_heads}."
         )
@@ -202,7 +202,7 @@ def _config(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
         }
     if spec.sliding_window is not None:
         values["sliding_window_size"] = spec.sliding_window
-    unsaid += _other_parts(spec)
+    notes += _other_parts(spec)
     return values
 
 
@@ -219,8 +219,8 @@ def _other_parts(spec: ModelSpec) -> list[str]:
     return [Note(f"{name}: nanotron's model has none.") for name, there in found.items() if there]
 
 
-def _starcoder(spec: ModelSpec, unsaid: list[str]) -> dict[str, Any]:
-    unsaid.append(
+def _starcoder(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
+    notes.append(
         f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
         "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
     )

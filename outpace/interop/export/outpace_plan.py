@@ -17,20 +17,20 @@ _SPEC = "model.json"
 def write(request: ExportRequest) -> ExportedPlan:
     """The plan's JSON and its flags of `outpace train`."""
     plan = request.plan
-    unsaid: list[str] = []
+    notes: list[str] = []
     model = request.reference or _preset_of(request.model)
     if model is None:
         model = _SPEC
-        unsaid.append(Note(f"The model is no preset: save its ModelSpec as {_SPEC}."))
+        notes.append(Note(f"The model is no preset: save its ModelSpec as {_SPEC}."))
     untrained = isinstance(request.model, Outline) and request.model.untrained
     if untrained:
-        unsaid.append(Note(f"{untrained}: it plans this model and does not train it."))
+        notes.append(Note(f"{untrained}: it plans this model and does not train it."))
     why_not = plan.training_obstacle
     if why_not is not None:
-        unsaid.append(f"{why_not}. The command leaves it out.")
+        notes.append(f"{why_not}. The command leaves it out.")
     if plan.precision == "fp64":
-        unsaid.append("precision fp64 is for proofs: `outpace verify` has it, train does not.")
-    unsaid.append(
+        notes.append("precision fp64 is for proofs: `outpace verify` has it, train does not.")
+    notes.append(
         Note(
             "Data, learning rate and length of the run are no part of a plan: give --data, --lr "
             "and --steps, or outpace's defaults hold."
@@ -41,7 +41,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         text=file.model_dump_json(indent=2) + "\n",
         file_name=_FILE,
         command=_estimate_command(model) if untrained else _command(request, model),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 

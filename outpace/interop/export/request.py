@@ -47,7 +47,7 @@ class Replaced(str):
 class ExportedPlan:
     """A plan as the configuration of another trainer.
 
-    `text` belongs in a file called `file_name`, with which `command` starts training. `unsaid` are
+    `text` belongs in a file called `file_name`, with which `command` starts training. `notes` are
     sentences on what the configuration cannot express; formats with comments have them in `text`
     too. Those that are not a Note change the plan: `differences`.
     """
@@ -55,12 +55,12 @@ class ExportedPlan:
     text: str
     file_name: str
     command: str
-    unsaid: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def differences(self) -> tuple[str, ...]:
         """Sentences on parts of the plan that are not expressed: memory or time would differ."""
-        return tuple(sentence for sentence in self.unsaid if not isinstance(sentence, Note))
+        return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
         """Return the plan that `text` describes, and whether all that was replaced is known.

@@ -38,13 +38,13 @@ def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
     )
 
 
-def heading(tool: str, title: str, unsaid: Iterable[str]) -> str:
+def heading(tool: str, title: str, notes: Iterable[str]) -> str:
     """Return the comments that a file begins with: what it is, and what it does not say."""
-    unsaid = tuple(unsaid)
+    notes = tuple(notes)
     said = comments([f"A plan of outpace for {tool}.", title])
-    if not unsaid:
+    if not notes:
         return said + "\n"
-    return said + "#\n# What this file does not say:\n" + comments(unsaid, "# - ") + "\n"
+    return said + "#\n# What this file does not say:\n" + comments(notes, "# - ") + "\n"
 
 
 def as_json(values: Mapping[str, Any]) -> str:

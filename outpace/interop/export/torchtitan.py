@@ -69,20 +69,20 @@ _SET_ME = Placeholder(unsupported.SET_ME)
 def write(request: ExportRequest) -> ExportedPlan:
     """The TOML; every axis and schedule of a plan can be said."""
     plan = request.plan
-    unsaid = unsupported.replicas(request, _TOOL)
+    notes = unsupported.replicas(request, _TOOL)
     if plan.strategy == "mp":
-        unsaid += unsupported.one_at_a_time(request, _TOOL, "GPipe with one micro-batch")
+        notes += unsupported.one_at_a_time(request, _TOOL, "GPipe with one micro-batch")
     model, missing = _model(request.spec)
     expressed = ["compile", "optimizer_in_backward"]
     if plan.offload_parameters == "cpu":
         expressed += ["offload_parameters", "offload_optimizer"]
     tables: dict[str, dict[str, Any]] = {
         "model": model,
-        "training": _training(request, unsaid),
-        "parallelism": _parallelism(request, unsaid),
-        "activation_checkpoint": _recompute(request, unsaid),
+        "training": _training(request, notes),
+        "parallelism": _parallelism(request, notes),
+        "activation_checkpoint": _recompute(request, notes),
         "compile": {"enable": plan.compile, "components": ["model"]},
-        "optimizer": _optimizer(plan, unsaid),
+        "optimizer": _optimizer(plan, notes),
         "lr_scheduler": {"warmup_steps": _SET_ME},
         "checkpoint": {"enable": True},
     }
@@ -90,13 +90,13 @@ def write(request: ExportRequest) -> ExportedPlan:
     if plan.precision == "fp8":
         model["converters"] = ["float8"]
         tables["quantize.linear.float8"] = {"recipe_name": "tensorwise"}
-    unsaid += missing
+    notes += missing
     if plan.pp > 1 and model["name"] == "qwen3":
-        unsaid.append("pp: torchtitan 0.2 has no pipeline for its Qwen3; 0.3 has.")
-    unsaid += unsupported.remaining_options(plan, _TOOL, expressed)
-    unsaid += unsupported.experts(request)
-    unsaid += unsupported.not_in_a_plan(
+        notes.append("pp: torchtitan 0.2 has no pipeline for its Qwen3; 0.3 has.")
+    notes += unsupported.closing_notes(
         request,
+        _TOOL,
+        expressed,
         f"Put them in place of each {unsupported.SET_ME}, at which torchtitan stops: "
         "hf_assets_path is the folder of the tokenizer, dataset a name that torchtitan knows (c4), "
         "with dataset_path for files of yours. What else is not here has torchtitan's default.",
@@ -105,12 +105,12 @@ def write(request: ExportRequest) -> ExportedPlan:
         ["torchtitan 0.3 and later read no TOML. There:", _flags(request, tables)], bullet="# "
     )
     return ExportedPlan(
-        text=heading(f"{_TOOL} (0.2)", request.title, unsaid) + as_toml(tables) + "\n" + newer,
+        text=heading(f"{_TOOL} (0.2)", request.title, notes) + as_toml(tables) + "\n" + newer,
         file_name=_FILE,
         command=torchrun(
             request.workers, "torchtitan.train", "--job.config_file", _FILE, module=True
         ),
-        unsaid=tuple(unsaid),
+        notes=tuple(notes),
     )
 
 
@@ -220,7 +220,7 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
     return found
 
 
-def _training(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _training(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {
         "dataset": _SET_ME,
@@ -239,33 +239,33 @@ def _training(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     if plan.precision in PURE:
         values["dtype"] = "bfloat16"
     if plan.precision == "bf16-pure":
-        unsaid.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
+        notes.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
     elif plan.precision in WIDE and plan.precision != "fp32":
-        unsaid.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
+        notes.append(unsupported.precision(plan, _TOOL, "float32", "fp32"))
     elif plan.precision in COMPUTES_IN_FP16:
-        unsaid.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
+        notes.append(unsupported.precision(plan, _TOOL, "bfloat16", "bf16"))
     if plan.offload_parameters == "cpu":
         values["enable_cpu_offload"] = True
         if request.stage == 0:
-            unsaid.append("offload_parameters cpu: torchtitan 0.2 offloads what it shards only.")
+            notes.append("offload_parameters cpu: torchtitan 0.2 offloads what it shards only.")
     return values
 
 
-def _parallelism(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
-        unsaid.append(
+        notes.append(
             f"dp_replicate {replicate} beside tp or pp: torchtitan has whole replicas only alone. "
             "Written are shards over these ranks, the nearest."
         )
         replicate, shard = 1, replicate
     if plan.strategy == "cp":
-        unsaid.append("strategy cp keeps whole parameters: torchtitan shards them over cp's ranks.")
+        notes.append("strategy cp keeps whole parameters: torchtitan shards them over cp's ranks.")
     values: dict[str, Any] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": _reshard(request, unsaid),
+        "fsdp_reshard_after_forward": _reshard(request, notes),
         "tensor_parallel_degree": plan.tp,
         "context_parallel_degree": plan.cp,
         "pipeline_parallel_degree": plan.pp,
@@ -278,10 +278,10 @@ def _parallelism(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
-def _reshard(request: ExportRequest, unsaid: list[str]) -> str:
+def _reshard(request: ExportRequest, notes: list[str]) -> str:
     plan = request.plan
     if request.stage == 1:
-        unsaid.append(unsupported.sharding(request, _TOOL, "shards without resharding (ZeRO-2)", 2))
+        notes.append(unsupported.sharding(request, _TOOL, "shards without resharding (ZeRO-2)", 2))
     if request.stage in (1, 2) or plan.strategy == "cp":
         return "never"
     return "always" if request.stage == 3 else "default"
@@ -310,24 +310,22 @@ def _pipeline(request: ExportRequest) -> dict[str, Any]:
     return values | {"module_fqns_per_model_part": parts}
 
 
-def _recompute(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
+def _recompute(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     done = request.recomputed_blocks
     if done.mode == "none":
         return {"mode": "none"}
     if done.mode == "selective":
         if done.count < request.spec.layers or not done.alike:
-            unsaid.append(
-                unsupported.checkpointing(request, _TOOL, "selective in all", "selective")
-            )
+            notes.append(unsupported.checkpointing(request, _TOOL, "selective in all", "selective"))
         return {"mode": "selective", "selective_ac_option": "op"}
     full = done.mode == "full" and done.alike
     if done.count == request.spec.layers:
         if not full:
-            unsaid.append(unsupported.checkpointing(request, _TOOL, "full in all blocks", "full"))
+            notes.append(unsupported.checkpointing(request, _TOOL, "full in all blocks", "full"))
         return {"mode": "full"}
     every = done.every or max(2, round(request.spec.layers / done.count))
     if not full or done.every is None:
-        unsaid.append(
+        notes.append(
             unsupported.checkpointing(
                 request, _TOOL, f"full in every {every}th block", "full", every
             )
@@ -335,9 +333,9 @@ def _recompute(request: ExportRequest, unsaid: list[str]) -> dict[str, Any]:
     return {"mode": "selective", "selective_ac_option": str(every)}
 
 
-def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
+def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
     if plan.optimizer not in _IMPLEMENTATIONS:
-        unsaid.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
+        notes.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
         "name": "AdamW",
         "lr": _SET_ME,

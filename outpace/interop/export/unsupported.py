@@ -274,3 +274,14 @@ def splits_backward(plan: Plan) -> bool:
     """Whether the pipeline's schedule computes gradients of weights later."""
     found = SCHEDULES.get(plan.schedule)
     return found is not None and found.splits_backward
+
+
+def closing_notes(
+    request: ExportRequest, tool: str, expressed: Collection[str], advice: str
+) -> list[str]:
+    """Return what is said at the end: options without a setting, experts, what you have to set."""
+    return [
+        *remaining_options(request.plan, tool, expressed),
+        *experts(request),
+        *not_in_a_plan(request, advice),
+    ]
