@@ -14,7 +14,7 @@ from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Offload, Plan, Strategy
 from outpace.records.precisions import Precision
-from outpace.records.strategies import TRAITS
+from outpace.records.strategies import FULLY_SHARDED, TRAITS
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -102,7 +102,7 @@ class PlanBatch:
     def holds_masters(self) -> Bools:
         """Plans whose fp32 shards are the master weights that bf16-master gathers in bf16."""
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
-        split = product | self.strategy_in("zero2", "zero3", "hsdp")
+        split = product | self.strategy_in(*FULLY_SHARDED)
         found: Bools = split & self.precision_in("bf16-master")
         return found
 

@@ -20,7 +20,7 @@ from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName
 from outpace.records.pipelines import SCHEDULES, refusal
 from outpace.records.precisions import COMPUTES_IN_FP16, MASTERS, PURE, SCALED, Precision
 from outpace.records.strategies import AXES as AXES
-from outpace.records.strategies import TRAITS, strategies_that
+from outpace.records.strategies import FULLY_SHARDED, TRAITS, strategies_that
 from outpace.records.strategies import Axis as Axis
 from outpace.records.strategies import Compression as Compression
 from outpace.records.strategies import Strategy as Strategy
@@ -377,7 +377,7 @@ class Plan(Record):
     def fully_shards(self) -> bool:
         """Whether ranks hold shards of parameters, which are gathered for their use."""
         product = self.strategy == "3d" and self.data_parallel * self.cp > 1
-        split = product or self.strategy in ("zero2", "zero3", "hsdp")
+        split = product or self.strategy in FULLY_SHARDED
         return split or self.offload_parameters == "cpu"
 
     @property

@@ -17,6 +17,12 @@ Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Compression = Literal["none", "bf16", "powersgd"]
 # In the order in which ranks are laid out on them, the last closest together.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Kinds of strategy of which plans and reasons show the best of each, in the order shown.
+StrategyFamily = Literal[
+    "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
+    "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
+    "one device", "product of axes",
+]  # fmt: skip
 # How forward passes are compiled: the whole model as one region, or each block (records.compiled).
 # "sends": by block, and the compiler leaves sends to Python; "split": torch refuses.
 Regions = Literal["whole", "blocks", "sends", "split"]
@@ -29,22 +35,25 @@ class StrategyTraits:
     `module` of outpace.parallel lays a model out, `custom_module` one of the user's own. `axes`:
     those that it splits; the last takes the ranks that are left, the others two each. `zero`: what
     dp_shard shards (1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing).
-    `whole_model`: every rank keeps all parameters. `gathers`: parameters before their use, and so
-    they may be kept elsewhere; one process as well. `compresses`: whole gradients are reduced in
-    buffers, of which these kinds can be made. `steps_in_backward`: a gradient that is made is
-    whole, and nothing else holds its memory. `shares_buffers`: every rank has all buffers, and a
-    share of the samples. `communicates_within` forward and backward, and is timed as these.
-    `one_shape`: all batches have one shape. `takes_sparse_gradients` of embeddings.
-    `offloads_compiled`: activations may be offloaded from compiled blocks
-    (tests/parallel/test_offload.py). `compiled`: None where it was not tried.
+    `whole_model`: every rank keeps all parameters. `buckets`: gradients, as they come, are reduced
+    in buffers. `gathers`: parameters before their use, and so they may be kept elsewhere; one
+    process as well. `compresses`: whole gradients are reduced in buffers, of which these kinds can
+    be made. `steps_in_backward`: a gradient that is made is whole, and nothing else holds its
+    memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
+    `communicates_within` forward and backward, and is timed as these. `one_shape`: all batches have
+    one shape. `takes_sparse_gradients` of embeddings. `offloads_compiled`: activations may be
+    offloaded from compiled blocks (tests/parallel/test_offload.py). `compiled`: None where it was
+    not tried.
     """
 
     module: str
+    family: StrategyFamily
     axes: tuple[Axis, ...] = ()
     title: str | None = None
     custom_module: str | None = None
     zero: Literal[0, 1, 2, 3] = 0
     whole_model: bool = True
+    buckets: bool = False
     gathers: bool = False
     compresses: tuple[Compression, ...] = ()
     steps_in_backward: bool = False
@@ -56,10 +65,12 @@ class StrategyTraits:
     compiled: Regions | None = None
 
 
-def _make_sharded(title: str, zero: Literal[2, 3], axes: tuple[Axis, ...]) -> StrategyTraits:
+def _make_sharded(
+    title: Literal["ZeRO-2", "ZeRO-3", "HSDP"], zero: Literal[2, 3], axes: tuple[Axis, ...]
+) -> StrategyTraits:
     return StrategyTraits(
-        module="sharded", axes=axes, title=title, zero=zero, whole_model=False, gathers=True,
-        steps_in_backward=True, shares_buffers=True, communicates_within=True,
+        module="sharded", family=title, axes=axes, title=title, zero=zero, whole_model=False,
+        gathers=True, steps_in_backward=True, shares_buffers=True, communicates_within=True,
         offloads_compiled=True, compiled="blocks",
     )  # fmt: skip
 
@@ -69,7 +80,8 @@ def _pipelines() -> dict[Strategy, StrategyTraits]:
     names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
     return {
         names[name]: StrategyTraits(
-            module="pipeline", axes=("pp",), custom_module="custom_pipeline", whole_model=False,
+            module="pipeline", family="naive model parallel" if name == "mp" else "pipeline",
+            axes=("pp",), custom_module="custom_pipeline", whole_model=False,
             title="naive model parallel" if name == "mp" else None, one_shape=True,
             compiled="split" if schedule.splits_backward else "blocks",
         )
@@ -79,29 +91,35 @@ def _pipelines() -> dict[Strategy, StrategyTraits]:
 
 TRAITS: Mapping[Strategy, StrategyTraits] = {
     "single": StrategyTraits(
-        module="single", title="one device", gathers=True, steps_in_backward=True,
-        takes_sparse_gradients=True, offloads_compiled=True, compiled="whole",
+        module="single", family="one device", title="one device", gathers=True,
+        steps_in_backward=True, takes_sparse_gradients=True, offloads_compiled=True,
+        compiled="whole",
     ),
     # Of one process, whose threads would call the first replica's forward.
     "dp": StrategyTraits(
-        module="dp", axes=("dp_replicate",), title="DP, one process", one_shape=True,
-        compiled="whole",
+        module="dp", family="DP (one process)", axes=("dp_replicate",), title="DP, one process",
+        one_shape=True, compiled="whole",
     ),
     "ps": StrategyTraits(
-        module="ps", axes=("dp_replicate",), title="parameter server", compiled="whole"
+        module="ps", family="parameter server", axes=("dp_replicate",), title="parameter server",
+        compiled="whole",
     ),
     "ddp": StrategyTraits(
-        module="ddp", axes=("dp_replicate",), title="DDP", compresses=("bf16", "powersgd"),
-        shares_buffers=True, takes_sparse_gradients=True, offloads_compiled=True, compiled="whole",
+        module="ddp", family="DDP", axes=("dp_replicate",), title="DDP", buckets=True,
+        compresses=("bf16", "powersgd"), shares_buffers=True, takes_sparse_gradients=True,
+        offloads_compiled=True, compiled="whole",
     ),
     "ring": StrategyTraits(
-        module="ring", axes=("dp_replicate",), title="ring all-reduce", compresses=("bf16",),
-        shares_buffers=True, compiled="blocks",
+        module="ring", family="ring all-reduce", axes=("dp_replicate",), title="ring all-reduce",
+        buckets=True, compresses=("bf16",), shares_buffers=True, compiled="blocks",
     ),
     # Compresses nothing: github.com/horovod/horovod/issues/4047
-    "horovod": StrategyTraits(module="horovod", axes=("dp_replicate",), shares_buffers=True),
+    "horovod": StrategyTraits(
+        module="horovod", family="ring all-reduce", axes=("dp_replicate",), buckets=True,
+        shares_buffers=True,
+    ),
     "zero1": StrategyTraits(
-        module="zero1", axes=("dp_shard",), title="ZeRO-1", zero=1,
+        module="zero1", family="ZeRO-1", axes=("dp_shard",), title="ZeRO-1", zero=1, buckets=True,
         compresses=("bf16", "powersgd"), shares_buffers=True, takes_sparse_gradients=True,
         offloads_compiled=True, compiled="whole",
     ),
@@ -110,16 +128,17 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
     "hsdp": _make_sharded("HSDP", 3, ("dp_replicate", "dp_shard")),
     **_pipelines(),
     "tp": StrategyTraits(
-        module="tensor", axes=("tp",), custom_module="custom_tensor", whole_model=False,
-        communicates_within=True, compiled="blocks",
+        module="tensor", family="tensor parallel", axes=("tp",), custom_module="custom_tensor",
+        whole_model=False, communicates_within=True, compiled="blocks",
     ),
     "cp": StrategyTraits(
-        module="context", axes=("cp",), compresses=("bf16", "powersgd"), communicates_within=True,
+        module="context", family="context parallel", axes=("cp",), buckets=True,
+        compresses=("bf16", "powersgd"), communicates_within=True,
         one_shape=True, compiled="sends",
     ),
     "3d": StrategyTraits(
-        module="nd_parallel", axes=AXES, whole_model=False, gathers=True, communicates_within=True,
-        one_shape=True, compiled="blocks",
+        module="nd_parallel", family="product of axes", axes=AXES, whole_model=False,
+        gathers=True, communicates_within=True, one_shape=True, compiled="blocks",
     ),
 }  # fmt: skip
 
@@ -127,3 +146,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
 def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ...]:
     """Return the strategies whose traits are so, in the table's order."""
     return tuple(name for name, traits in TRAITS.items() if has(traits))
+
+
+# Alone, not in a product of axes: parameters are sharded by `fully_shard`.
+FULLY_SHARDED = strategies_that(lambda traits: traits.zero >= 2)

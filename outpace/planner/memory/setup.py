@@ -22,8 +22,10 @@ from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import OFFLOADS, PRECISIONS, Floats, PlanBatch
 from outpace.records.outline import Outline, Stack
 from outpace.records.plan import Checkpointing
+from outpace.records.strategies import strategies_that
 
 Device = Literal["cuda", "cpu"]
+_BUCKETS = strategies_that(lambda traits: traits.buckets)
 HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 
@@ -95,7 +97,7 @@ class MemorySetup:
         shards = np.where(product, c.dp_shard * c.cp, c.dp_shard)
         self.shards = np.where(gathered, shards, 1).astype(float)
         self.bucketed = (
-            c.strategy_in("ddp", "ring", "horovod", "zero1", "cp")
+            c.strategy_in(*_BUCKETS)
             | (product & ~gathered & (replicas > 1))
         ).astype(float)  # fmt: skip
         self.gradient = self.s.weight

@@ -20,6 +20,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.network import Need, Network, NetworkCost, Traffic
 from outpace.records.plan import Plan
 from outpace.records.precisions import PRECISION_TRAITS
+from outpace.records.strategies import FULLY_SHARDED
 
 _LEAST = 1e3  # bytes/s: slower links are not told apart
 _UNPLAYED = 2e-3  # what a message takes, as a share of a forward, while a schedule is played
@@ -243,7 +244,7 @@ class NetworkStep:
 
     @property
     def _shards(self) -> bool:
-        return self.plan.strategy in ("zero2", "zero3", "hsdp", "3d")
+        return self.plan.strategy in (*FULLY_SHARDED, "3d")
 
     @property
     def _buckets(self) -> int:

@@ -9,6 +9,7 @@ the same answer as trying everything.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import get_args
 
 import numpy as np
 
@@ -18,15 +19,12 @@ from outpace.planner.search.space import Options, Wanted, expand, layouts, memor
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
+from outpace.records.strategies import TRAITS, StrategyFamily
 
 # Bytes that each plan's fullest rank needs.
 Needs = Callable[[PlanBatch], Floats]
 
-FAMILIES = (
-    "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
-    "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
-    "one device", "product of axes",
-)  # fmt: skip
+FAMILIES = get_args(StrategyFamily)
 _BATCH = 512  # layouts whose options are looked at together
 _FIRST = 16
 _PIECE = 4096  # plans whose bytes are estimated together
@@ -65,11 +63,8 @@ class Found:
 
 def family(columns: PlanBatch) -> Ints:
     """Places in FAMILIES."""
-    names = {
-        "dp": 0, "ps": 1, "ring": 2, "horovod": 2, "ddp": 3, "zero1": 4, "zero2": 5, "zero3": 6,
-        "hsdp": 7, "mp": 8, "tp": 10, "cp": 11, "single": 12, "3d": 13,
-    }  # fmt: skip
-    return np.array([names.get(name, 9) for name in STRATEGIES])[columns.strategy]
+    places = [FAMILIES.index(TRAITS[name].family) for name in STRATEGIES]
+    return np.array(places)[columns.strategy]
 
 
 def search(

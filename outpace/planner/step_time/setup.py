@@ -15,6 +15,7 @@ from outpace.planner.step_time.adapters import Adapters
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.outline import Outline
 from outpace.records.precisions import AUTOCAST, SHARD_DTYPES, WEIGHTS
+from outpace.records.strategies import FULLY_SHARDED
 
 FP32 = 4.0
 
@@ -94,9 +95,9 @@ class StepTimeSetup:
         c = self.c
         self.item = items(c.precision)
         replicas = c.dp_replicate * c.dp_shard * c.cp
-        splits = c.strategy_in("zero2", "zero3", "hsdp") | (c.strategy_in("3d") & (replicas > 1))
+        splits = c.strategy_in(*FULLY_SHARDED) | (c.strategy_in("3d") & (replicas > 1))
         splits = splits | (c.offload_parameters > 0)
-        casts = self.q.other_program & c.strategy_in("zero2", "zero3", "hsdp", "3d")
+        casts = self.q.other_program & c.strategy_in(*FULLY_SHARDED, "3d")
         autocast = c.precision_in(*AUTOCAST) & ~casts
         self.wide = np.where(autocast, FP32, self.item)
         # Replayed as CUDA graphs by outpace (records.compiled.graph_obstacle), and micro-batches
