@@ -251,26 +251,28 @@ def draw(result: dict[str, Any]) -> None:
 
 def _scatter(kinds: dict[str, list[tuple[float, float]]], across: str, up: str, path: Path) -> None:
     """Logarithmic, with the lines of equality and of 30 % off; the same bytes each time."""
-    import matplotlib
+    from pictures import GRID, write_svg
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "outpace"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 5.6))
     values = [value for pairs in kinds.values() for pair in pairs for value in pair]
     ends = [min(values) / 1.3, max(values) * 1.3]
-    axes.plot(ends, ends, color="#444444", linewidth=1)
-    for factor in (1 - FAR, 1 + FAR):
-        axes.plot(ends, [end * factor for end in ends], color="#bbbbbb", linewidth=0.8, ls="--")
+    traces: list[dict[str, Any]] = [
+        {"type": "scatter", "mode": "lines", "showlegend": False, "x": ends,
+         "y": [end * factor for end in ends],
+         "line": {"color": "#444444" if factor == 1 else "#bbbbbb", "width": 1,
+                  "dash": "solid" if factor == 1 else "dash"}}
+        for factor in (1, 1 - FAR, 1 + FAR)
+    ]  # fmt: skip
     for color, (name, pairs) in zip(_COLORS, kinds.items(), strict=False):
         xs, ys = zip(*pairs, strict=True)
-        size = max(8.0, 40 / math.sqrt(len(pairs)) + 6)
-        axes.scatter(xs, ys, s=size, color=color, alpha=0.7, linewidths=0,
-                     label=f"{name} ({len(pairs)})")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel=across, ylabel=up, xlim=ends, ylim=ends)
-    axes.legend(frameon=False, fontsize=8)
-    axes.set_title("dashed: 30 % off", fontsize=9, loc="left")
-    figure.tight_layout()
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+        size = max(3.0, 6 / math.sqrt(len(pairs)) + 3)
+        traces.append({
+            "type": "scatter", "mode": "markers", "name": f"{name} ({len(pairs)})", "x": xs,
+            "y": ys, "marker": {"color": color, "size": size, "opacity": 0.7},
+        })  # fmt: skip
+    span = [math.log10(end) for end in ends]
+    axis = {"type": "log", "range": span, "exponentformat": "power", "dtick": 1, **GRID}
+    layout = {"xaxis": {"title": {"text": across}, **axis},
+              "yaxis": {"title": {"text": up}, **axis},
+              "title": {"text": "dashed: 30 % off", "font": {"size": 12}, "x": 0.1},
+              "legend": {"x": 0.02, "y": 0.98, "font": {"size": 10}}}  # fmt: skip
+    write_svg(path, traces, layout, (640, 560))

@@ -308,29 +308,30 @@ def tiles(result: dict[str, Any]) -> str:
 
 def draw_curves(result: dict[str, Any]) -> None:
     """Draw docs/results/seeds-loss.svg: losses by step, by batch; the same bytes each time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "outpace"
-    from matplotlib import pyplot
+    from pictures import GRID, write_svg
 
     curves = result["measured"]["curves"]
     batches = list(dict.fromkeys(name.split(", ")[1] for name in curves))
-    figure, fields = pyplot.subplots(
-        1, len(batches), figsize=(8.4, 3.4), sharey=True, squeeze=False
-    )
-    for field, batch in zip(fields[0], batches, strict=True):
+    traces, titles = [], []
+    layout: dict[str, Any] = {
+        "grid": {"rows": 1, "columns": len(batches), "pattern": "coupled"},
+        "yaxis": {"title": {"text": "loss, nats a byte"}, **GRID},
+    }
+    for place, batch in enumerate(batches, 1):
+        axis = "x" if place == 1 else f"x{place}"
+        layout[f"xaxis{axis[1:]}"] = {"title": {"text": "step"}, **GRID}
+        titles.append({"text": batch, "xref": f"{axis} domain", "yref": "paper", "x": 0.5,
+                       "y": 1.0, "yanchor": "bottom", "showarrow": False})  # fmt: skip
         for way, color in _COLORS.items():
             losses = curves[f"{way}, {batch}"]
-            style = "--" if way.startswith("ring") else "-"
-            field.plot(range(1, len(losses) + 1), losses, style, color=color, linewidth=1.2,
-                       label=way)  # fmt: skip
-        field.set(xlabel="step", title=batch)
-    fields[0][0].set_ylabel("loss, nats a byte")
-    fields[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(PICTURE, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+            dash = "dash" if way.startswith("ring") else "solid"
+            traces.append({
+                "type": "scatter", "mode": "lines", "name": way, "legendgroup": way,
+                "showlegend": place == 1, "xaxis": axis, "yaxis": "y",
+                "x": list(range(1, len(losses) + 1)), "y": losses,
+                "line": {"color": color, "width": 1.4, "dash": dash},
+            })  # fmt: skip
+    write_svg(PICTURE, traces, {**layout, "annotations": titles}, (840, 340))
 
 
 def whole(body: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:

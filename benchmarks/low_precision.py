@@ -183,24 +183,20 @@ def bytes_moved(elements: int, rounds: int) -> dict[str, Any]:
 
 def draw(path: Path) -> None:
     """Spacing over magnitude, as a picture."""
-    import matplotlib
+    from pictures import GRID, write_svg
 
-    matplotlib.use("Agg")
-    # Names of parts depend on this, and so would the file's bytes.
-    matplotlib.rcParams["svg.hashsalt"] = "outpace"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    traces = []
     for name, one in FORMATS.items():
         low, high = math.log2(one.smallest), math.log2(one.largest)
         at = [2.0**exponent for exponent in range(math.ceil(low), math.floor(high) + 1)]
-        axes.plot(at, [one.spacing(value) for value in at], label=name, drawstyle="steps-post")
-    axes.set(xscale="log", yscale="log", xlim=(1e-12, 1e12), ylim=(1e-14, 1e10),
-             xlabel="magnitude", ylabel="to the next number")  # fmt: skip
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+        spacings = [one.spacing(value) for value in at]
+        traces.append({"type": "scatter", "mode": "lines", "name": name, "x": at, "y": spacings,
+                       "line": {"shape": "vh"}})  # fmt: skip
+    powers = {"type": "log", "exponentformat": "power", "dtick": 4, **GRID}
+    layout = {"xaxis": {"title": {"text": "magnitude"}, "range": [-12, 12], **powers},
+              "yaxis": {"title": {"text": "to the next number"}, "range": [-14, 10], **powers},
+              "legend": {"x": 0.02, "y": 0.98}}  # fmt: skip
+    write_svg(path, traces, layout, (700, 420))
 
 
 def main() -> None:

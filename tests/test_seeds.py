@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.planner.pipeline.simulator import idle_share_formula
+from outpace.reporting.render.screenshot import BROWSERS
 
 ROOT = Path(__file__).parent.parent
 SEEDS = ROOT / "benchmarks" / "seeds"
@@ -220,6 +222,8 @@ def test_a_recorded_figure_says_where_it_is_from():
     assert experiment.instead in text
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="kaleido draws by Chromium")
 def test_curves_are_drawn(tmp_path, monkeypatch):
     figures = loaded("figures_seeds")
     monkeypatch.setattr(figures, "PICTURE", tmp_path / "loss.svg")

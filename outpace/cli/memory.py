@@ -30,6 +30,10 @@ _EPILOG = (
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Trace a plan's memory and print its anatomy; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
+    if arguments.plot is not None:
+        from outpace.reporting.chart_file import check_chart_path
+
+        check_chart_path(arguments.plot)
     ranks = ranks_from(environ)
     settings, origins, node = _read_options(arguments)
     if arguments.measure and ranks is None and (settings.nproc or 1) > 1:
@@ -155,9 +159,10 @@ def _show(
     if out is not None:
         write_output(out, text + "\n")
     if plot is not None:
-        from outpace.reporting.charts.memory_plot import plot_memory
+        from outpace.reporting.chart_file import write_document
+        from outpace.reporting.documents.memory import memory_document
 
-        plot_memory(measured or traced, plot, limit_bytes=said["device_memory_bytes"])
+        write_document(memory_document(measured or traced, said["device_memory_bytes"]), plot)
     if arguments.json:
         print(text, flush=True)
         return
@@ -241,7 +246,7 @@ def _parser() -> Parser:
         type=output_file,
         default=None,
         metavar="FILE",
-        help="draw memory over a step (.png, .svg)",
+        help="draw memory over a step: a page (.html), or a picture (.png, .svg, .pdf)",
     )
     add(
         "--save",

@@ -72,22 +72,24 @@ def _hash(script: str) -> str:
 
 def _for_plotly(figure: Chart) -> dict[str, Any]:
     return {
-        "traces": _plain(figure.traces),
-        "layout": {**_plain(figure.layout), "height": figure.height_px},
+        "traces": plotly_texts(figure.traces),
+        "layout": {**plotly_texts(figure.layout), "height": figure.height_px},
         "choices": [
-            {"title": _plain(one.title), "values": one.values} for one in figure.choices
+            {"title": plotly_texts(one.title), "values": one.values} for one in figure.choices
         ],
     }  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    """Plotly reads some markup in strings: here they are text, and line breaks its own."""
+def plotly_texts(value: Any) -> Any:
+    """Return traces or a layout with strings escaped, since plotly reads some markup in them."""
     if isinstance(value, str):
         return html.escape(value, quote=False).replace("\n", "<br>")
     if isinstance(value, Mapping):
-        return {name: one if name in _TEMPLATES else _plain(one) for name, one in value.items()}
+        return {
+            name: one if name in _TEMPLATES else plotly_texts(one) for name, one in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [plotly_texts(one) for one in value]
     return value
 
 

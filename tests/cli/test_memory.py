@@ -1,11 +1,16 @@
 """`outpace memory`, and `outpace train --memory`."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from outpace.cli.main import main
 from outpace.records.plan import Plan, PlanFile
+from outpace.records.units import show_bytes
+from outpace.reporting.render.screenshot import BROWSERS
 
 # Of torch itself, where its sharded optimizer is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -13,19 +18,47 @@ TINY = ("memory", "--model=outpace-tiny", "--seq-len=32")
 
 
 def test_the_anatomy_adds_up_to_the_peak_and_is_drawn(capsys, tmp_path):
-    assert main([*TINY, "--json", f"--plot={tmp_path / 'm.png'}"]) == 0
+    assert main([*TINY, "--json", f"--plot={tmp_path / 'm.html'}"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values()) > 0
     assert said["anatomy_bytes"]["weights"] > 0
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "m.html").read_text()
+    peak = show_bytes(said["peak_memory_bytes"])
+    assert f"Tensors take {peak} at the peak" in drawn
+    assert all(f'"name":"{kind}"' in drawn for kind in ("weights", "optimizer state"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="kaleido draws by Chromium")
+@pytest.mark.parametrize(
+    ("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<svg"), (".pdf", b"%PDF")]
+)
+def test_memory_is_drawn_as_a_picture(tmp_path, suffix, begin):
+    path = tmp_path / f"m{suffix}"
+    words = ["--machine=rtx-4090", f"--plot={path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "outpace", *TINY, *words],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert path.read_bytes().startswith(begin)
+
+
+def test_a_chart_that_cannot_be_written_is_refused_before_the_trace(capsys, tmp_path, monkeypatch):
+    asked = ["memory", "--model=no/such-model"]  # which would be refused by the trace
+    assert main([*asked, f"--plot={tmp_path / 'm.jpeg'}"]) == 2
+    assert "Use .html, which any browser shows" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "kaleido", None)
+    assert main([*asked, f"--plot={tmp_path / 'm.svg'}"]) == 2
+    assert "pip install 'outpace[plot]'" in capsys.readouterr().err
 
 
 def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
-    words = ["--seq-len=256", "--offload-optimizer=disk", f"--plot={tmp_path / 'm.png'}"]
+    words = ["--seq-len=256", "--offload-optimizer=disk", f"--plot={tmp_path / 'm.html'}"]
     assert main([*TINY, *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "offloaded" in said and "not in the sum" in said
-    assert (tmp_path / "m.png").exists()
+    assert (tmp_path / "m.html").exists()
     assert main([*TINY, *words, "--json"]) == 0
     anatomy = json.loads(capsys.readouterr().out)["traced"]["peak"]["by_kind"]
     assert anatomy["offloaded"] > 0
@@ -87,12 +120,12 @@ def test_the_rank_that_is_asked_for_is_measured(capfd):
 def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
     words = ["--model=llama-3-70b", "--machine=hgx-h100", "--nodes=8", "--strategy=zero3",
              "--seq-len=4096", "--checkpointing=full"]  # fmt: skip
-    assert main(["memory", *words, "--json", f"--plot={tmp_path / 'm.svg'}"]) == 0
+    assert main(["memory", *words, "--json", f"--plot={tmp_path / 'm.html'}"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["world_size"] == 64
     assert said["anatomy_bytes"]["weights"] == pytest.approx(70.55e9 * 4 / 64, rel=0.01)
     assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values())
-    assert "<svg" in (tmp_path / "m.svg").read_text()
+    assert '"name":"weights"' in (tmp_path / "m.html").read_text()
 
 
 @pytest.mark.parametrize(

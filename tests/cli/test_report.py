@@ -212,7 +212,7 @@ def test_a_report_needs_no_torch(run, tmp_path):
     program = (
         "import sys\nfrom outpace.cli.main import main\n"
         f"assert main(['report', {str(run)!r}, '--out', {str(tmp_path / 'a.html')!r}]) == 0\n"
-        "print({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'datasets', 'plotly'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           check=True)  # fmt: skip

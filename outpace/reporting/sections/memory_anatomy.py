@@ -16,8 +16,8 @@ _HERE: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "offloaded")
 COLOURS: Mapping[str, str] = dict(zip(KINDS, palette.MEMORY, strict=False))
 
 
-def over_a_step(account: MemoryAccount) -> Chart:
-    """Draw memory over a step, stacked by kind."""
+def over_a_step(account: MemoryAccount, limit_bytes: int | None = None) -> Chart:
+    """Draw memory over a step, stacked by kind, below what the device has where that is near."""
     totals = np.array([float(moment.nbytes) for moment in account.timeline])
     places = thin(totals, _POINTS)
     moments = [account.timeline[place] for place in places]
@@ -48,6 +48,13 @@ def over_a_step(account: MemoryAccount) -> Chart:
         "hovermode": "closest", "yaxis": axis("memory of tensors", unit, rangemode="tozero"),
         "xaxis": _by_part(account), "annotations": [_peak(account, totals, unit)],
     }  # fmt: skip
+    if limit_bytes is not None and limit_bytes < 1.6 * account.peak_memory_bytes:
+        text = {"text": f"the device has {show_bytes(limit_bytes)}", "textposition": "top left"}
+        height = limit_bytes * unit.factor
+        layout["shapes"] = [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": height, "y1": height,
+             "line": {"dash": "dash", "width": 1, "color": "#777777"}, "label": text},
+        ]  # fmt: skip
     return Chart(title, alt, traces, layout, _course(account, used), 420)
 
 

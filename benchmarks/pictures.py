@@ -1,0 +1,29 @@
+"""Pictures of docs, by plotly: kaleido draws them by the Chromium or Chrome that is installed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GRID = {"gridcolor": "#e6e6e6", "zeroline": False, "linecolor": "#888888", "ticks": "outside"}
+
+
+def write_svg(
+    path: Path,
+    traces: Sequence[Mapping[str, Any]],
+    layout: Mapping[str, Any],
+    size: tuple[int, int],
+) -> None:
+    """Draw traces with a layout as an SVG of `size` px: the same bytes for the same figure."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure({"data": list(traces), "layout": {
+        "template": "none", "font": {"family": "sans-serif", "size": 12},
+        "margin": {"l": 60, "r": 15, "t": 35, "b": 50}, **layout,
+    }})  # fmt: skip
+    drawn = figure.to_image("svg", width=size[0], height=size[1]).decode()
+    # Plotly puts a number of its own choice into names of parts.
+    chosen = set(re.findall(r'id="(?:top)?defs-([0-9a-f]+)"', drawn))
+    for number in chosen:
+        drawn = drawn.replace(number, "figure")
+    path.write_text(drawn, encoding="utf-8")
