@@ -1,7 +1,7 @@
-"""outpace from Python: functions of the commands' names, which return what these print.
+"""outpace's Python API: one function per command, which returns what the command prints.
 
-A keyword is a command's option, with _ for -. All of them raise BadInputError for what cannot be
-done as asked. Examples are run, in this order, in a folder that has a corpus.txt.
+Each keyword is an option of the command, with _ for -. All functions raise BadInputError if a
+request is not possible. The examples are run, in this order, in a folder with a corpus.txt.
 """
 
 import multiprocessing
@@ -53,8 +53,8 @@ def train(
     `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0; `progress=False` silences
     the lines on standard error. Under torchrun each process calls this and is one rank.
 
-    Raises BadInputError for what cannot be done as asked, DivergedError when the loss becomes
-    NaN or infinite, InterruptedRunError when a signal ended the run after a save.
+    Raises BadInputError if the request is not possible, DivergedError when the loss becomes NaN or
+    infinite, InterruptedRunError when a signal ended the run after a save.
 
     >>> first = outpace.train("outpace-tiny", "corpus.txt", steps=3, seq_len=32, out="first")
     >>> first.steps, first.run
@@ -105,7 +105,7 @@ def generate(
 ) -> str:
     """Continue `prompt` with the model of a run, and return the text. Raises BadInputError.
 
-    With `chat` the prompt is what a user says, and the answer is returned.
+    With `chat`, `prompt` is a user's message, and the answer is returned.
 
     >>> outpace.generate("first", "the quick", max_new_tokens=2).startswith("the quick")
     True
@@ -135,7 +135,7 @@ def evaluate(
 ) -> "Evaluation":
     """Measure the loss of a run's model on `data`, or on what the run held out.
 
-    `batches` of `batch_size` samples are read; by default all there are, in the run's batches.
+    Reads `batches` batches of `batch_size` samples; by default all data, in the run's batches.
     Raises BadInputError.
 
     >>> outpace.evaluate("first").loss > 0
@@ -175,8 +175,8 @@ def plan(
 ) -> "Plans":
     """Predict the fastest ways to train a model on given machines.
 
-    `machine`: a name of the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None: this
-    machine. `keep`: settings to insist on, `vary`: settings to search as well. `price` is of a
+    `machine`: a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None: this
+    machine. `keep`: settings to insist on, `vary`: settings to search as well. `price` is per
     device and hour, and needs `tokens`. Times are in seconds, memory in bytes.
 
     >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
@@ -211,7 +211,7 @@ def estimate(
 ) -> "Planned":
     """Estimate one plan, or one that a file has: its time, its memory, and whether it fits.
 
-    A plan has no length and no batch, as files of plans do: give those it was made for. With depth
+    Unlike a file, a Plan has no sequence length and batch: give those it was made for. With depth
     "trace" the model runs under fake tensors for its true peak of memory.
 
     >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
@@ -246,8 +246,8 @@ def memory(
 ) -> "MemoryAccount":
     """Trace where memory goes in a training step of the fullest rank, or of `rank`, in bytes.
 
-    `model` may be "file.py:build". `machine` is a name of the catalog; None: processes on CPUs, as
-    many as `nproc` says. Other keywords are settings of `train`.
+    `model` may be "file.py:build". `machine` is a name in the catalog; None: `nproc` processes on
+    CPUs. Other keywords are those of `train`.
 
     >>> outpace.memory("outpace-tiny", "rtx-4090", seq_len=64).peak_memory_bytes > 0
     True
@@ -265,10 +265,10 @@ def network(
     network: str | Sequence[str] = (),
     **asked: Any,
 ) -> "NetworkReport":
-    """Say how much network a training needs, and what a slower or faster one would cost.
+    """Estimate the network bandwidth that a training needs, and the cost of a slower or faster one.
 
-    `network`: of a node, one or several, the last the machine's. Other keywords are the options of
-    `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
+    `network`: one or several networks of a node, the last being the machine's. Other keywords are
+    the options of `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
 
     >>> outpace.network("gpt2", "hgx-h100", nodes=2).needs[0].title
     'DDP'
@@ -283,9 +283,9 @@ def network(
 def topology(
     file: str | Path | None = None, *, nvlink: str | None = None, timeout_s: float = 20.0
 ) -> "HostTopology":
-    """Read how this host's devices are joined, and which GPUs belong together.
+    """Read how this host's devices are connected, and which GPUs belong together.
 
-    `file`: what `nvidia-smi topo -m` printed elsewhere. `nvlink`: its generation, 2 to 5.
+    `file`: output of `nvidia-smi topo -m` from another host. `nvlink`: its generation, 2 to 5.
 
     >>> outpace.topology().cpu.cpu_count > 0
     True
@@ -319,11 +319,12 @@ def probe(
     out: str | Path | None = None,
     **settings: Any,
 ) -> "Machine":
-    """Measure this machine: its products, memory, links, disks and data loading.
+    """Measure this machine: its matrix products, memory, links, disks and data loading.
 
     `sections` of "matmul", "memory", "storage", "loader", "collectives" and "steps"; none: all.
-    `quick` takes less than a minute, `budget_s` about so long. `out` keeps the record, which
-    `plan` takes as `machine`. Settings are options of `outpace probe`: `device`, `nproc`, ….
+    `quick` takes less than a minute, `budget_s` about that many seconds. `out` is the file for the
+    record, which `plan` takes as `machine`. Settings are options of `outpace probe`: `device`,
+    `nproc`, ….
 
     >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
     True
@@ -353,8 +354,8 @@ def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Compa
 def tune(**settings: Any) -> "Tuning":
     """Find the fastest plan for a training on this machine: short trials decide.
 
-    Keywords are the options of `outpace tune` (`trials`, `budget`, `within`) and of
-    `outpace train`; `out` is the directory that keeps plan.json.
+    Keywords are the options of `outpace tune` (`trials`, `budget`, `within`) and of `outpace
+    train`; `out` is the directory for plan.json.
 
     >>> found = outpace.tune(model="outpace-tiny", data="corpus.txt", trials=1, seq_len=32,
     ...                      device="cpu", nproc=1)
@@ -369,7 +370,8 @@ def tune(**settings: Any) -> "Tuning":
 def runs(
     *folders: str | Path, where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
 ) -> "list[PastRun]":
-    """List past runs, newest first, or by a field; of `where` all conditions hold.
+    """List past runs, newest first, or by a field, keeping those that meet all conditions of
+    `where`.
 
     >>> [run.steps for run in outpace.runs(where=["steps=12"])]
     [12, 12]
@@ -395,17 +397,17 @@ def report(
     from outpace.cli.report import write_report
 
     if not paths:
-        raise BadInputError("outpace.report: name a run, or what else is to be reported on.")
+        raise BadInputError("outpace.report: give a run, or something else to report on.")
     return write_report([Path(path) for path in paths], _path(out), format, browser)
 
 
 def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
-    """Refuse what is not a sequence of Callback objects."""
+    """Refuse callbacks that are not a sequence of Callback objects."""
     from outpace.training.callbacks import Callback
 
-    wanted = "callbacks is a list of objects of outpace.Callback, as in callbacks=[Mine()]"
+    wanted = "callbacks has to be a list of outpace.Callback objects, such as callbacks=[Mine()]"
     if isinstance(callbacks, Callback):
-        raise BadInputError(f"{wanted}; one alone was given")
+        raise BadInputError(f"{wanted}; a single one was given")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise BadInputError(f"{wanted}; {callback!r} is not one")
@@ -434,7 +436,7 @@ def _path(place: str | Path | None) -> Path | None:
 
 
 def _pairs(given: str | Mapping[str, Any] | None) -> str | None:
-    """Return settings as an option has them: precision=bf16,tp=2."""
+    """Return settings in the form of an option: precision=bf16,tp=2."""
     if given is None or isinstance(given, str):
         return given
     return ",".join(f"{name}={value}" for name, value in given.items())
@@ -445,7 +447,7 @@ def _join(given: str | Sequence[str] | None) -> str | None:
 
 
 def _options(asked: Mapping[str, Any]) -> list[str]:
-    """Return keywords as options of which those that are on have no value."""
+    """Return keywords as options; those that are on have no value."""
     given = {name: value for name, value in asked.items() if value is not None}
     return [
         options.flag(name) if value is True else f"{options.flag(name)}={value}"
@@ -470,7 +472,7 @@ def _words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
 
 
 def _name_of(live: object) -> str:
-    """Return the name that run.json gives to a model of the caller's program."""
+    """Return the name that run.json gives to a model from the caller's program."""
     from torch import nn
 
     kind = live if callable(live) and not isinstance(live, nn.Module) else type(live)
@@ -478,11 +480,11 @@ def _name_of(live: object) -> str:
 
 
 def _check_startable(live: object, callbacks: "Sequence[Callback]", nproc: int) -> None:
-    """Refuse what cannot be carried to other processes. Raises BadInputError."""
+    """Refuse models and callbacks that cannot be sent to other processes. Raises BadInputError."""
     if live is not None:
         raise BadInputError(
-            f"nproc={nproc} starts new processes, and a live model cannot be carried there. Name "
-            "it instead (model='file.py:build'), or start your program with torchrun."
+            f"nproc={nproc} starts new processes, to which a live model cannot be sent. Name "
+            "the model instead (model='file.py:build'), or start your program with torchrun."
         )
     if callbacks:
         raise BadInputError(

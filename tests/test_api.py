@@ -86,8 +86,8 @@ def test_a_live_module_is_trained(corpus: Path, token_cache: Path, tmp_path: Pat
         ({"schedule": "cosin"}, "Did you mean 'cosine'"),
         ({"steps": 3, "epochs": 2}, "give one of steps, tokens, epochs"),
         ({"steps": -1}, "python: steps -1"),
-        ({"resume": True}, "Name its directory"),
-        ({"nproc": 2, "model": nn.Linear(1, 1)}, "a live model cannot be carried there"),
+        ({"resume": True}, "Give its directory"),
+        ({"nproc": 2, "model": nn.Linear(1, 1)}, "a live model cannot be sent"),
         ({"nproc": 2, "callbacks": [Steps()]}, "callbacks stay in this one"),
     ],
 )
@@ -158,13 +158,13 @@ def test_the_examples_of_the_functions_are_true(
     [
         (lambda: outpace.plan("gpt2", "rtx-4090", seq_len=-1), "--seq-len: -1 is not at least 1"),
         (lambda: outpace.plan("gpt2", "rtx-4090", trainer="x"), "not one of outpace, torchtitan"),
-        (lambda: outpace.plan("gpt2", "rtx-4090", price=2.0), "how many --tokens"),
+        (lambda: outpace.plan("gpt2", "rtx-4090", price=2.0), "how many tokens to train on"),
         (lambda: outpace.network("gpt2", "hgx-h100", plan="no.json"), "no.json"),
         (lambda: outpace.network("gpt2", "hgx-h100", node=3), "Did you mean '--nodes'"),
         (lambda: outpace.memory("gpt2", "rtx-4090", seqlen=3), "Did you mean '--seq-len'"),
         (lambda: outpace.estimate("gpt2", {}, "rtx-4090"), "Give an outpace.Plan"),  # type: ignore[arg-type]
         (lambda: outpace.topology(nvlink="9"), "not in the catalog"),
-        (outpace.report, "name a run"),
+        (outpace.report, "give a run"),
     ],
 )  # fmt: skip
 def test_mistakes_in_questions_are_sentences(call: Callable[[], object], said: str) -> None:

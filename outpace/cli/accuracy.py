@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
     from outpace.planner.calibration.measured_cases import Likeness
 
-_ABOUT = "Published steps that are nearest to a plan, measured and predicted."
+_ABOUT = (
+    "Find the published training steps that are nearest to a plan, with measured and "
+    "predicted times."
+)
 _EPILOG = (
-    "plan.json is what outpace plan --out or outpace tune wrote; with --model and --machine the "
-    "model's size and the chip count, too. How far predictions are off by kind: "
-    "docs/results/accuracy.md."
+    "plan.json is the file that outpace plan --out or outpace tune wrote. Add --model and "
+    "--machine to compare model size and chip count as well. Prediction errors by kind of "
+    "hardware: docs/results/accuracy.md."
 )
 _MOST_CASES = 50
 
@@ -46,7 +49,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _likeness(arguments: "argparse.Namespace") -> "Likeness":
-    """Describe the plan, with the model and the machine where they were given."""
+    """Describe the plan, with the model and the machine if they were given."""
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.nodes import find_node
     from outpace.planner.calibration.measured_cases import Likeness
@@ -82,10 +85,15 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("--like", type=Path, required=True, metavar="FILE", help="a plan")
-    add("--model", default=None, metavar="MODEL", help="that is trained: its size is compared")
-    add("--machine", default=None, metavar="NAME", help="of the catalog: its chip is compared")
+    add(
+        "--model",
+        default=None,
+        metavar="MODEL",
+        help="model that the plan trains, to compare sizes",
+    )
+    add("--machine", default=None, metavar="NAME", help="machine of the catalog, to compare chips")
     add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
-        help="the software that trains (default: outpace)")  # fmt: skip
+        help="trainer to compare with (default: outpace)")  # fmt: skip
     add("--count", type=number_type(int, 1, _MOST_CASES), default=5, metavar="N",
-        help="steps to list (default: 5)")  # fmt: skip
+        help="number of steps to list (default: 5)")  # fmt: skip
     return parser

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from outpace.jobs.planning.calibrate import CalibratedRun
     from outpace.records.training_log import CorrectedMachine
 
-_ABOUT = "Corrects a machine's rates by what a trainer logged, so that the next plan starts there."
+_ABOUT = "Correct a machine's rates with a trainer's log, so that the next plan starts from them."
 _EPILOG = (
-    "Logs of outpace (a run's folder), torchtitan, Megatron-LM and Megatron-Bridge, DeepSpeed, "
-    "transformers' Trainer (trainer_state.json or the console) and nanotron are read. Flags say "
-    "what a log does not. Then: outpace plan --machine FILE."
+    "Reads logs of outpace (a run's folder), torchtitan, Megatron-LM and Megatron-Bridge, "
+    "DeepSpeed, transformers' Trainer (trainer_state.json or the console) and nanotron. Give "
+    "flags for what the log does not say. Then: outpace plan --machine FILE."
 )
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare logs with plans, print by how much they were off, write the machine; returns 0."""
+    """Compare logs with plans, print the errors and write the machine; returns 0."""
     arguments = _parser().read(argv)
     from outpace.jobs.planning.calibrate import CalibrationRequest, calibrate_machine
     from outpace.jobs.planning.request import PlanQuestion
@@ -88,13 +88,13 @@ def _show(runs: Sequence["CalibratedRun"], machine: "CorrectedMachine", out: Pat
                 Text(
                     f"  memory, {observed.memory_kind}: measured "
                     f"{show_bytes(observed.peak_memory_bytes)}, predicted "
-                    f"{show_bytes(one.planned_memory_bytes)} ({_format_error(off)}); it is "
+                    f"{show_bytes(one.planned_memory_bytes)} ({_format_error(off)}); memory is "
                     "not corrected."
                 )
             )
         if one.assumed:
             settings = ", ".join(f"{name}={value}" for name, value in one.assumed.items())
-            console.print(Text(f"  assumed, as the log does not say: {settings} (--layout)."))
+            console.print(Text(f"  assumed, since the log does not say: {settings} (--layout)."))
         for note in one.notes:
             console.print(Text(f"  {note}"))
     console.print(Text(_next(machine, out)))
@@ -107,10 +107,10 @@ def _format_error(share: float) -> str:
 def _next(machine: "CorrectedMachine", out: Path | None) -> str:
     count = len(machine.runs)
     if out is None:
-        return "Nothing is written. Keep the corrected machine with --out machine.json."
+        return "Nothing was written. Use --out machine.json to keep the corrected machine."
     return (
-        f"{out} holds the machine with {count} run{'' if count == 1 else 's'}: "
-        f"outpace plan --machine {out}."
+        f"{out} now holds the machine, corrected by {count} run{'' if count == 1 else 's'}. "
+        f"Plan with it: outpace plan --machine {out}."
     )
 
 
@@ -126,10 +126,10 @@ def _parser() -> Parser:
         type=Path,
         default=None,
         metavar="plan.json",
-        help="the run's layout, as outpace plan wrote it",
+        help="the run's layout, as a file that outpace plan wrote",
     )
     add("--layout", default=None, metavar="NAME=VALUE,...",
-        help="settings of the layout that the log does not say")  # fmt: skip
+        help="settings of the layout that the log does not have")  # fmt: skip
     add("--out", dest="out_file", type=output_file, default=None, metavar="FILE",
         help="where to write the corrected machine")  # fmt: skip
     return parser

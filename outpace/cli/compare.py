@@ -38,12 +38,16 @@ from outpace.training.run_dir import RUN_FILE
 if TYPE_CHECKING:
     from outpace.experiment.compare import ComparisonEnd, Run
 
-_ABOUT = "Which is faster, and is that more than noise: arms in turn until a verdict is clear."
+_ABOUT = (
+    "Find which of several arms is faster, beyond the noise: run them in turn until the "
+    "verdict is clear."
+)
 _EPILOG = (
-    "An ARM is a strategy (zero3), settings (precision=bf16,micro_batch=2), environment variables "
-    "(NCCL_P2P_DISABLE=1), any of these with commas between and NAME: before them, or one "
-    "experiment.toml; or the comparison.json of another comparison, to repeat it. All else that "
-    "outpace train takes is common to all arms. The first arm is what others are compared with."
+    "An ARM is a strategy (zero3), settings (precision=bf16,micro_batch=2), environment "
+    "variables (NCCL_P2P_DISABLE=1), or several of these separated by commas, optionally "
+    "after NAME:. You may also give one experiment.toml, or the comparison.json of an earlier "
+    "comparison to repeat it. All other options of outpace train apply to every arm. The "
+    "other arms are compared with the first."
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
 # What decides which data an arm reads, and in which form.
@@ -53,15 +57,15 @@ _READ = (
 )  # fmt: skip
 # Of the comparison, where they are a run's for outpace train.
 _TEXTS = {
-    "out": "directory of the comparison (default: comparisons/<time>)",
-    "resume": "resume the comparison in --out, with the command that started it",
+    "out": "directory for the comparison (default: comparisons/<time>)",
+    "resume": "resume the comparison in --out, as the command that started it",
 }
 # Of an experiment: how long it goes on and what it is shown with, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare, print the verdict, keep all of it; returns 0, 1 where all runs failed."""
+    """Compare, print the verdict and save everything; returns 0, or 1 if all runs failed."""
     arguments = _parser().read(argv)
     folder, comparison = _answer(arguments, argv, quiet=arguments.json)
     if arguments.json:
@@ -76,7 +80,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def run_comparison(argv: list[str], quiet: bool) -> Comparison:
-    """Compare as the words of a command line ask, and keep all of it. Raises BadInputError."""
+    """Run the comparison that the command line asks for, and save it. Raises BadInputError."""
     return _answer(_parser().read(argv), argv, quiet)[1]
 
 
@@ -88,7 +92,7 @@ def _answer(
     _take_runs(arguments)
     if arguments.runs:
         if out is not None and out.exists():
-            raise BadInputError(f"{out} is there already. Use another --out.")
+            raise BadInputError(f"{out} exists already. Use another --out.")
         folder, comparison = out, _compare_finished(arguments)
     else:
         folder, comparison = _run_arms(arguments, argv, out, given.get("resume", False), quiet)
@@ -101,7 +105,9 @@ def _answer(
 def _run_arms(
     arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
-    """Run the arms; return the comparison and its folder, with what it repeats beside it if any."""
+    """Run the arms; return the comparison, its folder, and the comparison that it repeats, if
+    any.
+    """
     from outpace.experiment.facts import compare_with_stored
 
     values, stored = _read_request(arguments)
@@ -122,7 +128,9 @@ def _run_arms(
 
 
 def _settings(experiment: Experiment) -> list[TrainSettings]:
-    """Return each training arm's settings. Raises BadInputError for what no arm can run with."""
+    """Return each training arm's settings. Raises BadInputError for settings that no arm can run
+    with.
+    """
     from outpace.experiment import arms
 
     if experiment.metric is not None:  # of commands
@@ -132,9 +140,9 @@ def _settings(experiment: Experiment) -> list[TrainSettings]:
 
 
 def _check_alone(experiment: Experiment, settings: list[TrainSettings], begun: bool) -> None:
-    """Refuse strategies of several processes on one, where they are all the same.
+    """Refuse to compare multi-process strategies on one process, where they are all the same.
 
-    If the user asked for one process, or the comparison has `begun` with one, this is only a note.
+    If the user asked for one process, or the comparison has `begun` with one, only print a note.
     """
     alone = [
         (arm.name, begun or one.nproc is not None)
@@ -144,9 +152,12 @@ def _check_alone(experiment: Experiment, settings: list[TrainSettings], begun: b
     if not alone:
         return
     names = ", ".join(name for name, _ in alone)
-    why = f"{names}: on one process every strategy computes alike, and nothing is communicated"
+    why = (
+        f"{names}: on one process all strategies compute the same thing, and nothing is "
+        "communicated"
+    )
     if not all(asked for _, asked in alone):
-        raise BadInputError(f"{why}. Add --nproc 2 or more; --nproc 1 if that is meant.")
+        raise BadInputError(f"{why}. Add --nproc 2 or more, or --nproc 1 if you mean one process.")
     _say(why)
 
 
@@ -154,7 +165,7 @@ def _measure_and_judge(
     experiment: Experiment, settings: list[TrainSettings], folder: Path, before: list[Outcome],
     quiet: bool,
 ) -> Comparison:  # fmt: skip
-    """Run the experiment and judge it; save what there is before re-raising an interruption."""
+    """Run the experiment and judge it; save what was measured before re-raising an interruption."""
     from outpace.experiment import arms
     from outpace.experiment.judge import judge
 
@@ -177,7 +188,7 @@ def _measure_and_judge(
 
 
 def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
-    """Data of all arms: else their first runs do it, within their limit of time."""
+    """Prepare the data of all arms; otherwise their first runs would, within their time limit."""
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.reporting.terminal.progress import TrainingProgress
 
@@ -197,7 +208,8 @@ def _format_start(experiment: Experiment, settings: list[TrainSettings], folder:
         arms = [f"{name}{_format_processes(one)}" for name, one in zip(arms, settings, strict=True)]
     rounds = f"at most {experiment.rounds} round{'s' * (experiment.rounds > 1)}"
     return (
-        f"{', '.join(arms)}: {rounds}, none begun after {experiment.budget_s:.0f} s, into {folder}"
+        f"{', '.join(arms)}: {rounds}, none started after {experiment.budget_s:.0f} s, "
+        f"saved in {folder}"
     )
 
 
@@ -215,7 +227,9 @@ def _say(sentence: str) -> None:
 def _rounds(
     experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
 ) -> tuple["ComparisonEnd", BaseException | None]:
-    """Every outcome is written as soon as it is there; and what interrupted them, if so."""
+    """Run the rounds, writing each outcome at once; also return the interruption, if there was
+    one.
+    """
     from outpace.experiment.compare import ComparisonEnd, compare
 
     seen = list(before)
@@ -244,14 +258,14 @@ def _compare_finished(arguments: argparse.Namespace) -> Comparison:
 
 
 def _take_runs(arguments: argparse.Namespace) -> None:
-    """Arms that are folders of runs are runs, also without --runs. Raises BadInputError."""
+    """Treat arms that are folders of runs as --runs. Raises BadInputError."""
     folders = [Path(word) for word in arguments.arm if (Path(word) / RUN_FILE).is_file()]
     if not folders and not arguments.runs:
         return
     others = [word for word in arguments.arm if Path(word) not in folders]
     if others:
         raise BadInputError(
-            f"{others[0]!r} is no finished run, and {(folders or arguments.runs)[0]} is one. "
+            f"{others[0]!r} is not a finished run, but {(folders or arguments.runs)[0]} is. "
             "Compare finished runs with each other, or strategies and settings."
         )
     arguments.runs = [*arguments.runs, *folders]
@@ -272,7 +286,9 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
     words = arguments.arm
     if len(words) == 1 and words[0].endswith(".json"):
         _refuse_unused(
-            arguments, ("arm", "out", "resume", "trusted"), f"{words[0]} is repeated as it was"
+            arguments,
+            ("arm", "out", "resume", "trusted"),
+            f"a repeated comparison takes its arms and settings from {words[0]}",
         )
         stored = Comparison.load(Path(words[0]))
         _require_trust(stored.experiment, Path(words[0]), arguments.trusted)
@@ -294,20 +310,24 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
 
 
 def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
-    """Refuse to run commands from a file, whoever wrote it, unless the user allows it."""
+    """Refuse to run commands from a file, which anyone may have written, unless the user allows
+    it.
+    """
     for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
         require_named(str(settings.get("model", "")), path)
     asked = _code_of(experiment)
     if asked and not trusted:
         raise BadInputError(
-            f"{path} would have this run on your machine:\n  "
+            f"{path} would run this on your machine:\n  "
             + "\n  ".join(asked)
-            + "\nIf it is yours, or you have read it, add --trusted."
+            + "\nIf you wrote the file, or have read it, add --trusted."
         )
 
 
 def _code_of(experiment: Experiment) -> list[str]:
-    """Commands, and variables, which can make a program do anything."""
+    """Return the commands, and the environment variables, since both can make a program do
+    anything.
+    """
     found = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
@@ -326,7 +346,7 @@ def _refuse_unused(arguments: argparse.Namespace, allowed: Collection[str], why:
         if name not in (*allowed, "json") and value != getattr(nothing, name, None)
     ]
     if given:
-        raise BadInputError(f"{why}: leave out {', '.join(given)}.")
+        raise BadInputError(f"{why}. Leave out {', '.join(given)}.")
 
 
 def _load_progress(
@@ -344,8 +364,8 @@ def _load_progress(
     changed = {name: getattr(experiment, name) for name in _MAY_CHANGE}
     if stored.model_copy(update=changed) != experiment:
         raise BadInputError(
-            f"{folder} holds another experiment: its arms, common settings or metric are others. "
-            "Give those, or use another --out."
+            f"{folder} holds a different experiment: its arms, common settings or metric "
+            "differ. Give the same ones, or use another --out."
         )
     found = [Outcome.parse(one, str(path)) for one in whole_lines(path)]
     whole = whole_rounds(experiment, found)
@@ -359,21 +379,32 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("arm", nargs="*", default=[], metavar="ARM",
-        help="what is compared; folders of finished runs are compared as they are")  # fmt: skip
+        help="what to compare; finished runs are compared as they are")  # fmt: skip
     add("--command", action="append", default=[], metavar="CMD",
-        help="an arm that is a command of your own; repeat it")  # fmt: skip
+        help="a command of yours as an arm; may be repeated")  # fmt: skip
     add("--metric", default=None, metavar="REGEX",
-        help="finds the figure in a command's output: one group around the number")  # fmt: skip
+        help=
+            "regular expression that finds the figure in a command's output, with one group "
+            "around the number"
+        )  # fmt: skip
     add("--rounds", type=number_type(int, 1), default=None, metavar="N",
-        help="at most (default: 40)")  # fmt: skip
+        help="maximum number of rounds (default: 40)")  # fmt: skip
     add("--budget", type=duration_type(1), default=None, metavar="TIME",
-        help="no round begins after so long: 90, 10m, 1h (default: 600 s)")  # fmt: skip
+        help="start no round after this time: 90, 10m, 1h (default: 600 s)")  # fmt: skip
     add("--within", type=number_type(float, 0.0001, 1), default=None, metavar="X",
-        help="a smaller difference is as good as none (default: 0.015)")  # fmt: skip
+        help=
+            "treat arms as equal if they differ by less than this share (default: 0.015)"
+        )  # fmt: skip
     add("--price", type=number_type(float, 0), default=None, metavar="X",
-        help="of a device (on a CPU: the host) and hour: what a million tokens cost")  # fmt: skip
+        help=
+            "price of a device (on a CPU: of the host) per hour, to show the cost per million "
+            "tokens"
+        )  # fmt: skip
     add("--trusted", action="store_true", default=False,
-        help="take commands and variables of a comparison.json, which may be anyone's")  # fmt: skip
+        help=
+            "run the commands and set the variables of a comparison.json; only use it with a "
+            "file that you trust"
+        )  # fmt: skip
     add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
         help="folders of finished runs to compare")  # fmt: skip
     options.add_settings(parser, _TEXTS)

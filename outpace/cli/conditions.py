@@ -22,14 +22,14 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """Required value of one field of a run. `wanted` None: the value is unknown."""
+    """Required value of one field of a run. If `wanted` is None, the value has to be unknown."""
 
     name: str
     sign: str
     wanted: Any
 
     def holds(self, run: Past) -> bool:
-        """Whether it is so; an order never holds for what is not known."""
+        """Return whether a run meets the condition; an order never holds for an unknown value."""
         value = run.value(self.name)
         if isinstance(value, Path):
             value = str(value)
@@ -41,12 +41,13 @@ class Condition:
 
 
 def condition_of(word: str) -> Condition:
-    """Read one. Raises BadInputError."""
+    """Parse a condition. Raises BadInputError."""
     found = _FORM.fullmatch(word)
     if found is None:
         raise BadInputError(
-            f"--where {word!r} is no condition. Write a name, one of = != < <= > >= and a value, "
-            "in quotes: --where strategy=ddp 'final_loss<2.5'. Folders come before --where."
+            f"--where {word!r} is not a condition. Write a name, one of = != < <= > >= and a "
+            "value, in quotes: --where strategy=ddp 'final_loss<2.5'. Put folders before "
+            "--where."
         )
     name = field_of(found[1], f"--where {word}")
     sign = "=" if found[2] == "==" else found[2]
@@ -54,13 +55,13 @@ def condition_of(word: str) -> Condition:
 
 
 def field_of(word: str, where: str) -> str:
-    """The name of a field of runs. Raises BadInputError with the nearest ones."""
+    """Return the name of a field of runs. Raises BadInputError with the closest names."""
     name = word.replace("-", "_")
     if field_owner(name) is None:
         raise BadInputError(
-            f"{where}: runs have no {word!r}.{nearest(name, field_names())} There are "
-            f"{', '.join(PastRun.model_fields)}; all that result.json and the plan hold, and "
-            "settings as in outpace train --help."
+            f"{where}: runs have no field {word!r}.{nearest(name, field_names())} The fields "
+            f"are {', '.join(PastRun.model_fields)}, everything in result.json and the plan, "
+            "and the settings of outpace train --help."
         )
     return name
 
@@ -73,7 +74,7 @@ def _parse_value(name: str, sign: str, text: str, where: str) -> Any:
     is_number = holds.kind in (int, float)
     if sign in _ORDERS:
         if holds.many or not (is_number or (holds.kind is str and not holds.choices)):
-            raise BadInputError(f"{where}: {name} has no order. Use = or !=")
+            raise BadInputError(f"{where}: {name} cannot be ordered. Use = or !=")
         return _number(name, text, where) if is_number else text
     if text in (*holds.choices, *holds.words):
         return text
@@ -96,7 +97,9 @@ def _number(name: str, text: str, where: str) -> float:
         return read_bytes(text) if is_size else _read_number(text)
     except (ValueError, OverflowError):
         example = ", such as 900MiB" if is_size else ""
-        raise BadInputError(f"{where}: {name} is a number{example}; {text!r} is not") from None
+        raise BadInputError(
+            f"{where}: {name} has to be a number{example}; {text!r} is not one"
+        ) from None
 
 
 def _read_number(text: str) -> float:

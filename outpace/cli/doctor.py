@@ -7,15 +7,15 @@ from pathlib import Path
 
 from outpace.cli.parser import LONGEST_S, Parser, number_type
 
-_ABOUT = "What on this host costs speed, and what to do about it: the most costly first."
+_ABOUT = "Find what costs speed on this host and what to do about it, most costly first."
 _EPILOG = (
-    "Put it in the place of the training command, under the same launcher and in the same "
-    "container: it then sees what the training would."
+    "Run it in place of the training command, with the same launcher and in the same "
+    "container, so that it sees what the training would see."
 )
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Examine this host and print the findings; 0, with --strict 1 if there are any."""
+    """Examine this host and print the findings; returns 0, or 1 with --strict if there are any."""
     arguments = _parser().read(argv)
     if arguments.run is not None:
         return _of_run(arguments)
@@ -39,7 +39,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _of_run(arguments: Namespace) -> int:
-    """Say what limited the speed of a run, by what it recorded."""
+    """Print what limited the speed of a run, from its records."""
     from outpace.reporting.data.run_folder import read_run
     from outpace.reporting.run_findings import run_examination
     from outpace.reporting.terminal.console import Console
@@ -57,19 +57,21 @@ def _parser() -> Parser:
     parser = Parser("doctor", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.arguments.add_argument
-    add("--strict", action="store_true", default=False, help="exit code 1 if anything is found")
+    add(
+        "--strict", action="store_true", default=False, help="exit with code 1 if anything is found"
+    )
     add(
         "--run",
         type=Path,
         default=None,
         metavar="DIR",
-        help="in the place of this host, look at a run: what limited its speed, and what to do",
+        help="examine this run instead of the host: what limited its speed, and what to do",
     )
     add(
         "--timeout",
         type=number_type(float, 0.1, LONGEST_S),
         default=20.0,
         metavar="SECONDS",
-        help="how long to wait for each of the driver's answers (default: 20)",
+        help="seconds to wait for each answer of the driver (default: 20)",
     )
     return parser

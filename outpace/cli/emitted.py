@@ -1,4 +1,4 @@
-"""The formats of `outpace plan --emit`, by name: known without importing what writes them."""
+"""The formats of `outpace plan --emit`, by name, without importing the modules that write them."""
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "megatron", "nanotron", "fsdp", "outpace")
 # Software that a plan may be for, besides what can be written.

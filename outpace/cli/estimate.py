@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from outpace.records.estimate import Planned
     from outpace.records.plan import PlanFile
 
-_ABOUT = "One plan in detail: time, where it goes, memory, and whether it fits."
+_ABOUT = "Show one plan in detail: its time, where the time goes, its memory, and whether it fits."
 _EPILOG = (
-    "--depth trace also runs the real model under fake tensors for its true peak of memory; the "
-    "plan has to be one that outpace trains."
+    "--depth trace also runs the real model under fake tensors to find its true peak memory. "
+    "The plan has to be one that outpace can train."
 )
 
 
@@ -33,17 +33,18 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.reporting.terminal.plan import plan_text
 
     of = (
-        f"of {question.outline.name} with sequences of {question.wanted.seq_len:,} and a global "
-        f"batch of {question.wanted.global_batch:,}. For others give --seq-len and --global-batch."
+        f"estimated for {question.outline.name} with sequences of {question.wanted.seq_len:,} "
+        f"tokens and a global batch of {question.wanted.global_batch:,}. Use --seq-len and "
+        "--global-batch for others."
     )
     Console().print(plan_text(planned, (of, *question.outline.notes, *question.cluster.notes)))
     return 0
 
 
 def answer(argv: list[str], file: "PlanFile") -> "Planned":
-    """Return the estimate of a plan as the words of a command line ask. Raises BadInputError.
+    """Return the estimate of the plan that the command line asks for. Raises BadInputError.
 
-    `--plan` is what errors call the plan.
+    `--plan` is the name of the plan in error messages.
     """
     return _estimate(_parser().read(argv), file)[0]
 
@@ -70,7 +71,13 @@ def _parser() -> Parser:
     parser.add_json()
     add_question(parser, of="the plan's, else ")
     add = parser.arguments.add_argument
-    add("--plan", type=Path, required=True, metavar="plan.json", help="the plan, as --out wrote it")
+    add(
+        "--plan",
+        type=Path,
+        required=True,
+        metavar="plan.json",
+        help="the plan, a file that --out wrote",
+    )
     add("--depth", choices=("estimate", "trace"), default="estimate", metavar="DEPTH",
-        help="estimate (default), or trace")  # fmt: skip
+        help="how to estimate: estimate (default) or trace")  # fmt: skip
     return parser

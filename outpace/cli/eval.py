@@ -16,8 +16,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     if not arguments.run.is_dir():
         raise BadInputError(
-            f"--run {arguments.run}: there is no such directory; give the one that "
-            f"`outpace train` named at its end.{explain_removed_checkpoint(arguments.run)}"
+            f"--run {arguments.run}: there is no such directory. Give the one that `outpace "
+            f"train` printed at the end.{explain_removed_checkpoint(arguments.run)}"
         )
     from outpace.jobs import inference
 
@@ -44,20 +44,20 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "eval",
-        "Loss and perplexity of a run, a model or an adapter on held-out data.",
+        "Measure the loss and perplexity of a run, a model or an adapter on held-out data.",
     )
     parser.add_json()
     add = parser.arguments.add_argument
     add_model(parser)
     add("--task", choices=get_args(Task), default=None, metavar="NAME",
-        help=f"{', '.join(get_args(Task))} (default: the run's; chat where --data holds "
-        "conversations)")  # fmt: skip
+        help=f"{', '.join(get_args(Task))} (default: the run's task, or chat if --data holds "
+             "conversations)")  # fmt: skip
     add(
         "--data",
         nargs="+",
         action="extend",
         default=None,
-        help="text to evaluate on, as for outpace train (default: what the run held out)",
+        help="text to evaluate on, as for outpace train (default: the run's held-out data)",
     )
     add(
         "--batches",

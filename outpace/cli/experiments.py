@@ -1,4 +1,4 @@
-"""Experiments as the user writes them: words of a command line, or a TOML file."""
+"""Experiments as the user writes them: arguments on the command line, or a TOML file."""
 
 import json
 import re
@@ -29,12 +29,12 @@ _OF_AN_ARM = ("name", "environment", "command")
 
 @contextmanager
 def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
-    """Yield the folder that keeps `what`: `out`, else one named by the time. Raises BadInputError.
+    """Yield the folder for `what`: `out`, or one named after the time. Raises BadInputError.
 
-    One that was made here and is still empty at the end is removed.
+    If the folder was created here and is still empty at the end, it is removed.
     """
     if out is None and resumes:
-        raise BadInputError(f"--resume: which {what}? Name its directory with --out DIR.")
+        raise BadInputError(f"--resume: which {what}? Give its directory with --out DIR.")
     if out is not None:
         yield out
         return
@@ -50,7 +50,7 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
 
 
 def _make_folder(base: Path) -> Path:
-    """Make the folder at once, since another process may start in the same second."""
+    """Create the folder at once, since another process may start in the same second."""
     number, path = 1, base
     while True:
         try:
@@ -68,9 +68,9 @@ def format_now() -> str:
 
 
 def show(result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]) -> None:
-    """Print a result, where it is kept, and a command by itself, in a line that can be copied.
+    """Print a result, where it is saved, and a command on a line of its own that can be copied.
 
-    Without a command it only says where.
+    Without a command, print only where the result is saved.
     """
     from rich.text import Text
 
@@ -79,35 +79,36 @@ def show(result: "RenderableType", folder: Path | None, what: str, command: Sequ
     console = Console()
     console.print(result)
     if folder is not None:
-        console.print(Text(f"kept in {folder}" + f"; {what}:" * bool(command)), soft_wrap=True)
+        console.print(Text(f"saved in {folder}" + f"; {what}:" * bool(command)), soft_wrap=True)
         if command:
             console.print(Text(shlex.join(command)), soft_wrap=True)
 
 
 def format_interruption(folder: Path, *command: str) -> str:
-    """Return what is shown after an interruption: what is kept, and a command that resumes it.
+    """Return the message after an interruption: what was saved, and a command that resumes it.
 
-    `command`: as it was given, from its name on. Before anything is kept, nothing can be resumed.
+    `command` is as the user gave it, from its name on. Before anything is saved, there is nothing
+    to resume.
     """
     if not any((folder / name).is_file() for name in BEGUN):
-        return "outpace: it had not begun, and nothing is kept"
+        return "outpace: interrupted before the start, so nothing was saved"
     words = ["outpace", *command]
     if not any(word == "--out" or word.startswith("--out=") for word in words):
         words += ["--out", str(folder)]
     if "--resume" not in words:
         words.append("--resume")
-    return f"outpace: what was done is kept in {folder}; resume with:\n{shlex.join(words)}"
+    return f"outpace: the results so far are saved in {folder}; resume with:\n{shlex.join(words)}"
 
 
 def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
-    """Return whether `folder` holds `what`, kept in `log`, to resume. Raises BadInputError."""
+    """Return whether `folder` holds a `what` to resume, saved in `log`. Raises BadInputError."""
     if not log.is_file():
         if resumes and not folder.is_dir():
             raise BadInputError(f"--resume: there is no {what} in {folder} to resume.")
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         # One that was ended before its first run is begun anew.
         if there and not (resumes and there & set(BEGUN)):
-            raise BadInputError(f"{folder} is there and is not empty. Use another --out.")
+            raise BadInputError(f"{folder} exists and is not empty. Use another --out.")
         return False
     if not resumes:
         raise BadInputError(
@@ -117,7 +118,9 @@ def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a log, one a line. A line that was not finished is taken out of the file."""
+    """Return the objects of a log with one per line. An unfinished last line is removed from the
+    file.
+    """
     written = path.read_bytes()
     whole = written[: written.rfind(b"\n") + 1]
     try:
@@ -130,7 +133,8 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def arm_of(word: str) -> Arm:
-    """'zero3', 'precision=bf16,micro_batch=2', 'NCCL_P2P_DISABLE=1', with 'name:' before it or not.
+    """Parse 'zero3', 'precision=bf16,micro_batch=2' or 'NCCL_P2P_DISABLE=1', with or without
+    'name:'.
 
     Raises BadInputError.
     """
@@ -148,8 +152,8 @@ def arm_of(word: str) -> Arm:
             found = _setting(key, value, f"arm {word}")
         for name in found.keys() & settings.keys() or ({key} & environment.keys()):
             raise BadInputError(
-                f"arm {word!r} has two values of {name}. Arms are parted by spaces, settings of "
-                "one arm by commas."
+                f"arm {word!r} has two values of {name}. Separate arms by spaces, and settings "
+                "of one arm by commas."
             )
         settings |= found
         environment |= {} if found else {key: value}
@@ -161,9 +165,9 @@ def _strategy(name: str, word: str) -> str:
     known = get_args(Strategy)
     if name not in known:
         raise BadInputError(
-            f"arm {word!r}: {name!r} is no strategy.{nearest(name, known)} Write a strategy, "
-            "settings (micro_batch=2,precision=bf16) or environment variables (NAME=value), with "
-            "commas between; or give an experiment's .toml file."
+            f"arm {word!r}: {name!r} is not a strategy.{nearest(name, known)} Write a "
+            "strategy, settings (micro_batch=2,precision=bf16) or environment variables "
+            "(NAME=value), separated by commas; or give the .toml file of an experiment."
         )
     return name
 
@@ -172,7 +176,7 @@ def _setting(key: str, value: Any, where: str) -> dict[str, Any]:
     name = key.replace("-", "_")
     known = TrainSettings.model_fields
     if name not in known or name in ("out", "resume"):
-        raise BadInputError(f"{where}: {key!r} is no setting.{nearest(name, known)}")
+        raise BadInputError(f"{where}: {key!r} is not a setting.{nearest(name, known)}")
     return {name: _plain(options.convert(name, _boolean(name, value), f"{where}: {key}"))}
 
 
@@ -183,27 +187,29 @@ def _boolean(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert tuples and paths to what JSON has."""
+    """Convert tuples and paths to values that JSON has."""
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def commands(lines: Sequence[str]) -> list[Arm]:
-    """Make an arm of each command of the user, named after the command itself."""
+    """Make an arm of each of the user's commands, named after the command."""
     return [Arm.parse({"name": line, "command": line}, "--command") for line in lines]
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """An experiment file's values, as Experiment has them. Raises BadInputError."""
+    """Return the values of an experiment file, as Experiment takes them. Raises BadInputError."""
     table = read_toml(path)
     common = _settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])
     grid = table.pop("grid", {})
     if not isinstance(grid, dict):
-        raise BadInputError(f"{path}: grid: write it as a table of settings, each with a list")
+        raise BadInputError(
+            f"{path}: grid: write it as a table of settings with a list of values for each"
+        )
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-        raise BadInputError(f"{path}: arms are written as tables, each under [[arm]]")
+        raise BadInputError(f"{path}: arms: write each as a table under [[arm]]")
     arms = [_arm(one, place, path) for place, one in enumerate(given)]
     return {**table, "common": common, "arms": [*_cross_with_grid(arms, grid, path)]}
 
@@ -234,12 +240,14 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Combine every arm with all values of the grid; NAMES are environment variables."""
+    """Combine every arm with all values of the grid; names in capitals are environment
+    variables.
+    """
     if not grid:
         return list(arms)
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise BadInputError(f"{path}: grid: {name} needs a list of values to try")
+            raise BadInputError(f"{path}: grid: {name} needs a list of values")
     found = []
     for arm in arms or [Arm(name="-")]:
         for values in product(*grid.values()):

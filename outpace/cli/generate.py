@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Print the continuation of a text, or answers in a conversation; returns 0.
+    """Continue a text, or answer in a conversation, and print the result; returns 0.
 
     Raises OutpaceError.
     """
@@ -47,22 +47,25 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what leaves nothing to do, or two things at once."""
+    """Refuse arguments that ask for nothing, or for two things at once."""
     if not arguments.run.is_dir():
         raise BadInputError(
-            f"--run {arguments.run}: there is no such directory; give the one that "
-            f"`outpace train` named at its end.{explain_removed_checkpoint(arguments.run)}"
+            f"--run {arguments.run}: there is no such directory. Give the one that `outpace "
+            f"train` printed at the end.{explain_removed_checkpoint(arguments.run)}"
         )
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
             raise BadInputError(
-                "outpace generate needs a TEXT to continue. Without one, --chat begins a "
-                "conversation and --conversations FILE answers those of a file."
+                "outpace generate needs a TEXT to continue. Without one, use --chat to start "
+                "a conversation, or --conversations FILE to answer those of a file."
             )
         if arguments.json:
-            raise BadInputError("--chat without a TEXT is a conversation: --json is of one answer.")
+            raise BadInputError(
+                "--chat without a TEXT starts a conversation, and --json prints a single "
+                "answer. Give a TEXT, or leave --json out."
+            )
     if arguments.prompt is not None and arguments.conversations is not None:
-        raise BadInputError("a TEXT and --conversations were given. Use one of the two.")
+        raise BadInputError("both a TEXT and --conversations were given. Use one of them.")
 
 
 def _tell(arguments: argparse.Namespace, prompt: Any, text: str) -> None:
@@ -73,10 +76,10 @@ def _tell(arguments: argparse.Namespace, prompt: Any, text: str) -> None:
 
 
 def _talk(writer: "Writer", begin: "Sequence[Message]") -> int:
-    """Answer line by line, with all that was said before, until the input ends."""
+    """Answer line by line, keeping the whole conversation in the context, until the input ends."""
     asks = sys.stdin.isatty()
     if asks:
-        print("Write what you say; Ctrl-D ends the conversation.", file=sys.stderr)
+        print("Type your message; press Ctrl-D to end the conversation.", file=sys.stderr)
     messages = list(begin)
     while True:
         if asks:
@@ -93,7 +96,7 @@ def _talk(writer: "Writer", begin: "Sequence[Message]") -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("generate", "Continue a text with the model of a run, or talk with it.")
+    parser = Parser("generate", "Continue a text with the model of a run, or chat with it.")
     parser.add_json()
     add = parser.arguments.add_argument
     add("prompt", nargs="?", default=None, metavar="TEXT",
@@ -104,46 +107,47 @@ def _parser() -> Parser:
         type=number_type(int, 1),
         default=100,
         metavar="N",
-        help="tokens to add (default: 100)",
+        help="number of tokens to generate (default: 100)",
     )
     add(
         "--temperature",
         type=number_type(float, 0),
         default=0.8,
         metavar="X",
-        help="0 takes the likeliest token, 1 samples as the model says (default: 0.8)",
+        help="0 always takes the likeliest token; 1 samples from the model's distribution "
+        "(default: 0.8)",
     )
     add(
         "--top-k",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="sample among the N likeliest tokens only (default: all)",
+        help="sample among the N likeliest tokens (default: all)",
     )
     add(
         "--seed",
         type=number_type(int, 0),
         default=0,
         metavar="N",
-        help="of the sampling (default: 0)",
+        help="random seed of the sampling (default: 0)",
     )
     add(
         "--chat",
         action="store_true",
         default=False,
-        help="TEXT is what a user says: answer it, by the tokenizer's chat template; without TEXT "
-        "answer line by line, as a conversation",
+        help="answer TEXT as a user's message, with the tokenizer's chat template; without "
+        "TEXT, hold a conversation line by line",
     )
     add("--system", default=None, metavar="TEXT",
-        help="what the conversation begins with; implies --chat")  # fmt: skip
+        help="system message at the start of the conversation; implies --chat")  # fmt: skip
     add("--conversations", type=Path, default=None, metavar="FILE",
-        help="answer the last question of each conversation of a .jsonl")  # fmt: skip
+        help="answer the last question of each conversation in a .jsonl file")  # fmt: skip
     add_device(parser)
     return parser
 
 
 def add_model(parser: Parser) -> None:
-    """Add --run, also under the name that outpace train has for it."""
+    """Add --run, under the name that outpace train has for it as well."""
     parser.arguments.add_argument(
         "--run",
         "--model",

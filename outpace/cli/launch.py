@@ -17,10 +17,10 @@ from outpace.records.base import write_atomic
 from outpace.records.cluster_job import ClusterJob
 from outpace.records.errors import BadInputError, nearest
 
-_ABOUT = "Write a job for a cluster's scheduler, which trains there and resumes when interrupted."
+_ABOUT = "Write a job for a cluster's scheduler that trains there and resumes when interrupted."
 _EPILOG = (
-    "After -- comes a command of outpace: train, with its options. It gets --out runs/NAME unless "
-    "it has one, and --auto-resume."
+    "After -- write a command of outpace: train, with its options. --auto-resume is added, "
+    "and --out runs/NAME unless you give another."
 )
 _DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a line, and no more
 # "Acceptable time formats" of sbatch(1).
@@ -28,15 +28,15 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Write what was asked for, or send it; returns 0. Raises OutpaceError."""
+    """Write the job, or submit it; returns 0. Raises OutpaceError."""
     own, command = _split(argv)
     if not own or own[0] in ("-h", "--help"):
         _parser("slurm").read(["--help"])
     kind, *rest = own
     if kind not in _WRITERS:
         raise BadInputError(
-            f"outpace launch has no scheduler {kind!r}.{nearest(kind, _WRITERS)} It has "
-            f"{' and '.join(_WRITERS)}; see outpace launch slurm --help."
+            f"outpace launch has no scheduler {kind!r}.{nearest(kind, _WRITERS)} Use "
+            f"{' or '.join(_WRITERS)}; see outpace launch slurm --help."
         )
     arguments = _parser(kind).read(rest)
     job = _job(arguments, command)
@@ -72,7 +72,7 @@ def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
 def _complete_command(
     command: list[str], name: str, folder: Path
 ) -> tuple[tuple[str, ...], Path | None]:
-    """Add to the command what makes it resumable, check it, and return it with its run's folder."""
+    """Make the command resumable, check it, and return it with its run's folder."""
     from outpace.cli.train import read_settings
 
     if command[:1] == ["outpace"]:
@@ -80,8 +80,8 @@ def _complete_command(
     if command[:1] != ["train"]:
         seen = f"not {command[0]!r}" if command else "but there is none"
         raise BadInputError(
-            f"after -- comes what every rank runs, {seen}. Write outpace launch … -- train "
-            "--model gpt2 …"
+            f"after -- give the command that every rank runs, {seen}. Write outpace launch … "
+            "-- train --model gpt2 …"
         )
     words = [word.partition("=")[0] for word in command]
     out = f"runs/{name}"
@@ -89,13 +89,13 @@ def _complete_command(
     more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
     if "--out" in more and (folder / out / RUN_FILE).is_file():
         raise BadInputError(
-            f"{folder / out} holds a run already. To resume it, write --out {out} behind the "
-            "--; for another, give another --name or --out."
+            f"{folder / out} holds a run already. To resume it, write --out {out} after the "
+            "--; to start another, give another --name or --out."
         )
     settings, origins = read_settings([*command[1:], *more])
     if origins["nproc"] not in (DEFAULT, RUN_FILE):
         raise BadInputError(
-            f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and say "
+            f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and use "
             "--ranks-per-node before the --."
         )
     return (*command, *more), settings.out
@@ -105,8 +105,8 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
     limit_s = None if arguments.time is None else _seconds(arguments.time)
     if limit_s is not None and arguments.save_s >= limit_s:
         raise BadInputError(
-            f"--time {arguments.time} is {limit_s} s, and --save-s {arguments.save_s} of them are "
-            "to save: none are left to train. Give more --time, or a smaller --save-s."
+            f"--time {arguments.time} is {limit_s} s, of which --save-s {arguments.save_s} are "
+            "for saving, so no time is left to train. Give more --time, or a smaller --save-s."
         )
     wishes = slurm_script.SlurmOptions(
         arguments.starter, arguments.time, arguments.save_s, tuple(arguments.sbatch)
@@ -122,12 +122,12 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
     elif said["job"] is not None:
         print(f"{path}: submitted as job {said['job']}; it writes {job.name}-{said['job']}.log")
     else:
-        print(f"{path}: send it with sbatch {path}, or with --submit")
+        print(f"{path}: submit it with sbatch {path}, or with --submit")
     return 0
 
 
 def _submit(path: Path) -> str:
-    """The number of the job that sbatch made of it."""
+    """Submit the script with sbatch; return the number of the job."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", "--", str(path)], capture_output=True, text=True, check=False
@@ -135,10 +135,10 @@ def _submit(path: Path) -> str:
     except FileNotFoundError:
         raise BadInputError(
             f"--submit: there is no sbatch on this host. Copy {path} to a login node of the "
-            "cluster and send it there."
+            "cluster and submit it there."
         ) from None
     if done.returncode != 0:
-        raise BadInputError(f"sbatch did not take {path}: {done.stderr.strip()}")
+        raise BadInputError(f"sbatch rejected {path}: {done.stderr.strip()}")
     return done.stdout.strip().split(";")[0]
 
 
@@ -147,9 +147,9 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
 
     if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
         raise BadInputError(
-            f"--nodes {job.nodes}: checkpoints, to which every pod writes its part, have to lie on "
-            "a volume that all pods see. Name its claim with --claim, and with --folder where it "
-            "is mounted."
+            f"--nodes {job.nodes}: every pod writes its part of a checkpoint, so checkpoints "
+            "have to be on a volume that all pods see. Name its claim with --claim, and the "
+            "place where it is mounted with --folder."
         )
     wishes = kubernetes.KubernetesOptions(
         arguments.image, arguments.runtime, arguments.namespace, arguments.claim
@@ -165,8 +165,8 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps({kind: str(path) for kind, path in paths.items()}, indent=2))
         return 0
-    print(f"{paths['trainjob']}: where Kubeflow Trainer is: kubectl apply -f {paths['trainjob']}")
-    print(f"{paths['job']}: elsewhere: kubectl apply -f {paths['job']}")
+    print(f"{paths['trainjob']}: with Kubeflow Trainer: kubectl apply -f {paths['trainjob']}")
+    print(f"{paths['job']}: without it: kubectl apply -f {paths['job']}")
     return 0
 
 
@@ -176,7 +176,7 @@ _WRITERS: Mapping[str, Callable[[ClusterJob, Namespace], int]] = {
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file completely, or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
@@ -190,15 +190,17 @@ def _parser(kind: str) -> Parser:
     )
     parser.add_json()
     add, number = parser.arguments.add_argument, number_type(int, 1)
-    add("--nodes", type=number, default=1, metavar="N", help="hosts (default: 1)")
+    add("--nodes", type=number, default=1, metavar="N", help="number of hosts (default: 1)")
     add("--gpus-per-node", type=number_type(int, 0), default=0, metavar="N",
-        help="GPUs of each, a rank on every one (default: 0: on the CPU)")  # fmt: skip
+        help=
+            "GPUs per host, with one rank on each (default: 0, which trains on the CPU)"
+        )  # fmt: skip
     add("--ranks-per-node", type=number, default=None, metavar="N",
-        help="ranks on each (default: as many as GPUs, or 1)")  # fmt: skip
-    add("--cpus-per-rank", type=number, default=None, metavar="N", help="cores of each rank")
-    add("--name", default="outpace", help="of the job (default: outpace)")
+        help="ranks per host (default: one per GPU, or 1)")  # fmt: skip
+    add("--cpus-per-rank", type=number, default=None, metavar="N", help="CPU cores per rank")
+    add("--name", default="outpace", help="name of the job (default: outpace)")
     add("--folder", type=Path, default=None, metavar="DIR",
-        help="where it runs, as all nodes see it (default: here)")  # fmt: skip
+        help="folder to run in, as all nodes see it (default: the current one)")  # fmt: skip
     if kind == "slurm":
         _add_slurm(parser)
     else:
@@ -209,20 +211,27 @@ def _parser(kind: str) -> Parser:
 def _add_slurm(parser: Parser) -> None:
     add = parser.arguments.add_argument
     add("--starter", choices=("srun", "torchrun"), default="srun",
-        help="what starts ranks: srun each, or srun torchrun (default: srun)")  # fmt: skip
+        help=
+            "what starts the ranks: srun alone, or srun with torchrun (default: srun)"
+        )  # fmt: skip
     add(
         "--time",
         type=_time,
         default=None,
         metavar="LIMIT",
-        help="as sbatch takes it: 4:00:00, 2-0",
+        help="time limit in sbatch's notation: 4:00:00, 2-0",
     )
     add("--save-s", type=number_type(int, 1), default=120, metavar="S",
-        help="seconds before its end in which to save (default: 120)")  # fmt: skip
+        help="seconds before the time limit at which to save (default: 120)")  # fmt: skip
     add("--sbatch", action="append", type=_directive, default=[], metavar="OPTION=VALUE",
-        help="another line of #SBATCH, as partition=gpu; again for more")  # fmt: skip
-    add("--file", type=output_place, default=None, help="where to write it (default: NAME.sbatch)")
-    add("--submit", action="store_true", default=False, help="send it with sbatch")
+        help="an extra #SBATCH line, such as partition=gpu; may be repeated")  # fmt: skip
+    add(
+        "--file",
+        type=output_place,
+        default=None,
+        help="where to write the script (default: NAME.sbatch)",
+    )
+    add("--submit", action="store_true", default=False, help="submit the job with sbatch")
 
 
 def _directive(text: str) -> str:
@@ -233,12 +242,16 @@ def _directive(text: str) -> str:
 
 def _time(text: str) -> str:
     if text != "UNLIMITED" and not _TIME.fullmatch(text):
-        raise ArgumentTypeError(f"{text!r} is not a time as sbatch takes it, as 4:00:00 or 2-0")
+        raise ArgumentTypeError(
+            f"{text!r} is not a time in sbatch's notation, such as 4:00:00 or 2-0"
+        )
     return text
 
 
 def _seconds(text: str) -> int | None:
-    """Read a time limit; None if there is none. 90 and 90:00 are minutes, 1-12 a day and hours."""
+    """Parse a time limit; None if there is none. 90 and 90:00 are minutes, 1-12 is a day and 12
+    hours.
+    """
     found = _TIME.fullmatch(text)
     if found is None:
         return None
@@ -251,15 +264,19 @@ def _seconds(text: str) -> int | None:
 
 def _add_kubernetes(parser: Parser) -> None:
     add = parser.arguments.add_argument
-    add("--image", required=True, help="container image that holds outpace")
-    add("--runtime", default="torch-distributed", help="Kubeflow's (default: torch-distributed)")
-    add("--namespace", default=None, help="of the job (default: kubectl's)")
+    add("--image", required=True, help="container image with outpace installed")
+    add(
+        "--runtime",
+        default="torch-distributed",
+        help="Kubeflow's training runtime (default: torch-distributed)",
+    )
+    add("--namespace", default=None, help="namespace of the job (default: kubectl's)")
     add("--claim", default=None, metavar="NAME",
-        help="a volume claim that all pods see, mounted at --folder")  # fmt: skip
+        help="claim of a volume that all pods see, mounted at --folder")  # fmt: skip
     add(
         "--file",
         type=output_place,
         default=None,
         metavar="DIR",
-        help="where to write them (default: .)",
+        help="folder to write the files to (default: .)",
     )

@@ -1,8 +1,8 @@
-"""Warnings of libraries, which no user of a command can do anything about, are not shown.
+"""Hide the warnings of libraries, about which the user of a command can do nothing.
 
-Those of outpace itself are, as a sentence, and those of code of the user's own, as Python shows
-them. What their loggers say when transformers imports torchao is hidden, too. `python -W …` and
-PYTHONWARNINGS show all.
+Warnings of outpace are shown as a sentence, and those of the user's code as Python shows them. What
+libraries log when transformers imports torchao is hidden, too. `python -W …` and PYTHONWARNINGS
+show everything.
 """
 
 import logging
@@ -23,7 +23,7 @@ _LIBRARIES = tuple(
 
 
 def hide_library_warnings() -> None:
-    """Show warnings by whose they are, from now on and in processes that are forked."""
+    """Show warnings by who raised them, from now on and in processes that are forked."""
     if sys.warnoptions:  # -W or PYTHONWARNINGS: who gives them wants to see what there is
         return
     warnings.showwarning = _show

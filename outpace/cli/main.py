@@ -1,6 +1,6 @@
-"""The `outpace` command: finds the command's module, and turns what it raises into an exit code.
+"""The `outpace` command: find the command's module, and turn what it raises into an exit code.
 
-Nothing heavy is imported here: `outpace --help` answers at once.
+Nothing heavy is imported here, so that `outpace --help` answers at once.
 """
 
 import atexit
@@ -42,42 +42,42 @@ from outpace.records.version import __version__
 
 # command -> one line of help; its module has the command's name.
 COMMANDS = {
-    "plan": "the fastest ways to train a model on given machines, and why",
-    "estimate": "one plan in detail: time, memory, and whether it fits",
-    "accuracy": "published steps that are nearest to a plan, measured and predicted",
+    "plan": "predict the fastest ways to train a model on given machines, and why",
+    "estimate": "show one plan in detail: time, memory, and whether it fits",
+    "accuracy": "find the published steps nearest to a plan, measured and predicted",
     "train": "train a transformer, or resume a run",
     "generate": "continue a text with a trained model",
-    "eval": "loss and perplexity of a trained model on held-out text",
+    "eval": "measure loss and perplexity of a trained model on held-out text",
     "probe": "measure what this machine can really do",
-    "calibrate": "correct a machine's rates by what a trainer logged on it",
-    "topology": "how devices are joined, and which should hold tensor parallelism",
-    "doctor": "what on this host costs speed, and what to do about it",
-    "memory": "where memory goes in a training step, and whether it fits",
-    "network": "how much network a training needs, and what each would cost it",
-    "watch": "how busy devices and cores are while something trains",
-    "models": "models that are known by name, with their sizes",
-    "runs": "past runs: a list, or one of them in full",
-    "merge": "add a LoRA adapter to the weights it was trained beside",
-    "launch": "a job for SLURM or Kubernetes that trains there",
-    "compare": "which of several ways to train is faster, beyond the noise",
-    "tune": "find the fastest plan for a training on this machine, by short trials",
-    "report": "a run, comparison, tuning, plan, probe or certificate as one page",
+    "calibrate": "correct a machine's rates with the log of a training on it",
+    "topology": "show how devices are connected, and which should hold tensor parallelism",
+    "doctor": "find what costs speed on this host, and what to do about it",
+    "memory": "show where memory goes in a training step, and whether it fits",
+    "network": "estimate the network bandwidth that a training needs",
+    "watch": "show how busy devices and cores are while something trains",
+    "models": "list the models that are known by name, with their sizes",
+    "runs": "list past runs, or show one in full",
+    "merge": "merge a LoRA adapter into its base model's weights",
+    "launch": "write a job for SLURM or Kubernetes",
+    "compare": "measure which of several ways to train is faster, beyond the noise",
+    "tune": "find the fastest plan for a training on this machine by short trials",
+    "report": "write a page about a run, comparison, tuning, plan, probe or certificate",
     "verify": "prove that strategies compute what a single process does",
-    "version": "versions of outpace and of what it stands on",
+    "version": "show the versions of outpace and its dependencies",
 }
 
 _OF_ALL_RANKS = (EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED)
 # What other tools have a command for, and where it is here.
 _ELSEWHERE = {
-    "export": "the folder model/ of a run is a Hugging Face folder already, which transformers, "
-    "vLLM and others load; outpace merge writes one of a LoRA adapter and its base.",
-    "convert": "outpace reads Hugging Face folders as they are, and the folder model/ of a run is "
-    "one.",
-    "chat": "outpace generate --run RUN --chat begins a conversation.",
+    "export": "the folder model/ of a run is a Hugging Face folder that transformers, vLLM "
+    "and others load; outpace merge writes one from a LoRA adapter and its base.",
+    "convert": "outpace reads Hugging Face folders directly, and the folder model/ of a run "
+    "is one.",
+    "chat": "outpace generate --run RUN --chat starts a conversation.",
     "infer": "outpace generate --run RUN 'TEXT' continues a text.",
     "evaluate": "outpace eval --run RUN measures a model on held-out data.",
-    "finetune": "outpace train --model FOLDER --data FILE trains a stored model further; with "
-    "--lora-rank 16 an adapter.",
+    "finetune": "outpace train --model FOLDER --data FILE continues to train a stored model; "
+    "add --lora-rank 16 to train an adapter.",
     "resume": "outpace train --resume DIR continues a run.",
     "benchmark": "outpace compare measures which of several ways to train is faster.",
     "presets": "outpace models lists them.",
@@ -100,18 +100,18 @@ usage: outpace COMMAND [options]
 commands:
 {commands}
 
-`outpace train` alone trains a small GPT on Python's own source code, in a few minutes.
+`outpace train` without options trains a small GPT on Python's source code in a few minutes.
 `outpace COMMAND --help` lists a command's options; --json makes any of them print
 one JSON document on standard output.
 """
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
-    """`main` as a process, to its end.
+    """Run `main` as a process, until its end.
 
-    With torch it ends before Python takes its modules apart: now and then that met a thread of
-    torch's libraries, and a training that had written its result ended by SIGABRT. After a signal
-    nobody waits for threads, of which one may be in a long call of a library.
+    When torch is loaded, the process exits before Python tears its modules down: doing so sometimes
+    raced with a thread of torch's libraries, and a finished training ended by SIGABRT. After a
+    signal no thread is waited for, since one may be in a long library call.
     """
     repair_streams(sys.argv[1:] if argv is None else argv)
     hide_library_warnings()
@@ -184,15 +184,15 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
         raise BadInputError(f"there is no command {name!r}: {_ELSEWHERE[name]}")
     if name not in COMMANDS:
         raise BadInputError(
-            f"there is no command {name!r}.{nearest(name, COMMANDS)} "
-            f"The commands are {', '.join(COMMANDS)}; see outpace --help."
+            f"there is no command {name!r}.{nearest(name, COMMANDS)} Commands: "
+            f"{', '.join(COMMANDS)}. See outpace --help."
         )
     try:
         Path.cwd()
     except OSError as error:
         raise BadInputError(
-            f"the directory that outpace was started in is gone ({error.strerror}). Change to "
-            "another one."
+            f"the directory in which outpace was started no longer exists ({error.strerror}). "
+            "Change to another one."
         ) from None
     module = importlib.import_module(f"outpace.cli.{name}")
     code: int = module.run(rest, environ)
@@ -212,9 +212,9 @@ def _fail(
     environ: Mapping[str, str],
     on_all_ranks: bool = False,
 ) -> int:
-    """Tell the user, and `--json`'s reader, what went wrong. Returns the exit code to end with.
+    """Report what went wrong to the user, and to a reader of `--json`. Returns the exit code.
 
-    What is the same `on_all_ranks` is said by rank 0 alone.
+    A failure that is the same `on_all_ranks` is reported by rank 0 alone.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ)
@@ -239,14 +239,14 @@ def _fail(
 
 
 def _same_on_all_ranks(error: OutpaceError) -> bool:
-    """Whether rank 0 says the same: all agreed on it, or a signal went to all."""
+    """Return whether all ranks fail alike: they agreed on the error, or all got the signal."""
     return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 
 def end_at_once(
     message: str, exit_code: int, arguments: list[str], environ: Mapping[str, str]
 ) -> NoReturn:
-    """Tell what went wrong and end this process, whatever its other threads are at."""
+    """Report what went wrong and end this process, whatever its other threads are doing."""
     code = _fail(message, exit_code, arguments, environ)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -254,12 +254,14 @@ def end_at_once(
 
 
 def is_launched_worker(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a worker that `outpace train --nproc` started."""
+    """Return whether `outpace train --nproc` started this process."""
     return environ.get("TORCHELASTIC_RUN_ID", "").startswith("outpace-")
 
 
 def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) -> None:
-    """Leave the message where torch's elastic launcher looks for the first failure's cause."""
+    """Write the message to the file in which torchelastic looks for the cause of the first
+    failure.
+    """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -274,57 +276,61 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
 
 
 def _disk_sentence(error: BaseException | None) -> str | None:
-    """A sentence when the error, or what caused it, is a full disk or a limit; else None."""
+    """Return a message if the error or its cause is a full disk or a file size limit; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" (writing {error.filename})" if error.filename else ""
             return (
                 f"the disk is full{where}: {error.strerror}. Free some space, or choose other "
-                "places with --out and --cache-dir; --resume continues a run with a checkpoint."
+                "folders with --out and --cache-dir; --resume continues a run that has a "
+                "checkpoint."
             )
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             where = f" {error.filename}" if error.filename else ""
             return (
-                f"a file{where} may not become as large as it has to: {error.strerror}. Raise the "
-                "limit (ulimit -f), or choose a file system that takes large files with --out and "
-                "--cache-dir; --resume continues a run with a checkpoint."
+                f"a file{where} exceeds the allowed size: {error.strerror}. Raise the limit "
+                "(ulimit -f), or choose a file system that allows large files with --out and "
+                "--cache-dir; --resume continues a run that has a checkpoint."
             )
         error = error.__cause__ or error.__context__
     return None
 
 
 def _home_sentence(error: BaseException) -> str | None:
-    """A sentence when a path begins with ~, and this host knows no such home; else None."""
+    """Return a message if a path begins with a ~ that cannot be expanded on this host; else
+    None.
+    """
     if not isinstance(error, RuntimeError) or "home directory" not in str(error):
         return None
     return (
-        "a path begins with ~, and this host knows no such home: HOME is not set, or there is no "
-        "such user. Write the path in full."
+        "a path begins with ~, which cannot be expanded: HOME is not set, or there is no such "
+        "user. Write the path in full."
     )
 
 
 def _file_sentence(error: BaseException) -> str | None:
-    """A sentence where the system refused a file, or another one; else None."""
+    """Return a message if the operating system refused to open a file; else None."""
     many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     if many or os.strerror(errno.EMFILE) in str(error):  # so say libraries of torch's
         return (
-            "too many files are open at once. Allow more of them with ulimit -n, or use fewer "
+            "too many files are open at once. Raise the limit with ulimit -n, or use fewer "
             "--workers."
         )
     if not isinstance(error, OSError) or error.errno not in _REFUSALS or not error.filename:
         return None
     return (
-        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}. Name a place that can be "
-        "read and written, with --out and --cache-dir."
+        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}. Choose folders that "
+        "can be read and written with --out and --cache-dir."
     )
 
 
 @contextmanager
 def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None]:
-    """Let these unwind the program as Ctrl-C does, until training installs its own handler.
+    """Unwind the program on these signals as on Ctrl-C, until training installs its own handler.
 
-    What is raised is put into `stopped`, too: a signal to the whole process group ends helpers as
-    well, and what misses them may raise errors of its own (torch's DataLoader does, anywhere).
+    The exception is also put into `stopped`: a signal to the whole process group ends helper
+    processes as well, and code that misses them may raise errors of its own (torch's DataLoader
+    does, anywhere).
     """
 
     def terminate(signum: int, _frame: object) -> NoReturn:

@@ -20,15 +20,15 @@ from outpace.records.settings import TrainSettings
 if TYPE_CHECKING:
     from outpace.jobs.memory.query import MemoryQuery, ModuleQuestion
 
-_ABOUT = "Where memory goes in a training step, and whether it fits: traced, without a GPU."
+_ABOUT = "Show where memory goes in a training step and whether it fits, traced without a GPU."
 _EPILOG = (
-    "All options of outpace train that decide on memory are taken. --measure runs two real steps "
+    "Takes every option of outpace train that affects memory. --measure runs two real steps "
     "on this host's CPU and shows them beside the trace."
 )
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Trace a plan's memory and print its anatomy; returns 0. Raises OutpaceError."""
+    """Trace a plan's memory and print where it goes; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     if arguments.plot is not None:
         from outpace.reporting.chart_file import check_chart_path
@@ -58,7 +58,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> MemoryAccount:
-    """Return the memory that the words of a command line ask for. Raises BadInputError."""
+    """Return the memory that the command line asks for. Raises BadInputError."""
     from outpace.jobs.memory.query import account, question
 
     arguments = _parser().read(argv)
@@ -69,7 +69,7 @@ def answer(argv: list[str]) -> MemoryAccount:
 def _read_options(
     arguments: argparse.Namespace,
 ) -> tuple[TrainSettings, dict[str, str], Node | None]:
-    """Return settings, those of --plan among them, the origin of each, and the machine."""
+    """Return the settings (including those of --plan), the origin of each, and the machine."""
     settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
     _require_one_place(arguments, settings)
     node = None
@@ -86,27 +86,30 @@ def _read_options(
 
 
 def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
-    """Refuse what is said of a machine of the catalog beside what is said of this host."""
+    """Refuse options about a machine of the catalog together with options about this host."""
     if arguments.measure and settings.device not in ("auto", "cpu"):
         raise BadInputError(
-            f"--measure runs two steps on this host's CPU, but --device is {settings.device}. On a "
-            "GPU, outpace train --memory measures a run beside its trace. Leave --device out."
+            f"--measure runs two steps on this host's CPU, but --device is {settings.device}. "
+            "Leave --device out. On a GPU, outpace train --memory measures a run beside its "
+            "trace."
         )
     if arguments.machine is None:
         if arguments.nodes is not None:
             raise BadInputError(
-                f"--nodes {arguments.nodes}: of which machine? Name it with --machine, as in "
+                f"--nodes {arguments.nodes}: which machine? Name it with --machine, such as "
                 "--machine hgx-h100, or give a number of processes with --nproc."
             )
         return
     if arguments.measure:
         raise BadInputError(
-            f"--measure runs on this host, but --machine is {arguments.machine}. Give one of them."
+            f"--measure runs on this host, but --machine is {arguments.machine}. Give only "
+            "one of them."
         )
     if settings.nproc is not None:
         raise BadInputError(
-            f"--nproc {settings.nproc}: of {arguments.machine} all devices are taken; --nodes says "
-            "how many of these machines. Leave --nproc or --machine out."
+            f"--nproc {settings.nproc}: all devices of {arguments.machine} are used. Say how "
+            "many of these machines there are with --nodes, and leave --nproc out; or leave "
+            "--machine out."
         )
 
 
@@ -116,7 +119,7 @@ def _measure(
     rank: int | None,
     environ: Mapping[str, str],
 ) -> MemoryAccount | None:
-    """Run two real steps; return the account of `rank`, or of the fullest rank, on rank 0."""
+    """Run two real steps; return what `rank`, or the fullest rank, allocated, on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -175,13 +178,13 @@ def _show(
 def _default_options(
     asked: "MemoryQuery | ModuleQuestion", origins: Mapping[str, str]
 ) -> dict[str, str]:
-    """Options that decide on memory, where they were not given, and the values taken for them."""
+    """Return the options that affect memory and were not given, with the values that were used."""
     from outpace.jobs.planning.request import PLANNED_SEQ_LEN
 
     taken = {
         "seq_len": None
         if asked.seq_len is None
-        else f"{asked.seq_len} (of outpace plan: up to {PLANNED_SEQ_LEN})",
+        else f"{asked.seq_len} (outpace plan uses at most {PLANNED_SEQ_LEN})",
         "global_batch": str(asked.global_batch),
         "micro_batch": str(asked.plan.micro_batch),
         "precision": asked.plan.precision,
@@ -197,9 +200,9 @@ def _default_options(
 def _plan_command(
     asked: "MemoryQuery | ModuleQuestion", arguments: argparse.Namespace
 ) -> str | None:
-    """The command that lists plans which fit on the same machines; None on this host's CPU.
+    """Return the command that lists plans which fit on the same machines; None for this host's CPU.
 
-    None for adapters, too: all weights are trained by what is planned.
+    None for adapters as well: the planner assumes that all weights are trained.
     """
     if arguments.machine is None or asked.plan.lora_rank is not None:
         return None
@@ -219,21 +222,22 @@ def _parser() -> Parser:
         "--machine",
         default=None,
         metavar="NAME",
-        help="of the catalog: hgx-h100, 'RTX 4090', … (default: processes on CPUs, see --nproc)",
+        help="machine of the catalog: hgx-h100, 'RTX 4090', … (default: processes on CPUs, see "
+        "--nproc)",
     )
     add(
         "--nodes",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="how many of these machines (default: 1)",
+        help="number of these machines (default: 1)",
     )
     add(
         "--rank",
         type=number_type(int, 0),
         default=None,
         metavar="N",
-        help="whose memory (default: the rank that needs the most)",
+        help="rank whose memory to show (default: the rank that needs the most)",
     )
     add(
         "--measure",
@@ -254,7 +258,7 @@ def _parser() -> Parser:
         type=output_file,
         default=None,
         metavar="FILE.json",
-        help="keep what --json prints, with every moment of the step",
+        help="save what --json prints, with every moment of the step",
     )
     options.add_settings(parser)
     return parser

@@ -9,15 +9,15 @@ from outpace.cli.parser import Parser
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
 
-_ABOUT = "Add an adapter to the weights that it was trained beside: a Hugging Face directory."
+_ABOUT = "Merge an adapter into its base model's weights and write a Hugging Face directory."
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Write the merged model and say where; returns 0. Raises OutpaceError."""
+    """Write the merged model and print its folder; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     if not arguments.source.is_dir():
         raise BadInputError(
-            f"{arguments.source}: there is no such directory; give a run that was trained with "
+            f"{arguments.source}: there is no such directory. Give a run that was trained with "
             "--lora-rank, or an adapter's folder"
         )
     from outpace.jobs.merge_adapter import merge_adapter
@@ -35,7 +35,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     else:
         for note in merged.notes:
             tell_hint(note)
-        print(f"{arguments.out}: {show_count(merged.parameters)} parameters, the adapter merged in")
+        print(
+            f"{arguments.out}: {show_count(merged.parameters)} parameters, with the adapter "
+            "merged in"
+        )
     return 0
 
 
@@ -50,18 +53,20 @@ def _parser() -> Parser:
         type=Path,
         default=None,
         metavar="DIR",
-        help="Hugging Face directory or run to merge into (default: the one that it names)",
+        help="Hugging Face directory or run to merge into (default: the one that the adapter "
+        "names)",
     )
     add(
         "--base",
         choices=("fp32", "nf4"),
         default=None,
-        help="weights as stored, or what is left of them in 4 bits (default: as it was trained)",
+        help="base weights to use: as stored, or as they are after 4-bit quantization "
+        "(default: as in training)",
     )
     add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="of the weights written (default: fp32)",
+        help="data type of the written weights (default: fp32)",
     )
     return parser

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from outpace.records.outline import Outline
 
-_ABOUT = "Models that are known by name, with their sizes; --model takes any of the names."
+_ABOUT = "List the models that are known by name, with their sizes; --model takes any of the names."
 _EPILOG = (
-    "Besides these --model takes a Hugging Face folder, a run, a spec file and file.py:build. "
-    "The number of parameters is of the whole model, embeddings included."
+    "--model also takes a Hugging Face folder, a run, a spec file and file.py:build. The "
+    "parameter count is of the whole model, embeddings included."
 )
 _DEFAULT = "outpace-small"  # of outpace train
 
@@ -37,7 +37,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     Console().print(_table(rows))
     if any(not row["trained"] for row in rows):
-        Console().print(Text("† planned for; outpace itself does not train it."))
+        Console().print(Text("† can be planned; outpace does not train it."))
     return 0
 
 
@@ -67,7 +67,7 @@ def _size(row: Mapping[str, Any]) -> int:
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Presets, and outlines of what is only planned for, smallest first."""
+    """Return the rows for presets and for models that can only be planned, smallest first."""
     from outpace.catalog.models import PRESETS
     from outpace.catalog.outlines import OUTLINES
     from outpace.planner.model.outline import outline
@@ -97,7 +97,7 @@ def _parser() -> Parser:
     parser = Parser("models", _ABOUT, _EPILOG, usage="[WORD] [options]")
     parser.add_json()
     add = parser.arguments.add_argument
-    add("word", nargs="?", default=None, metavar="WORD", help="only names with this in them")
+    add("word", nargs="?", default=None, metavar="WORD", help="show only names that contain this")
     add("--near", type=number_type(int, 1), default=None, metavar="N",
-        help="the five nearest to this number of parameters: 10M, 7B")  # fmt: skip
+        help="show the five models nearest to this number of parameters: 10M, 7B")  # fmt: skip
     return parser

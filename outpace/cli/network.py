@@ -11,25 +11,27 @@ from outpace.records.network import NetworkReport
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 
-_ABOUT = "How much network a training needs, and what a slower or faster one would cost."
+_ABOUT = (
+    "Estimate how much network bandwidth a training needs, and what a slower or faster "
+    "network would cost."
+)
 _EPILOG = (
-    "Without --plan the strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and "
-    "TP × PP × DP. "
-    "Computation is estimated from what outpace probe measured (--probe), or with a share of the "
-    "catalog's peak. How it is derived: docs/concepts/network.md."
+    "Without --plan the strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × "
+    "PP × DP. Computation is estimated from the rates that outpace probe measured (--probe), "
+    "or as a share of the catalog's peak. Derivation: docs/concepts/network.md."
 )
 _MOST_NODES = 100_000  # no machine has more, and each number of ranks is looked into
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Answer the network question and print it; returns 0. Raises OutpaceError."""
+    """Answer the network question and print the answer; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     _show(_answer(arguments), arguments.json)
     return 0
 
 
 def answer(argv: list[str]) -> NetworkReport:
-    """Return the report that the words of a command line ask for. Raises BadInputError."""
+    """Return the report that the command line asks for. Raises BadInputError."""
     return _answer(_parser().read(argv))
 
 
@@ -59,23 +61,28 @@ def _parser() -> Parser:
         metavar="MODEL",
         help="preset, spec or Hugging Face directory; also bloom-176b",
     )
-    add("--plan", type=Path, default=None, metavar="FILE.json", help="ask for this plan alone")
-    add("--machine", default=None, metavar="NAME", help="of the catalog: hgx-h100, aws-p5, …")
+    add("--plan", type=Path, default=None, metavar="FILE.json", help="show only this plan")
+    add(
+        "--machine",
+        default=None,
+        metavar="NAME",
+        help="machine of the catalog: hgx-h100, aws-p5, …",
+    )
     add(
         "--probe",
         type=Path,
         default=None,
         metavar="FILE.json",
-        help="what outpace probe measured: rates, and links where it ran on several nodes",
+        help="record of outpace probe: rates, and links if it ran on several nodes",
     )
     add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
-        help="how many machines (default: 1)")  # fmt: skip
+        help="number of machines (default: 1)")  # fmt: skip
     add(
         "--devices-per-node",
         type=whole,
         default=None,
         metavar="N",
-        help="ranks on each (default: the machine's)",
+        help="ranks per machine (default: the machine's)",
     )
     add(
         "--network",
@@ -83,58 +90,66 @@ def _parser() -> Parser:
         action="append",
         default=None,
         metavar="WORDS",
-        help="of a node: '4 x omni-path-100', 50Gbit/s; again for more, the last is the machine's",
+        help="network of a node: '4 x omni-path-100', 50Gbit/s; may be repeated, the last one "
+        "is the machine's",
     )
     add(
         "--inside",
         default=None,
         metavar="WORDS",
-        help="a device's link within a node, as --network (default: the machine's)",
+        help="a device's link within a node, in the notation of --network (default: the machine's)",
     )
-    add("--global-batch", type=whole, default=None, metavar="N", help="samples in a step")
+    add("--global-batch", type=whole, default=None, metavar="N", help="samples per step")
     add(
         "--micro-batch",
         type=whole,
         default=1,
         metavar="N",
-        help="samples at once, of the strategies compared (default: 1)",
+        help="samples per forward pass of the compared strategies (default: 1)",
     )
     add(
         "--seq-len",
         type=whole,
         default=None,
         metavar="N",
-        help="tokens of a sample (default: the plan's, else the model's, at most 2048)",
+        help="tokens per sample (default: the plan's, else the model's, at most 2048)",
     )
-    add("--tp", type=whole, default=None, metavar="N", help="of TP × PP × DP (default: a node's)")
+    add(
+        "--tp",
+        type=whole,
+        default=None,
+        metavar="N",
+        help="tensor-parallel degree of TP × PP × DP (default: the devices of a node)",
+    )
     add(
         "--pp",
         type=whole,
         default=None,
         metavar="N",
-        help="of TP × PP × DP (default: the fewest stages that a device holds)",
+        help="pipeline stages of TP × PP × DP (default: the fewest that fit on a device)",
     )
     add(
         "--precision",
         choices=get_args(Precision),
         default=None,
         metavar="NAME",
-        help="bf16 collectives weights and gradients in fp32, bf16-pure in bf16 "
-        "(default: the fastest that was measured, else that the catalog has a rate of)",
+        help="bf16 communicates weights and gradients in fp32, bf16-pure in bf16 (default: "
+        "the fastest one measured, else one that the catalog has a rate for)",
     )
     add(
         "--checkpointing",
         choices=get_args(Checkpointing),
         default="none",
         metavar="NAME",
-        help="none, selective, attention or full (default: none)",
+        help="activation checkpointing: none, selective, attention or full (default: none)",
     )
     add(
         "--share",
         type=number_type(float, 0.01, 1),
         default=SHARE,
         metavar="X",
-        help=f"of the catalog's peak that computing reaches, without a probe (default: {SHARE:g})",
+        help="share of the catalog's peak that computation reaches, without a probe (default: "
+        f"{SHARE:g})",
     )
     add(
         "--tolerance",

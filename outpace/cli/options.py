@@ -1,7 +1,7 @@
-"""Flags and TOML keys for TrainSettings, made from its fields; where each value came from.
+"""Flags and TOML keys for TrainSettings, made from its fields, and the origin of each value.
 
-A value is taken from the first of these that has it: command line, --config file, run.json of
-the run that is resumed, default.
+The first source that has a value wins: command line, --config file, run.json of the resumed run,
+default.
 """
 
 import argparse
@@ -49,9 +49,9 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Content of a field's annotation: the plain type, its choices, and whether it is a tuple.
+    """Shape of a field's annotation: the plain type, its choices, and whether it is a tuple.
 
-    `words` may stand in the place of a number; `size` is a number of bytes.
+    `words` may be used instead of a number; `size` is a number of bytes.
     """
 
     kind: type
@@ -62,7 +62,7 @@ class Shape:
 
 
 def shape(annotation: Any) -> Shape:
-    """Look through Optional, Annotated, tuple and Literal for what a field holds."""
+    """Look through Optional, Annotated, tuple and Literal to find what a field holds."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation == Size:
@@ -82,12 +82,12 @@ def shape(annotation: Any) -> Shape:
 
 
 def flag(name: str) -> str:
-    """The flag of a field: 'global_batch' -> '--global-batch'."""
+    """Return the flag of a field: 'global_batch' -> '--global-batch'."""
     return "--" + name.replace("_", "-")
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """Settings as words of a command line; those that are None are left out."""
+    """Return settings as command-line arguments, leaving out those that are None."""
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -100,9 +100,9 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Add a flag for every field of TrainSettings, in its groups; `texts` replace those of fields.
+    """Add a flag for every field of TrainSettings, in its groups.
 
-    Of a command that means something else by them.
+    `texts` replaces the help of fields that mean something else in this command.
     """
     groups = {key: parser.arguments.add_argument_group(title) for key, title in _GROUPS.items()}
     for name, field in TrainSettings.model_fields.items():
@@ -139,7 +139,7 @@ def _metavar(name: str, holds: Shape) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it would be written on the command line."""
+    """Return a value as it would be written on the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (tuple, list)):
@@ -148,13 +148,13 @@ def show(value: Any) -> str:
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line gives."""
+    """Return the settings that the command line gives."""
     given = {name: value for name, value in vars(arguments).items() if name in _fields()}
     return {name: convert(name, value, flag(name)) for name, value in given.items()}
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """The settings that a TOML file gives, keys in kebab or snake case. Raises BadInputError."""
+    """Return the settings of a TOML file, keys in kebab or snake case. Raises BadInputError."""
     values: dict[str, Any] = {}
     for key, value in read_toml(path, "--config ").items():
         name = key.replace("-", "_")
@@ -169,7 +169,7 @@ def from_toml(path: Path) -> dict[str, Any]:
 
 
 def convert(name: str, value: Any, where: str) -> Any:
-    """Read the words of one setting as what its field holds. Raises BadInputError."""
+    """Convert the text of one setting to the type of its field. Raises BadInputError."""
     holds = shape(_fields()[name].annotation)
     if name.endswith("_s") and isinstance(value, str):
         try:
@@ -187,7 +187,9 @@ def convert(name: str, value: Any, where: str) -> Any:
 
 
 def _from_home(value: Any) -> Any:
-    """A place, or several, with ~ as a shell reads it: not in --out=~/runs, in files and quotes."""
+    """Expand ~ in one or several paths, since the shell does not in --out=~/runs, files and
+    quotes.
+    """
     if isinstance(value, (list, tuple)):
         return [_from_home(one) for one in value]
     if isinstance(value, str) and value.startswith("~"):
@@ -196,7 +198,7 @@ def _from_home(value: Any) -> Any:
 
 
 def _at_commas(word: Any) -> list[Any]:
-    """The parts of a text between commas; anything else is one part already."""
+    """Split a text at commas; return any other value as a single part."""
     if not isinstance(word, str):
         return [word]
     return [part.strip() for part in word.split(",") if part.strip()]
@@ -210,8 +212,8 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
         )
     if holds.kind is int and not holds.size and _is_share(value):
         raise BadInputError(
-            f"{where}: {excerpt(value)} is not a whole number: give a count (of steps, samples, "
-            "ranks), not a share"
+            f"{where}: {excerpt(value)} is not a whole number. Give a count (of steps, "
+            "samples, ranks), not a share"
         )
     if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
         return value
@@ -225,12 +227,12 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
         return reader(value)
     except ValueError:
         example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
-        words = "".join(f", and not {word!r}" for word in holds.words)
+        words = "".join(f", not {word!r}" for word in holds.words)
         raise BadInputError(f"{where}: {excerpt(value)} is not {example}{words}") from None
 
 
 def _is_share(value: Any) -> bool:
-    """Whether a value lies between 0 and 1, as other tools take it of steps."""
+    """Return whether a value lies between 0 and 1, as other tools give shares of steps."""
     try:
         return isinstance(value, (str, float)) and 0 < float(value) < 1
     except ValueError:
@@ -238,10 +240,10 @@ def _is_share(value: Any) -> bool:
 
 
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, origin -> values, the first that has a value winning.
+    """Merge layers, origin -> values; the first one that has a value wins.
 
-    Returns the settings and each field's origin. Raises BadInputError naming both the value and
-    where it came from.
+    Returns the settings and each field's origin. Raises BadInputError with the value and its
+    origin.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -261,7 +263,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
 
 
 def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
-    """Let the length given nearest to the user replace other kinds of length given further away."""
+    """Let the length from the source nearest to the user replace other kinds of length."""
     given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
     nearest_layer = min((order.index(origins[name]) for name in given), default=0)
     for name in given:

@@ -1,4 +1,4 @@
-"""Files that a command is asked to write, known before it begins to be writable; and hints."""
+"""Output files of a command, checked before it starts; and hints."""
 
 import argparse
 import os
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def tell_hint(hint: str) -> None:
-    """Print a hint to standard error, beside the result."""
+    """Print a hint to standard error, apart from the result."""
     print(f"hint: {hint}", file=sys.stderr)
 
 
 def output_file(text: str) -> Path:
-    """A converter for argparse: a file that can be written, or a sentence why it cannot."""
+    """Convert an argument to a file that can be written; argparse shows the reason if it cannot."""
     path = output_place(text)
     why = "an empty name" if not text else _find_obstacle(path)
     if why is not None:
@@ -29,7 +29,7 @@ def output_file(text: str) -> Path:
 
 
 def output_place(text: str) -> Path:
-    """A converter for argparse: a place to write, with ~ as a shell reads it (not in --out=~/x)."""
+    """Convert an argument to a path, expanding ~ where the shell does not (--out=~/x)."""
     return Path(text).expanduser()
 
 
@@ -48,14 +48,14 @@ def _find_obstacle(path: Path) -> str | None:
         return f"there is no folder {folder}"
     # What is no regular file (a device, a pipe) is written into; a file gets another's place.
     written = path if path.exists() and not path.is_file() else folder
-    return None if os.access(written, os.W_OK) else f"{written} cannot be written to"
+    return None if os.access(written, os.W_OK) else f"{written} is not writable"
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write what a command found out. Raises BadInputError.
+    """Write the output of a command. Raises BadInputError.
 
-    Where `path` cannot be written any more, it is kept in the folder of temporary files, and the
-    error says where.
+    If `path` is no longer writable, the output is saved in the temporary folder, and the error says
+    where.
     """
     from outpace.records.base import write_atomic  # --help needs no records
 
@@ -68,7 +68,7 @@ def write_output(path: Path, content: str | bytes) -> None:
             descriptor, kept = tempfile.mkstemp(prefix="outpace-", suffix=f"-{path.name[-80:]}")
             with open(descriptor, "wb") as file:  # noqa: PTH123 (of a descriptor)
                 file.write(data)
-            raise BadInputError(f"{why}. It is kept in {kept}.") from None
+            raise BadInputError(f"{why}. The output is saved in {kept}.") from None
         raise BadInputError(f"{why}.") from None
 
 

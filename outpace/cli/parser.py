@@ -1,4 +1,4 @@
-"""An argument parser whose errors are sentences with the nearest right name."""
+"""An argument parser whose errors are sentences that suggest the closest valid name."""
 
 import argparse
 import math
@@ -16,13 +16,15 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 class Parser:
-    """argparse for one command: no abbreviations, no exits; bad input raises BadInputError."""
+    """argparse for one command: without abbreviations or exits; bad input raises BadInputError."""
 
     def __init__(
         self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Make the parser; `elsewhere` has a sentence for each option that another command has."""
+        """Make the parser; `elsewhere` has a message for each option that belongs to another
+        command.
+        """
         self.command = command
         self.elsewhere = elsewhere
         self.arguments = _Argparse(
@@ -41,11 +43,13 @@ class Parser:
             "--json",
             action="store_true",
             default=False,
-            help="print one JSON document on standard output and nothing else there",
+            help="print one JSON document on standard output, and nothing else",
         )
 
     def read(self, argv: list[str]) -> argparse.Namespace:
-        """Parse. Raises BadInputError for what is unknown or missing; --help prints and exits 0."""
+        """Parse. Raises BadInputError for unknown or missing arguments; --help prints and exits
+        0.
+        """
         # First of all, since what argparse finds missing or wrong may only follow from it.
         if (unknown := self._unknown_option(argv)) is not None:
             self._refuse(unknown)
@@ -69,7 +73,7 @@ class Parser:
         )
 
     def _unknown_option(self, argv: list[str]) -> str | None:
-        """The first word that can only be an option, and is none of these; None for --help."""
+        """Return the first unknown word that can only be an option; None for --help."""
         known = set(self.arguments.flags())
         for word in argv:
             name = word.split("=")[0]
@@ -107,7 +111,7 @@ def _suggest_option(word: str, flags: list[str]) -> str:
 
 
 class JoinedList(argparse.Action):
-    """Join the values of an option that is given several times by commas, as in one list."""
+    """Join by commas the values of an option that is given several times."""
 
     def __call__(
         self,
@@ -127,7 +131,7 @@ class _Argparse(argparse.ArgumentParser):
         raise BadInputError(f"{message}{end} See {self.prog} --help.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Name the choice that is meant. argparse asks this of each value."""
+        """Suggest the closest choice. argparse calls this for each value."""
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
@@ -140,7 +144,9 @@ class _Argparse(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Option names in one column, their help in the other, as wide as the terminal up to 100."""
+    """Option names in one column and their help in the other, as wide as the terminal, up to
+    100.
+    """
 
     def __init__(self, prog: str) -> None:
         width = min(100, shutil.get_terminal_size().columns)
@@ -148,7 +154,9 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def whole_number(text: str) -> int:
-    """Read '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError when it is no whole number."""
+    """Parse '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError if it is not a whole
+    number.
+    """
     word = text.strip().lower()
     factor = _SUFFIXES.get(word[-1:], 1)
     digits = word[:-1] if factor != 1 else word
@@ -164,7 +172,7 @@ def whole_number(text: str) -> int:
 def number_type(
     kind: type[int] | type[float], low: float | None = None, high: float | None = None
 ) -> Callable[[str], Any]:
-    """A converter for argparse that says which numbers are allowed. Bounds are inclusive."""
+    """Return a converter for argparse that says which numbers are allowed. Bounds are inclusive."""
 
     def convert(text: str) -> int | float:
         try:
@@ -175,7 +183,7 @@ def number_type(
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
         if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is no finite number")
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number")
         return value
 
     return convert
@@ -190,7 +198,7 @@ _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 
 
 def read_duration(text: str) -> float:
-    """Seconds from words: '180', '3m', '1h30m', '90 s', '250ms'. Raises ValueError."""
+    """Parse seconds from '180', '3m', '1h30m', '90 s', '250ms'. Raises ValueError."""
     word = text.strip().lower()
     if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", word):
         return float(word)
@@ -201,12 +209,12 @@ def read_duration(text: str) -> float:
     except ValueError:
         given = {}
     if not given:
-        raise ValueError(f"{text!r} is no duration: write 180 (seconds), 3m, 1h30m or 250ms")
+        raise ValueError(f"{text!r} is not a duration. Write 180 (seconds), 3m, 1h30m or 250ms")
     return seconds
 
 
 def duration_type(low: float) -> Callable[[str], float]:
-    """A converter for argparse: a duration of at least `low` seconds."""
+    """Return a converter for argparse for a duration of at least `low` seconds."""
 
     def convert(text: str) -> float:
         try:

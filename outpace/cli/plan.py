@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from outpace.records.estimate import Plans
     from outpace.records.plan import Plan
 
-_ABOUT = "The fastest ways to train a model on given machines: which fit, why, and how sure."
+_ABOUT = (
+    "Predict the fastest ways to train a model on given machines: which fit, why, and how "
+    "sure that is."
+)
 _EPILOG = (
-    "Every layout is considered: data, sharded, tensor, context, expert and pipeline parallel, "
-    "micro-batches, recomputation, offloading. --machine is a name of the catalog, one accelerator "
-    "or machine.json of outpace probe. Derivations: docs/concepts/planner.md; how far off: "
-    "docs/results/accuracy.md."
+    "Considers every layout: data, sharded, tensor, context, expert and pipeline parallelism, "
+    "micro-batches, recomputation and offloading. --machine is a name of the catalog, an "
+    "accelerator or the machine.json of outpace probe. Derivations: docs/concepts/planner.md. "
+    "Prediction errors: docs/results/accuracy.md."
 )
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
@@ -33,9 +36,9 @@ _LEAST_COMPARED = 2  # plans of an answer: the recommended, and the fastest if i
 # Plans are of trainings of all weights.
 ADAPTER_OPTIONS = dict.fromkeys(
     ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
-    "It plans trainings of all weights. Of an adapter, outpace memory with the same --model, "
-    "--machine and --seq-len, and --micro-batch 1 --lora-rank 16 (and --base nf4), tells the "
-    "memory.",
+    "Plans assume that all weights are trained. For the memory of an adapter, use outpace "
+    "memory with the same --model, --machine and --seq-len, and add --micro-batch 1 "
+    "--lora-rank 16 (and --base nf4).",
 )
 
 
@@ -57,7 +60,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     number = arguments.explain or 1
     if number > len(answer.plans):
         raise BadInputError(
-            f"--explain {number}: {len(answer.plans)} plans are listed. Ask for more of them with "
+            f"--explain {number}: only {len(answer.plans)} plans are listed. List more with "
             f"--count {number}."
         )
     if arguments.out is not None and arguments.emit is None:
@@ -77,7 +80,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def answer(argv: list[str]) -> "Plans":
-    """Return the plans that the words of a command line ask for. Raises BadInputError."""
+    """Return the plans that the command line asks for. Raises BadInputError."""
     arguments = _parser().read(argv)
     _check(arguments)
     from outpace.jobs.planning.request import job
@@ -87,14 +90,16 @@ def answer(argv: list[str]) -> "Plans":
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options of which one would be passed over in silence."""
+    """Refuse combinations of options in which one would be silently ignored."""
     other = [name for name in ("compare_nodes", "what_if") if getattr(arguments, name) is not None]
     alone = [name for name in ("explain", "emit", "out") if getattr(arguments, name) is not None]
     if other and len(other + alone) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in (other + alone)[:2])
-        raise BadInputError(f"{first} and {second} are different answers. Ask for one of them.")
+        raise BadInputError(f"{first} and {second} give different answers. Use one of them.")
     if arguments.price is not None and arguments.tokens is None:
-        raise BadInputError("--price is of a device and hour: say how many --tokens to train on.")
+        raise BadInputError(
+            "--price is per device and hour. Say how many tokens to train on with --tokens."
+        )
 
 
 def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
@@ -128,12 +133,12 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 def _defaults(
     arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
 ) -> dict[str, str]:
-    """Options that decide on time and memory, where they were not given."""
+    """Return the options that affect time and memory and were not given."""
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
     found = {}
     if arguments.seq_len is None and answer.reads_tokens:
-        found["--seq-len"] = f"{answer.seq_len} (of outpace train and memory: {DEFAULT_SEQ_LEN})"
+        found["--seq-len"] = f"{answer.seq_len} (outpace train and memory use {DEFAULT_SEQ_LEN})"
     if arguments.global_batch is None:
         found["--global-batch"] = str(answer.global_batch)
     if arguments.precision is None and "precision" not in (arguments.keep or ""):
@@ -142,7 +147,7 @@ def _defaults(
 
 
 def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """The fastest plan on each number of nodes, the global batch the same."""
+    """Find the fastest plan for each number of nodes, with the same global batch."""
     from outpace.jobs.planning.request import job
     from outpace.planner.plan import throughput
 
@@ -167,7 +172,9 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """The fastest plan now and with something changed; a machine too small is an answer, too."""
+    """Find the fastest plan as is and with a change; a machine that is too small is an answer,
+    too.
+    """
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
@@ -191,7 +198,7 @@ def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _try_to_plan(question: "PlanningProblem") -> "Plans | str":
-    """Return the plans, or why there are none."""
+    """Return the plans, or the reason why there are none."""
     from outpace.planner.plan import plans
 
     try:
@@ -201,7 +208,7 @@ def _try_to_plan(question: "PlanningProblem") -> "Plans | str":
 
 
 def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
-    """Write a plan with the length and the batch that it is for."""
+    """Write a plan with its sequence length and global batch."""
     from outpace.records.plan import PlanFile
 
     file = PlanFile.from_plan(plan, question.wanted.seq_len, question.wanted.global_batch)
@@ -211,7 +218,7 @@ def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
 def _export(
     arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
 ) -> int:
-    """Write the chosen plan, the recommended, or the fastest that the format can express."""
+    """Export the chosen or the recommended plan, else the fastest that the format can express."""
     from outpace.jobs.planning.export_format import Named, figures, pick
     from outpace.jobs.planning.find_outline import find_outline
 
@@ -220,9 +227,9 @@ def _export(
     if seq_len > positions:
         raise BadInputError(
             f"--emit {arguments.emit}: --seq-len {seq_len} is longer than the {positions} "
-            f"positions of {arguments.model}, and no trainer takes it as it is. Use at most "
-            f"{positions}, or give the model more (max_position_embeddings in its config.json, "
-            "with rotary scaling)."
+            f"positions of {arguments.model}, so no trainer takes the model as it is. Use at "
+            f"most {positions}, or give the model more (max_position_embeddings in its "
+            "config.json, with rotary scaling)."
         )
     model = Named(arguments.model, outline if spec is None else spec)
     try:
@@ -256,10 +263,12 @@ def _export(
 
 
 def _format_start(out: Path | None, written: "ExportedPlan") -> str:
-    """Describe where the configuration is, and the command that starts training with it."""
+    """Return where the configuration was written, and the command that starts training with it."""
     if out is not None:
-        return f"Written: {out}. Start it: {written.command}"
-    return f"On standard output: {written.file_name}. Save it (--out), then: {written.command}"
+        return f"Wrote {out}. Start it with: {written.command}"
+    return (
+        f"{written.file_name} is on standard output. Save it (--out), then run: {written.command}"
+    )
 
 
 def _nodes_list(text: str) -> list[int]:
@@ -269,7 +278,7 @@ def _nodes_list(text: str) -> list[int]:
         found = []
     if not found or min(found) < 1 or max(found) > _MOST_NODES:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write numbers of nodes from 1 to {_MOST_NODES:,}, as in 1,2,4,8"
+            f"{text!r}: write numbers of nodes from 1 to {_MOST_NODES:,}, such as 1,2,4,8"
         )
     return found
 
@@ -277,27 +286,29 @@ def _nodes_list(text: str) -> list[int]:
 def add_question(parser: Parser, of: str = "") -> None:
     """Add the options that `outpace plan` and `outpace estimate` share.
 
-    `of` names what defaults of length and batch are taken from before the model's.
+    `of` names where defaults of length and batch come from, before the model's.
     """
     add = parser.arguments.add_argument
     whole = number_type(int, 1)
     add("--model", required=True, metavar="MODEL",
         help="preset, Hugging Face directory, spec file or file.py:build")  # fmt: skip
     add("--machine", default=None, metavar="NAME",
-        help="of the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe (default: this "
-        "machine)")  # fmt: skip
+        help="name in the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe "
+             "(default: this machine)")  # fmt: skip
     add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
-        help="how many machines (default: 1)")  # fmt: skip
+        help="number of machines (default: 1)")  # fmt: skip
     add("--devices-per-node", type=whole, default=None, metavar="N",
-        help="ranks on each (default: the machine's)")  # fmt: skip
+        help="ranks per machine (default: the machine's)")  # fmt: skip
     add("--network", default=None, metavar="WORDS",
-        help="of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
+        help=
+            "network of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)"
+        )  # fmt: skip
     add("--seq-len", type=whole, default=None, metavar="N",
-        help=f"tokens of a sample (default: {of}the model's, at most 2048)")  # fmt: skip
+        help=f"tokens per sample (default: {of}the model's, at most 2048)")  # fmt: skip
     add("--global-batch", type=whole, default=None, metavar="N",
-        help=f"samples in a step (default: {of}4 for each device)")  # fmt: skip
+        help=f"samples per step (default: {of}4 per device)")  # fmt: skip
     add("--precision", choices=get_args(Precision), default=None, metavar="NAME",
-        help="bf16, fp16, fp32, fp8, … (default: bf16-master on a GPU that has bf16)")  # fmt: skip
+        help="bf16, fp16, fp32, fp8, … (default: bf16-master on a GPU with bf16)")  # fmt: skip
 
 
 def _parser() -> Parser:
@@ -310,31 +321,46 @@ def _parser() -> Parser:
     add = parser.arguments.add_argument
     whole = number_type(int, 1)
     add("--keep", action=JoinedList, default=None, metavar="A=B,C=D",
-        help="settings to insist on (precision=bf16,…), and what each costs")  # fmt: skip
+        help=
+            "settings to insist on (precision=bf16,…); the answer says what each costs"
+        )  # fmt: skip
     add("--vary", action=JoinedList, default=None, metavar="A,B",
-        help="settings to search too (precision, optimizer, compile, …), or all")  # fmt: skip
-    add("--max-tp", type=whole, default=None, metavar="N", help="tensor parallel at most so wide")
+        help="settings to search as well (precision, optimizer, compile, …), or all")  # fmt: skip
+    add("--max-tp", type=whole, default=None, metavar="N", help="largest tensor-parallel degree")
     add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
-        help=f"the software that trains, by whose traits time and memory are judged: "
-        f"{', '.join(TRAINERS)} (default: outpace)")  # fmt: skip
-    add("--trained", action="store_true", default=False, help="only what outpace trains itself")
+        help="trainer whose behaviour time and memory are predicted for: "
+             f"{', '.join(TRAINERS)} (default: outpace)")  # fmt: skip
+    add(
+        "--trained",
+        action="store_true",
+        default=False,
+        help="only plans that outpace can train itself",
+    )
     add("--may-idle", action="store_true", default=False,
-        help="nodes may stay idle, where fewer are faster or divide the batch")  # fmt: skip
+        help=
+            "allow plans that leave nodes idle, if fewer are faster or divide the batch"
+        )  # fmt: skip
     add("--tokens", type=number_type(int, 1), default=None, metavar="N",
-        help="to train on: 1T, 300B; adds the time")  # fmt: skip
+        help="tokens to train on: 1T, 300B; adds the total time")  # fmt: skip
     add("--price", type=number_type(float, 0.0), default=None, metavar="X",
-        help="of a device and hour; with --tokens adds the cost")  # fmt: skip
+        help="price per device and hour; with --tokens adds the cost")  # fmt: skip
     add("--count", type=number_type(int, 1, _MOST_PLANS), default=5, metavar="N",
-        help="plans to show (default: 5)")  # fmt: skip
-    add("--explain", type=whole, default=None, metavar="K", help="walk through the K-th plan")
+        help="number of plans to show (default: 5)")  # fmt: skip
+    add(
+        "--explain",
+        type=whole,
+        default=None,
+        metavar="K",
+        help="explain the K-th plan step by step",
+    )
     add("--compare-nodes", type=_nodes_list, default=None, metavar="1,2,4",
-        help="throughput and efficiency by number of nodes")  # fmt: skip
+        help="compare throughput and efficiency by number of nodes")  # fmt: skip
     add("--what-if", default=None, metavar="link=400Gbps",
-        help="with link= (a node's network), inside= (a device's link in its node), memory= (a "
-        "device's) or nodes= changed")  # fmt: skip
+        help="show the effect of a change of link= (a node's network), inside= (a device's "
+             "link in its node), memory= (a device's) or nodes=")  # fmt: skip
     add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
-        help="the recommended plan (or --explain's), else the fastest that the format can express, "
-        f"for {', '.join(FORMATS)}")  # fmt: skip
+        help=f"write the plan as a configuration of {', '.join(FORMATS)}: the recommended plan "
+             "(or --explain's), or else the fastest that the format can express")  # fmt: skip
     add("--out", type=output_file, default=None, metavar="FILE",
-        help="write the best (or --explain's) plan; with --emit what is emitted")  # fmt: skip
+        help="write the best plan (or --explain's); with --emit, the configuration")  # fmt: skip
     return parser

@@ -27,16 +27,18 @@ _AS_IN_TRAINING = ("device", "nproc", "backend", "data", "text_field", "tokenize
                    "micro_batch", "offload_dir")  # fmt: skip
 _DEFAULT_MODEL = "gpt2"
 
-_ABOUT = "Measure what this machine can really do: products, memory, links, disks, data loading."
+_ABOUT = (
+    "Measure what this machine can really do: matrix products, memory, links, disks, data loading."
+)
 _EPILOG = (
-    f"SECTION is one of {', '.join(SECTIONS)}, or all (the default). It runs by itself on this "
-    "host's devices, or under torchrun on all hosts that will be used. End first what else uses "
-    "the machine."
+    f"SECTION is one of {', '.join(SECTIONS)}, or all (the default). Run it by itself for this "
+    "host's devices, or under torchrun on all hosts that you will use. First stop everything "
+    "else that uses the machine."
 )
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Probe the machine, print what was found, keep it; returns 0. Raises OutpaceError."""
+    """Probe the machine, print the results and save them; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     sections = _sections(arguments.section)
     out: Path | None = arguments.out
@@ -81,7 +83,7 @@ def probe_machine(
     sections: Sequence[str], quick: bool, budget_s: float | None, out: Path | None,
     given: Mapping[str, object],
 ) -> Machine:  # fmt: skip
-    """Measure this host for a Python program. Raises BadInputError."""
+    """Measure this host on behalf of a Python program. Raises BadInputError."""
     from outpace.jobs.probe import job
     from outpace.jobs.probe.request import ProbeRequest
     from outpace.reporting.terminal.probe import progress_of
@@ -102,7 +104,7 @@ def probe_machine(
 
 
 def _without_place(word: str) -> str:
-    """A path's last part: records are sent to colleagues."""
+    """Return a path's last part, since records are sent to colleagues."""
     option, equals, value = word.rpartition("=")
     return option + equals + ("…/" + Path(value).name if "/" in value else value)
 
@@ -122,7 +124,7 @@ def _sections(words: list[str]) -> tuple[SectionName, ...]:
 
 
 def _settings(given: Mapping[str, object]) -> TrainSettings:
-    """Return the training settings that have the same names as options of the probe."""
+    """Return the training settings that share their names with options of the probe."""
     values = {name: given[name] for name in _AS_IN_TRAINING if given.get(name) is not None}
     values |= {"model": given["model"] or _DEFAULT_MODEL, "out": given["checkpoint_dir"]}
     return TrainSettings.parse(values, "outpace probe")
@@ -132,41 +134,41 @@ def _parser() -> Parser:
     parser = Parser("probe", _ABOUT, _EPILOG, usage="[SECTION …] [options]")
     parser.add_json()
     add = parser.arguments.add_argument
-    add("section", nargs="*", default=[], metavar="SECTION", help="what to measure")
+    add("section", nargs="*", default=[], metavar="SECTION", help="sections to measure")
     add(
         "--quick",
         action="store_true",
         default=False,
-        help="in less than a minute; without, in up to ten, and with narrower intervals",
+        help="take less than a minute; otherwise up to ten, with narrower intervals",
     )
     add(
         "--budget",
         type=duration_type(0.1),
         default=None,
         metavar="TIME",
-        help="measure for about so long (90, 3m), instead of for as long as it usually takes",
+        help="measure for about this long (90, 3m), instead of the usual time",
     )
     add(
         "--out",
         type=output_file,
         default=None,
         metavar="machine.json",
-        help="keep the machine's record, which the planner reads",
+        help="save the machine's record, which the planner reads",
     )
     add(
         "--model",
         default=None,
         metavar="M",
-        help="give advice on its sizes: a preset, a directory, a spec file (default: gpt2); of a "
-        "file.py:build the loader's section takes the data set",
+        help="model to give advice on sizes for: a preset, a directory, a spec file (default: "
+        "gpt2); of a file.py:build the loader section uses the data set",
     )
-    add("--device", default=None, choices=("auto", "cpu", "cuda"), help="what to measure on")
+    add("--device", default=None, choices=("auto", "cpu", "cuda"), help="device to measure")
     add(
         "--nproc",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="processes for collectives (default: one for each GPU, or up to four on a CPU)",
+        help="processes for collectives (default: one per GPU, or up to four on a CPU)",
     )
     add("--backend", default=None, choices=("auto", "gloo", "nccl"), help="of collectives")
     add(
@@ -174,38 +176,44 @@ def _parser() -> Parser:
         default=None,
         action="append",
         metavar="FILE",
-        help="measure loading of this, as training would; repeat for more (default: Python's own "
-        "source code)",
+        help="data to measure loading with, as training would load it; may be repeated "
+        "(default: Python's own source code)",
     )
-    add("--text-field", default=None, metavar="KEY", help="of the text in it (default: text)")
+    add(
+        "--text-field",
+        default=None,
+        metavar="KEY",
+        help="key of the text in --data (default: text)",
+    )
     add(
         "--seq-len",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="tokens per sample, of data and of a model's products",
+        help="tokens per sample, for loading and for the model's matrix products",
     )
     add(
         "--micro-batch",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="samples at once, to be loaded and in a model's products",
+        help="samples per batch, for loading and for the model's matrix products",
     )
-    add("--tokenizer", default=None, metavar="T", help="measure tokenising with it")
+    add("--tokenizer", default=None, metavar="T", help="tokenizer to measure")
     add(
         "--checkpoint-dir",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="measure this directory's disk for checkpoints (default: the current one)",
+        help="directory whose disk to measure for checkpoints (default: the current one)",
     )
     add(
         "--offload-dir",
         type=Path,
         default=None,
         metavar="DIR",
-        help="and this one's for offloading (default: the system's for temporary files)",
+        help="directory whose disk to measure for offloading (default: the system's temporary "
+        "directory)",
     )
     add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
     return parser

@@ -22,12 +22,12 @@ from outpace.records.tuning import Tuning
 if TYPE_CHECKING:
     from outpace.reporting.render.document import Document
 
-_ABOUT = "A run, comparison, tuning, plan, probe or certificate as a page that needs no network."
+_ABOUT = "Write a run, comparison, tuning, plan, probe or certificate as a page that works offline."
 _EPILOG = (
-    "A PATH is a run's or a comparison's directory, comparison.json, tuning.json, machine.json of "
-    "outpace probe, certificate.json of outpace verify, standstill.json of a run whose ranks "
-    "hung, or what outpace plan --json printed. Several make one page, runs with what "
-    "they differ in first; a probe among them is what runs are predicted from."
+    "PATH is the directory of a run or a comparison, or a file: comparison.json, tuning.json, "
+    "machine.json of outpace probe, certificate.json of outpace verify, standstill.json of a "
+    "run that hung, or the output of outpace plan --json. Several paths make one page: runs "
+    "come first with what they differ in, and a probe among them is used to predict the runs."
 )
 _FORMATS = ("html", "md", "csv", "png")
 _RUN = "run.json"
@@ -53,7 +53,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _Report:
-    """Documents, their page or text, and the file that has it, if any."""
+    """Documents of a report, its page or text, and its file, if there is one."""
 
     documents: "Sequence[Document]"
     content: str | bytes
@@ -91,7 +91,7 @@ def write_report(
 def _make(
     paths: Sequence[Path], out: Path | None, kind: str, browser: str | None, kept: bool
 ) -> "_Report":
-    """Make a report; where it is to be `kept`, also without `out`, it is written."""
+    """Make a report; if it is to be `kept`, it is written even without `out`."""
     subjects = [_read_subject(path) for path in paths]
     program = None
     if kind == "png":
@@ -103,7 +103,7 @@ def _make(
         alone = len(subjects) == 1
         out = _default_out(paths[0], kind) if alone else Path(f"report.{kind}")
         if not alone and out.exists():
-            raise BadInputError(f"{out} is there already. Name another with --out.")
+            raise BadInputError(f"{out} exists already. Choose another file with --out.")
     content = _content(documents, kind, program)
     if out is not None:
         write_output(out, content)
@@ -111,17 +111,19 @@ def _make(
 
 
 def _format(asked: str | None, out: Path | None) -> str:
-    """Return the format that was asked for, or that of the file's suffix."""
+    """Return the format that the user asked for, or the format of the file's suffix."""
     suffix = None if out is None else out.suffix.removeprefix(".").lower()
     if asked is None:
         return suffix if suffix in _FORMATS else "html"
     if suffix in _FORMATS and suffix != asked:
-        raise BadInputError(f"--format {asked}, but --out {out} ends with .{suffix}. Use one.")
+        raise BadInputError(
+            f"--format {asked}, but --out {out} ends with .{suffix}. Use only one of them."
+        )
     return asked
 
 
 def _read_subject(path: Path) -> _Subject:
-    """Read what the path leads to. Raises BadInputError."""
+    """Read what is at the path. Raises BadInputError."""
     if path.is_dir():
         if (path / _RUN).is_file():
             return _Subject(path, None)
@@ -129,7 +131,7 @@ def _read_subject(path: Path) -> _Subject:
         if not found:
             raise BadInputError(
                 f"{path} holds nothing to report on: none of {_RUN}, {', '.join(_IN_FOLDERS)}. "
-                "Name the directory of a run, or of a comparison or a tuning."
+                "Give the directory of a run, a comparison or a tuning."
             )
         path = found[0]
     elif path.name == _RUN and path.is_file():
@@ -140,8 +142,9 @@ def _read_subject(path: Path) -> _Subject:
 def _record(path: Path) -> Any:
     if path.suffix == ".toml":
         raise BadInputError(
-            f"{path} says what is to be done, not what came of it. Run it first, as by outpace "
-            f"compare {path}, then outpace report the directory that it names."
+            f"{path} describes an experiment, not its results. Run it first, for example with "
+            f"outpace compare {path}, then call outpace report with the directory that it "
+            "prints."
         )
     values = read_json(path)
     for name, kind in _RECORDS.items():
@@ -149,23 +152,24 @@ def _record(path: Path) -> Any:
             return kind.parse(values, str(path))
     if isinstance(values, dict) and "runs" in values and values.keys() & {"node", "machine"}:
         raise BadInputError(
-            f"{path} is a machine that outpace calibrate corrected, which holds no probe. Plan "
-            f"with it: outpace plan --machine {path}. Reports are made of the machine.json that "
-            "outpace probe --out writes."
+            f"{path} is a machine that outpace calibrate corrected, which has no probe. Plan "
+            f"with it: outpace plan --machine {path}. Reports are made from the machine.json "
+            "that outpace probe --out writes."
         )
     if isinstance(values, dict) and "strategy" in values:
         raise BadInputError(
-            f"{path} is one plan, without what it was chosen from. Keep the planner's answer: "
+            f"{path} is a single plan without its alternatives. Save the planner's answer: "
             "outpace plan … --json > plans.json."
         )
     raise BadInputError(
-        f"{path} is none of what is reported on: comparison.json, tuning.json, machine.json, "
-        "certificate.json, standstill.json, what outpace plan --json printed, or a run's directory."
+        f"{path} is not a file that can be reported on. Use comparison.json, tuning.json, "
+        "machine.json, certificate.json, standstill.json, the output of outpace plan --json, "
+        "or a run's directory."
     )
 
 
 def _compare_subjects(subjects: Sequence[_Subject]) -> "Iterator[Document]":
-    """Yield a document of what several runs differ in."""
+    """Yield a document of the differences between several runs."""
     runs = [one.path for one in subjects if one.record is None]
     if len(runs) < 2:
         return
@@ -216,8 +220,8 @@ def _document(subject: _Subject, probe: Machine | None) -> "Document":
         return hang_document(record)
     if record.probed is None:
         raise BadInputError(
-            f"{subject.path} is a machine that was not probed. Probe it: outpace probe --out "
-            f"{subject.path.name}."
+            f"{subject.path} describes a machine without measurements. Measure it: outpace "
+            f"probe --out {subject.path.name}."
         )
     from outpace.reporting.documents.probe import probe_document
 
@@ -244,7 +248,7 @@ def _default_out(path: Path, kind: str) -> Path:
 
 
 def _summarise(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
-    """Return what was reported, without the figures."""
+    """Return the content of a report, without the figures."""
     return {
         "out": None if out is None else str(out),
         "format": kind,
@@ -262,10 +266,10 @@ def _parser() -> Parser:
     add = parser.arguments.add_argument
     add("path", nargs="+", type=Path, metavar="PATH", help="what to report on")
     add("--out", type=output_file, default=None, metavar="FILE",
-        help="where to (default: report.html beside it, of several here; standard output for md "
-             "and csv without --json)")  # fmt: skip
+        help="file to write (default: report.html beside PATH, or here for several; standard "
+             "output for md and csv without --json)")  # fmt: skip
     add("--format", choices=_FORMATS, default=None, metavar="FORMAT",
-        help="html, md, csv or png (default: as --out ends, else html)")  # fmt: skip
+        help="html, md, csv or png (default: by the suffix of --out, else html)")  # fmt: skip
     add("--browser", default=None, metavar="PROGRAM",
         help="Chromium or Chrome, for png (default: the first on PATH)")  # fmt: skip
     return parser

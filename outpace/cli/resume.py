@@ -1,4 +1,4 @@
-"""The settings of a run that is resumed, and what may not change on the way."""
+"""The settings of a resumed run, and those that may not change."""
 
 import os
 from collections.abc import Mapping
@@ -50,15 +50,16 @@ _LEFT_OUT = ("resume", "out")
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """The settings recorded in DIR/run.json. Raises BadInputError when there are none.
+    """Return the settings in DIR/run.json. Raises BadInputError if there are none.
 
-    The sequence length is the one that was used, also where it had been left to outpace.
+    The sequence length is the one that was used, even if outpace had chosen it.
     """
     path = run / RUN_FILE
     if not run.is_dir():
         raise BadInputError(
-            f"--resume: there is no directory {run}. Give the folder of a run, which outpace train "
-            f"names at its end (outpace runs lists them).{explain_removed_checkpoint(run)}"
+            f"--resume: there is no directory {run}. Give the folder of a run, which outpace "
+            "train prints at the end (outpace runs lists "
+            f"them).{explain_removed_checkpoint(run)}"
         )
     if not path.exists():
         raise BadInputError(
@@ -70,7 +71,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         document = read_object(path, on_change=lambda _: None)
         recorded = {**document["settings"]}
     except (KeyError, TypeError):
-        raise BadInputError(f"{path} is damaged: it holds no settings of a run") from None
+        raise BadInputError(f"{path} is damaged: it has no settings of a run") from None
     except BadInputError as error:
         raise BadInputError(
             f"the run's file is damaged: {error}.{_suggest_recovery(run)}"
@@ -82,29 +83,31 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def _name_run(folder: Path) -> str:
-    """Return what to give instead of a folder that is no run, such as the run that it lies in."""
+    """Return what to give instead of a folder that is not a run, such as the run that contains
+    it.
+    """
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
         return "Give --resume the folder of a run"
-    return f"It lies in a run: give --resume {around}, from its newest checkpoint"
+    return f"It is inside a run: give --resume {around}, which starts from the newest checkpoint"
 
 
 def _suggest_recovery(run: Path) -> str:
     """Return what is left of a run whose file cannot be read, and how to use it."""
     model, saved = run / "model", checkpoints(run)
-    parts = [f" Bring {run / RUN_FILE} back from a copy: nothing can be resumed without it."]
+    parts = [f" Restore {run / RUN_FILE} from a copy: nothing can be resumed without it."]
     if (model / "config.json").is_file():
-        parts.append(f"{model} is a model as it is: --model {model}.")
+        parts.append(f"{model} is a complete model: --model {model}.")
     if saved:
         parts.append(
-            f"The weights of step {int(saved[0].name[5:])} are whole: {' '.join(PYTHON)} -m "
+            f"The weights of step {int(saved[0].name[5:])} are intact: {' '.join(PYTHON)} -m "
             f"torch.distributed.checkpoint.format_utils dcp_to_torch {saved[0]} weights.pt"
         )
     return " ".join(parts)
 
 
 def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse to resume where what the run read is not where it was. Raises BadInputError."""
+    """Refuse to resume if the run's inputs are no longer where they were. Raises BadInputError."""
     for name in _PATHS:
         value = getattr(settings, name)
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:
@@ -114,27 +117,27 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
                 continue
             where = (
                 "" if Path(place).is_absolute() else
-                f" from the folder where it was started, and not in {Path.cwd()}"
+                f" from the folder in which it was started, not from {Path.cwd()}"
             )  # fmt: skip
             raise BadInputError(
-                f"--resume: the run read {flag(name)} {place}{where}. It is not there now: change "
-                f"to that folder, or add {flag(name)} with its new place. Its content decides "
-                "whether it is the same."
+                f"--resume: the run read {flag(name)} {place}{where}. It is not there now. "
+                f"Change to that folder, or add {flag(name)} with the new place; the content "
+                "has to be the same."
             )
 
 
 def _is_named(place: str) -> bool:
-    """Whether it is known by its name, or lives in a program: no file or folder."""
+    """Return whether an input has a name or lives in a program, instead of a file or folder."""
     return place == "stdlib" or named_model(place) in PRESETS or place.startswith("python:")
 
 
 def require_as_written(run: Path) -> None:
-    """Refuse a run.json that was changed since: its training would be another. BadInputError."""
+    """Refuse a run.json that was edited since, because its training would differ. BadInputError."""
     read_object(run / RUN_FILE)
 
 
 def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Path) -> None:
-    """Refuse to change what makes the run what it is. Raises BadInputError naming the run's value.
+    """Refuse a change of settings that define the run. Raises BadInputError with the run's value.
 
     `asked` holds what the user gives now, on the command line or in a file.
     """
@@ -143,7 +146,7 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
             if name in _PATHS and of_run.get(name) is not None and _lies_there(asked[name]):
                 continue
             kept = of_run.get(name)
-            was = "left to outpace" if kept is None else show(kept)
+            was = "chosen by outpace" if kept is None else show(kept)
             raise BadInputError(
                 f"{flag(name)} {show(asked[name])}: the run in {run} was started with "
                 f"{flag(name)} {was}, and another value would make it another run. Leave "
@@ -152,7 +155,9 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
 
 
 def _lies_there(value: Any) -> bool:
-    """Whether all that is named is found: files, folders, patterns, a file's function, datasets."""
+    """Return whether everything named exists: files, folders, patterns, a file's function,
+    datasets.
+    """
     if isinstance(value, (tuple, list)):
         return all(map(_lies_there, value))
     file = str(value).rpartition(":")[0]

@@ -22,11 +22,11 @@ from outpace.experiment.past_runs import (
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 
-_ABOUT = "Past runs, newest first; or one of them in full."
+_ABOUT = "List past runs, newest first, or show one of them in full."
 _EPILOG = (
-    "Of one folder that is a run, all of it is shown. Conditions are on what the list shows, on "
-    "result.json, and on the plan's and the run's settings by their names: --where strategy=ddp "
-    "'final_loss<2.5'; all of them have to hold."
+    "If you give one folder that is a run, all of it is shown. Conditions may use the fields "
+    "of the list, of result.json, and of the run's plan and settings: --where strategy=ddp "
+    "'final_loss<2.5'. All of them have to hold."
 )
 # Where outpace train puts runs; compare and tune put many that nobody looks at one by one.
 _OWN, _OTHERS = "runs", ("comparisons", "tunings")
@@ -41,15 +41,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if paths[:1] == [Path("show")]:
         if len(paths) != 2:
             raise BadInputError(
-                f"outpace runs show takes one run, and got {len(paths) - 1}. outpace runs lists "
-                "all there are."
+                f"outpace runs show takes one run, but got {len(paths) - 1}. outpace runs "
+                "lists them all."
             )
         return _show(paths[1], arguments.json)
     if paths[:1] == [Path("diff")]:
         named = shlex.join(map(str, paths[1:])) or "RUN RUN"
         raise BadInputError(
-            f"outpace runs has no diff: outpace compare {named} says what runs differ in, and "
-            "where in a step it shows."
+            f"outpace runs has no diff. outpace compare {named} shows how runs differ, and "
+            "where in a step."
         )
     filters = arguments.where or arguments.sort is not None
     if len(paths) == 1 and is_run(paths[0]) and not filters:
@@ -60,14 +60,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     _list(kept, len(runs), folders, arguments.json)
     others = 0 if paths or arguments.all or arguments.json else count(_existing_folders(_OTHERS))
     if others:
-        print(f"{others} more of comparisons and tunings: outpace runs --all")
+        print(f"{others} more from comparisons and tunings: outpace runs --all")
     return 0
 
 
 def select(
     runs: Sequence[Past], where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
 ) -> list[Past]:
-    """Return the runs of which all conditions hold, in the order that is asked for."""
+    """Return the runs that meet all conditions, in the requested order."""
     conditions = [condition_of(word) for word in where]
     by = None if sort is None else field_of(sort, "--sort")
     kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
@@ -75,10 +75,10 @@ def select(
 
 
 def search_folders(paths: list[Path], everywhere: bool = False) -> list[Path]:
-    """Return the folders to search. Raises BadInputError for a named one that does not exist."""
+    """Return the folders to search. Raises BadInputError if a given one does not exist."""
     for path in paths:
         if not path.is_dir():
-            raise BadInputError(f"there is no folder {path}. Name a run, or a folder with runs.")
+            raise BadInputError(f"there is no folder {path}. Give a run, or a folder with runs.")
     return paths or _existing_folders((_OWN, *_OTHERS) if everywhere else (_OWN,))
 
 
@@ -87,7 +87,7 @@ def _existing_folders(names: Sequence[str]) -> list[Path]:
 
 
 def _sort(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
-    """Sort by a field, smallest first; runs where it is unknown come last in either order."""
+    """Sort by a field, smallest first; runs with an unknown value come last in either order."""
     if name is None:
         return runs[::-1] if reverse else runs
     values = [(one.value(name), one) for one in runs]
@@ -97,7 +97,7 @@ def _sort(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
 
 
 def _order(value: Any) -> tuple[bool, float, str]:
-    """Numbers before words."""
+    """Return a sort key that puts numbers before words."""
     is_number = isinstance(value, (int, float))
     return (not is_number, value if is_number else 0.0, "" if is_number else str(value))
 
@@ -107,8 +107,12 @@ def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None
         print(json.dumps({"runs": [one.row.model_dump(mode="json") for one in runs]}, indent=2))
         return
     if not runs:
-        names = ", ".join(map(str, folders)) or f"a folder {_OWN} of this one"
-        print(f"none of the {of} runs in {names} is so" if of else f"no runs in {names}")
+        names = ", ".join(map(str, folders)) or f"a subfolder {_OWN} of this one"
+        print(
+            (f"none of the {of} runs in {names} meets the conditions")
+            if of
+            else f"no runs in {names}"
+        )
         return
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.run_list import runs_table
@@ -119,7 +123,7 @@ def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None
 def _show(folder: Path, as_json: bool) -> int:
     if not is_run(folder):
         raise BadInputError(
-            f"{folder} holds no run (no run.json). outpace runs lists those of this folder, "
+            f"{folder} holds no run (no run.json). outpace runs lists the runs of this folder, "
             "outpace runs FOLDER those of another."
         )
     (past,) = mark_running([read(folder)])
@@ -147,7 +151,7 @@ def _show(folder: Path, as_json: bool) -> int:
 
 
 def repeat_command(record: RunRecord) -> str:
-    """Return the command that trains the same again, wherever the settings came from."""
+    """Return the command that repeats the training, wherever the settings came from."""
     if record.settings.model.startswith("python:"):  # a live model, which no command names
         return shlex.join(["python", *record.command])
     given = {
@@ -164,7 +168,7 @@ def repeat_command(record: RunRecord) -> str:
 
 
 def _launch_options(command: Sequence[str]) -> Iterator[str]:
-    """Yield the options that are no settings: where ranks run, and how often they restart."""
+    """Yield the options that are not settings: where ranks run, and how often they restart."""
     for word, following in itertools.pairwise((*command, "")):
         name, equals, _ = word.partition("=")
         if name in options.OF_STARTING:
@@ -176,12 +180,14 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("path", nargs="*", type=Path, default=[], metavar="FOLDER",
-        help=f"where to look, with all below (default: {_OWN})")  # fmt: skip
+        help=f"folders to search, with their subfolders (default: {_OWN})")  # fmt: skip
     add("--all", action="store_true", default=False,
-        help="those of comparisons and tunings, too")  # fmt: skip
+        help="also show runs of comparisons and tunings")  # fmt: skip
     add("--where", nargs="+", action="extend", default=[], metavar="CONDITION",
-        help="only runs of which this holds: NAME and = != < <= > >= and a value")  # fmt: skip
+        help=
+            "show only runs that meet this condition: NAME, one of = != < <= > >=, and a value"
+        )  # fmt: skip
     add("--sort", default=None, metavar="NAME",
-        help="by this, the smallest first (default: newest first)")  # fmt: skip
-    add("--reverse", action="store_true", default=False, help="the other way round")
+        help="sort by this field, smallest first (default: newest first)")  # fmt: skip
+    add("--reverse", action="store_true", default=False, help="reverse the order")
     return parser

@@ -11,11 +11,12 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _Once:
-    """A handler: the first signal interrupts, one right after it is the same key press.
+    """A signal handler: the first signal interrupts, one right after it counts as the same key
+    press.
 
-    A later one ends the process at once, by `end`. It stays when what it was for has ended by a
-    signal, since the process itself takes a moment to end; then later ones are the former
-    handler's.
+    A later one ends the process at once by calling `end`. If a signal ended the block, the handler
+    stays installed, since the process itself takes a moment to end; otherwise the former handler
+    returns.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class _Once:
 
     @property
     def came(self) -> bool:
-        """Whether there was a signal."""
+        """Return whether there was a signal."""
         return self._last_s is not None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -47,9 +48,9 @@ class _Once:
 
 @contextmanager
 def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Interrupt once on SIGINT, after `told`; a further one while that is handled calls `end`.
+    """Interrupt once on SIGINT, after calling `told`; a further one in the meantime calls `end`.
 
-    Nothing changes outside of the main thread, and where SIGINT is ignored.
+    Does nothing outside of the main thread, or if SIGINT is ignored.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

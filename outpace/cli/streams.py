@@ -1,4 +1,4 @@
-"""Standard streams that work wherever a command is started: closed, full, or not of UTF-8."""
+"""Standard streams that work wherever a command is started: closed, full, or not in UTF-8."""
 
 import codecs
 import io
@@ -22,11 +22,11 @@ class OutputError(OutpaceError):
 
 
 def repair_streams(argv: Sequence[str]) -> None:
-    """Let a process's standard streams take whatever is written.
+    """Make a process's standard streams accept whatever is written.
 
-    Descriptors that are closed lead to the null device, or the next file that is opened would get
-    what is printed. What standard error cannot take is dropped: nobody could be told. Characters
-    that an encoding lacks are replaced, in JSON by their escapes.
+    Closed descriptors are opened on the null device; otherwise the next file to be opened would
+    receive what is printed. What standard error cannot take is dropped, since there is nobody to
+    tell. Characters that the encoding lacks are replaced, in JSON by their escapes.
     """
     for descriptor in _DESCRIPTORS:
         try:
@@ -47,7 +47,7 @@ def repair_streams(argv: Sequence[str]) -> None:
 
 
 def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
-    """A stream of text as the one before, which is None where that was closed."""
+    """Return a text stream like the old one, which is None if it was closed."""
     known = isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -63,7 +63,7 @@ def _encoding(stream: TextIO | None) -> str:
 
 
 class _Output(io.FileIO):
-    """Standard output, which remembers that it could not be written, and takes no more then."""
+    """Standard output that remembers a failed write, and accepts nothing afterwards."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -81,7 +81,7 @@ class _Output(io.FileIO):
 
 
 class _Lenient(_Output):
-    """A descriptor that takes whatever is written, also where its disk or terminal does not."""
+    """A descriptor that accepts whatever is written, even if its disk or terminal does not."""
 
     def write(self, data: Any) -> int:
         """Return how many bytes were taken. Raises nothing."""
@@ -99,7 +99,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Replace a character by one of the same meaning, or by a question mark."""
+    """Replace a character by one with the same meaning, or by a question mark."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
@@ -121,13 +121,13 @@ def flush_output() -> None:
 
 
 def reader_is_gone() -> bool:
-    """Whether who read standard output has closed it (`outpace … | head`)."""
+    """Return whether the reader of standard output has closed it (`outpace … | head`)."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return isinstance(raw, _Output) and isinstance(raw.error, BrokenPipeError)
 
 
 def output_error() -> OutputError | None:
-    """The error of standard output, where it is that which cannot be written."""
+    """Return the error of standard output, if that is what cannot be written."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = raw.error if isinstance(raw, _Output) else None
     return None if error is None else _sentence(error)
@@ -135,13 +135,13 @@ def output_error() -> OutputError | None:
 
 def _sentence(error: OSError) -> OutputError:
     return OutputError(
-        f"standard output cannot be written: {error.strerror}. What was done stays as it is; send "
-        "the output to another place."
+        f"standard output cannot be written: {error.strerror}. What was done is kept; send the "
+        "output somewhere else."
     )
 
 
 def drop_output() -> None:
-    """Write nothing more to standard output: what is left of it is lost."""
+    """Drop everything that is still to be written to standard output."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -9,10 +9,13 @@ from outpace.records.errors import BadInputError
 from outpace.records.inventory import GpuState, HostTopology
 from outpace.records.topology import CpuTopology, Placement, Topology
 
-_ABOUT = "How this host's devices are joined, which GPUs should hold tensor parallelism, and why."
+_ABOUT = (
+    "Show how this host's devices are connected, which GPUs should hold tensor parallelism, "
+    "and why."
+)
 _EPILOG = (
-    "Reads nvidia-smi topo -m, of this host or saved in a file, the GPUs' links, clocks and limits "
-    "from NVML, and the processors from the kernel."
+    "Reads nvidia-smi topo -m, from this host or from a file, the GPUs' links, clocks and "
+    "limits from NVML, and the processors from the kernel."
 )
 
 
@@ -44,7 +47,7 @@ def _draw(path: Path, found: HostTopology) -> None:
 
 
 def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
-    """Show the state of each GPU, or why it is not known."""
+    """Show the state of each GPU, or why it is unknown."""
     from rich.text import Text
 
     from outpace.reporting.terminal.console import Console
@@ -54,7 +57,7 @@ def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
     for gpu in gpus:
         console.print(Text(gpu_line(gpu)))
     if why is not None:
-        console.print(Text(f"How the GPUs are now is not known: {why}", style="yellow"))
+        console.print(Text(f"The current state of the GPUs is unknown: {why}", style="yellow"))
 
 
 def _show(
@@ -84,21 +87,21 @@ def _parser() -> Parser:
         type=Path,
         default=None,
         metavar="FILE",
-        help="what nvidia-smi topo -m printed elsewhere; - is standard input",
+        help="output of nvidia-smi topo -m from another host, as a file; - is standard input",
     )
-    add("--svg", type=output_file, default=None, metavar="FILE", help="draw it, too")
+    add("--svg", type=output_file, default=None, metavar="FILE", help="also draw it to this file")
     add(
         "--nvlink",
         default=None,
         metavar="GENERATION",
-        help="2 to 5, to say how fast a group is joined and how much slower the others are "
-        "(default: of this host's GPUs)",
+        help="NVLink generation, 2 to 5, to show a group's bandwidth and how much slower "
+        "others are (default: this host's GPUs)",
     )
     add(
         "--timeout",
         type=number_type(float, 0.1, LONGEST_S),
         default=20.0,
         metavar="SECONDS",
-        help="how long to wait for nvidia-smi (default: 20)",
+        help="seconds to wait for nvidia-smi (default: 20)",
     )
     return parser

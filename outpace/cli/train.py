@@ -28,16 +28,21 @@ from outpace.records.measurement import Measurement
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
-_ABOUT = "Train a transformer. Without options: a small GPT on Python's own source, in minutes."
+_ABOUT = (
+    "Train a transformer. Without options: a small GPT on Python's own source code, in minutes."
+)
 _RESTARTS = 3  # with --min-nodes
-_EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, saved, --resume works."
+_EPILOG = (
+    "Numbers may be written as 1e6, 10M or 2B. Exit code 75 means: interrupted, saved, can be "
+    "resumed with --resume."
+)
 
 
 @dataclass(frozen=True)
 class _Request:
     """Settings and the origin of each; the command, as the user gave it.
 
-    `progress`: whether to show it. `trial`: of two steps, for --micro-batch auto.
+    `progress`: whether to show it. `trial`: a run of two steps, for --micro-batch auto.
     """
 
     settings: TrainSettings
@@ -101,33 +106,35 @@ def _identify_rank(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
-    """Refuse options of starting ranks that contradict each other."""
+    """Refuse launch options that contradict each other."""
     given = _given_launch_options(arguments)
     hosts = [name for name in given if name in ("--hosts", "--hostfile")]
     if not given:
         return
     if ranks is not None:
         raise BadInputError(
-            f"{given[0]}, and a launcher has started this: one of them starts ranks. Leave "
-            f"{given[0]} out, or start the command without a launcher."
+            f"{given[0]} starts ranks, but a launcher has started this process. Leave "
+            f"{given[0]} out, or run the command without a launcher."
         )
     if hosts and asked.origins["nproc"] not in (options.DEFAULT, options.RUN_FILE):
         raise BadInputError(
-            "--hosts, and --nproc: one of them says where ranks run. Each host's number is behind "
-            "its name: --hosts a:4,b:4"
+            "--hosts and --nproc cannot be combined. Give the number of ranks per host in "
+            "--hosts, such as --hosts a:4,b:4"
         )
     if len(hosts) > 1:
-        raise BadInputError("--hosts and --hostfile both name hosts; give one of them")
+        raise BadInputError("--hosts and --hostfile both name hosts. Give one of them")
     if not hosts and given[0] != "--max-restarts":
-        raise BadInputError(f"{given[0]} is about hosts: name them with --hosts or --hostfile.")
+        raise BadInputError(
+            f"{given[0]} applies to several hosts: name them with --hosts or --hostfile."
+        )
     if {"--min-nodes", "--max-restarts"} & {*given} and asked.settings.out is None:
         raise BadInputError(
-            "a training that restarts resumes its run: name its directory with --out DIR"
+            "to restart, training has to resume its run. Name the run's directory with --out DIR"
         )
 
 
 def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None:
-    """Start ranks on this host; restart them, at most `most` times, when one is lost."""
+    """Start ranks on this host; restart them at most `most` times if one is lost."""
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
@@ -147,7 +154,7 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
 
 
 def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str]) -> None:
-    """Train on all that --hosts or --hostfile names."""
+    """Train on all hosts of --hosts or --hostfile."""
     from outpace.launch import ssh as hosts
     from outpace.records.hosts import Elastic, parse_hosts, read_hosts
 
@@ -159,8 +166,8 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
     least = arguments.min_nodes or most
     if not least <= most <= len(found):
         raise BadInputError(
-            f"--min-nodes {least}, --max-nodes {most}, and {len(found)} hosts: they must not be "
-            "smaller from one to the next"
+            f"--min-nodes {least} and --max-nodes {most} do not fit {len(found)} hosts: min ≤ "
+            "max ≤ hosts has to hold"
         )
     restarts = arguments.max_restarts
     if restarts is None:
@@ -180,9 +187,9 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
 
 
 def _existing_path(word: str) -> list[Path]:
-    """Return the file or folder that a setting names, if it exists here: of a pattern its folder.
+    """Return the file or folder that a setting names, if it exists here; for a pattern, its folder.
 
-    Of Megatron's prefixes the .bin, of file.py:build the file.
+    For Megatron's prefixes it is the .bin, for file.py:build the file.
     """
     path = Path(word)
     plain = Path(*takewhile(lambda part: not has_magic(part), path.parts))
@@ -192,7 +199,7 @@ def _existing_path(word: str) -> list[Path]:
 
 
 def _with_auto_resume(command: list[str]) -> list[str]:
-    """Return the command that resumes the run if there is one."""
+    """Return the command, changed to resume the run if there is one."""
     return command if "--auto-resume" in command else [*command, "--auto-resume"]
 
 
@@ -212,7 +219,7 @@ def _say(sentence: str) -> None:
 
 
 def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
-    """Apply the plan's settings; rank 0 says on standard error what was decided."""
+    """Apply the plan's settings; rank 0 prints on standard error what was chosen."""
     from outpace.jobs.planning.auto_plan import settle
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
@@ -221,18 +228,18 @@ def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
 
 
 def _apply_plan_file(asked: _Request, environ: Mapping[str, str]) -> _Request:
-    """Apply a plan that is given as a file; auto is only known when training starts."""
+    """Apply a plan that is given as a file; auto is resolved when training starts."""
     if asked.settings.plan in (None, "auto"):
         return asked
     return _apply_plan(asked, _identify_rank(environ))
 
 
 def _say_nothing(sentence: str) -> None:
-    """Rank 0 says it."""
+    """Print nothing, since rank 0 does."""
 
 
 def _replan(asked: _Request, ranks: Ranks) -> _Request:
-    """Choose a layout for the present ranks if the run that is resumed had another number."""
+    """Choose a layout for the present ranks if the resumed run had another number of them."""
     if not asked.settings.resume or asked.trial:
         return asked
     from outpace.jobs.planning.replan import replan
@@ -243,7 +250,7 @@ def _replan(asked: _Request, ranks: Ranks) -> _Request:
 
 
 def _hand_over(asked: _Request) -> list[str]:
-    """Arguments by which other processes are given what was asked: all follow one plan."""
+    """Return arguments that pass the request on to other processes, so that all follow one plan."""
     handed = {**vars(asked), "settings": asked.settings.model_dump(mode="json")}
     with tempfile.NamedTemporaryFile(
         "w", prefix="outpace-plan-", suffix=".json", delete=False, encoding="utf-8"
@@ -254,7 +261,7 @@ def _hand_over(asked: _Request) -> list[str]:
 
 
 def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks) -> None:
-    """Refuse --nproc that contradicts the launcher; a resumed run's is of another time."""
+    """Refuse an --nproc that contradicts the launcher; a resumed run's value does not count."""
     if origins["nproc"] in (options.DEFAULT, options.RUN_FILE):
         return
     if settings.nproc not in (None, ranks.local_world_size):
@@ -293,18 +300,18 @@ def _train_here(
 
 
 def _explain(path: Path) -> None:
-    """A page beside a file that says how ranks stood, and where it is on standard error."""
+    """Write a page beside the file that says what each rank was doing, and print where it is."""
     from outpace.records.hang_report import HangReport
     from outpace.reporting.documents.hang import hang_document
     from outpace.reporting.page import page
 
     shown = path.with_suffix(".html")
     write_atomic(shown, page([hang_document(HangReport.load(path))]))
-    _say(f"how all ranks stood: {shown}")
+    _say(f"what each rank was doing: {shown}")
 
 
 def show_measurement(measurement: Measurement, as_json: bool) -> None:
-    """Print the outcome of a run on standard output."""
+    """Print the result of a run on standard output."""
     if as_json:
         print(measurement.model_dump_json(indent=2), flush=True)
         return
@@ -315,7 +322,7 @@ def show_measurement(measurement: Measurement, as_json: bool) -> None:
 
 
 def print_config(settings: TrainSettings, origins: dict[str, str], as_json: bool) -> None:
-    """Print every setting, its value and where it came from."""
+    """Print every setting, its value and its origin."""
     values = settings.model_dump(mode="json")
     if as_json:
         table = {name: {"value": values[name], "origin": origins[name]} for name in values}
@@ -336,13 +343,13 @@ def _parser() -> Parser:
         type=Path,
         default=None,
         metavar="FILE.toml",
-        help="settings by their names below; the command line wins over the file",
+        help="TOML file with settings by the names below; the command line overrides it",
     )
     add(
         "--print-config",
         action="store_true",
         default=False,
-        help="show each setting and where it came from, and train nothing",
+        help="show each setting and its origin, and do not train",
     )
     add(
         "--hosts",
@@ -355,35 +362,35 @@ def _parser() -> Parser:
         type=Path,
         default=None,
         metavar="FILE",
-        help="as --hosts, of a file with a line 'A slots=4' for each",
+        help="like --hosts, from a file with a line 'A slots=4' per host",
     )
     add(
         "--min-nodes",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="keep training while at least N hosts are left (default: all are needed)",
+        help="keep training while at least N hosts are left (default: all hosts are needed)",
     )
     add(
         "--max-nodes",
         type=number_type(int, 1),
         default=None,
         metavar="N",
-        help="train on at most N of the hosts at once (default: on all)",
+        help="use at most N of the hosts at once (default: all)",
     )
     add(
         "--max-restarts",
         type=number_type(int, 0),
         default=None,
         metavar="N",
-        help="resume from the last checkpoint at most N times when a rank or host is lost "
-        f"(default: {_RESTARTS} with --min-nodes, else not at all)",
+        help="resume from the last checkpoint up to N times when a rank or host is lost "
+        f"(default: {_RESTARTS} with --min-nodes, else 0)",
     )
     add(
         "--auto-resume",
         action="store_true",
         default=False,
-        help="resume the run in --out if there is one, else start it",
+        help="resume the run in --out if there is one, otherwise start it",
     )
     # Settings and their origins as outpace.train hands them over.
     add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
@@ -392,25 +399,27 @@ def _parser() -> Parser:
 
 
 def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
-    """Read settings and their origins from arguments of a run whose ranks are started elsewhere.
+    """Read settings and their origins from the arguments of a run whose ranks a scheduler starts.
 
     Raises BadInputError.
     """
     arguments = _parser().read(with_run_named(argv))
     given = _given_launch_options(arguments)
     if given:
-        raise BadInputError(f"{given[0]}: the cluster starts the ranks, and starts them again")
+        raise BadInputError(
+            f"{given[0]}: the cluster's scheduler starts and restarts the ranks. Leave it out"
+        )
     asked = _read_request(arguments, [])
     return asked.settings, asked.origins
 
 
 def _given_launch_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the given options that say how ranks are started."""
+    """Return the given options about how ranks are started."""
     return [name for name in options.OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
 
 
 def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request:
-    """Merge command line, file, the resumed run and defaults; or take what was handed over."""
+    """Merge command line, file, the resumed run and defaults; or take the request passed on."""
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
@@ -427,15 +436,15 @@ def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request
 
 
 def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
-    """Whether the directory of the run holds one. Ranks agree: it is written after they met."""
+    """Return whether the directory holds a run. Ranks agree, since it is written after they met."""
     named = [layer["out"] for layer in layers.values() if layer.get("out") is not None]
     if not named:
-        raise BadInputError("--auto-resume: which run? Name its directory with --out DIR")
+        raise BadInputError("--auto-resume: which run? Give its directory with --out DIR")
     return (Path(str(named[0])) / options.RUN_FILE).is_file()
 
 
 def _finished_result(settings: TrainSettings) -> Measurement | None:
-    """Return the result of the resumed run if no step of it is left."""
+    """Return the result of the resumed run if it has no step left."""
     if not settings.resume or settings.out is None:
         return None
     from outpace.records.run import RunRecord
@@ -451,7 +460,7 @@ def _finished_result(settings: TrainSettings) -> Measurement | None:
 
 
 def with_run_named(argv: list[str]) -> list[str]:
-    """`--resume DIR` as `--resume --out DIR`, which says the same. Raises BadInputError."""
+    """Rewrite `--resume DIR` as `--resume --out DIR`, which is the same. Raises BadInputError."""
     words: list[str] = []
     for place, word in enumerate(argv):
         flag, equals, value = word.partition("=")
@@ -465,19 +474,21 @@ def with_run_named(argv: list[str]) -> list[str]:
     named += [word.partition("=")[2] for word in words if word.startswith("--out=")]
     if words != argv and len(set(named)) > 1:
         raise BadInputError(
-            f"--resume {named[0]} and --out {named[1]} are two runs. --resume works in the run's "
-            "own folder: leave --out out."
+            f"--resume {named[0]} and --out {named[1]} are different runs. --resume continues "
+            "in the run's own folder: leave --out out."
         )
     return words
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, nearest to the user first; with `resume`, the run's own come after them."""
+    """Merge layers, nearest to the user first; with `resume`, the run's settings come after
+    them.
+    """
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)
     if asked.get("out") is None:
-        raise BadInputError("--resume: which run? Name its directory: --resume DIR")
+        raise BadInputError("--resume: which run? Give its directory: --resume DIR")
     run = Path(str(asked["out"]))
     of_run = resume.settings_of(run)
     resume.check_unchanged(asked, of_run, run)

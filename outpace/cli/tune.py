@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     from outpace.jobs.planning.proposer import Proposer
 
 _ABOUT = (
-    "The fastest plan for a training on this machine: the planner proposes, short trials decide."
+    "Find the fastest plan for a training on this machine: the planner proposes, short "
+    "trials decide."
 )
 _EPILOG = (
-    "Takes what outpace train takes; what is given is kept, the rest is tuned. A trial trains in "
-    "processes of its own, with limits of time and of --memory-limit: one that fails is a result. "
-    "With machine.json of outpace probe here, the first proposals are better. Then: outpace train "
-    "--plan DIR/plan.json."
+    "Takes all options of outpace train: those you give are fixed, the rest is tuned. Each "
+    "trial trains in its own processes, with a time limit and --memory-limit; a trial that "
+    "fails is a result. The first proposals are better if machine.json of outpace probe is "
+    "here. Then: outpace train --plan DIR/plan.json."
 )
 TRIALS_FILE, PLAN_FILE = "trials.jsonl", "plan.json"
 HOST_FILE = "host.json"  # whose trials they are
 # Of the tuning, where they are a run's for outpace train.
 _TEXTS = {
-    "out": "directory of the tuning (default: tunings/<time>)",
-    "resume": "resume the tuning in --out, with the command that started it",
+    "out": "directory for the tuning (default: tunings/<time>)",
+    "resume": "resume the tuning in --out, as the command that started it",
 }
 _OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
@@ -56,7 +57,7 @@ _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Tune, print the plan and what was tried; returns 0, 1 where all trials failed."""
+    """Tune, print the plan and the trials; returns 0, or 1 if all trials failed."""
     arguments = _parser().read(argv)
     folder, asked, tuning = _answer(arguments, argv)
     if arguments.json:
@@ -70,12 +71,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def run_tuning(argv: list[str]) -> Tuning:
-    """Tune as the words of a command line ask, and keep all of it. Raises BadInputError."""
+    """Run the tuning that the command line asks for, and save it. Raises BadInputError."""
     return _answer(_parser().read(argv), argv)[2]
 
 
 def _answer(arguments: argparse.Namespace, argv: list[str]) -> tuple[Path, dict[str, Any], Tuning]:
-    """Tune; return the folder that keeps it, and the settings that were given."""
+    """Tune; return the folder of the tuning, and the settings that were given."""
     settings, origins = _settings(arguments)
     asked = _given_settings(settings, origins)
     with folder_of(settings.out, settings.resume, "tunings", "tuning") as folder:
@@ -92,7 +93,7 @@ def _tune(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
     asked: dict[str, Any], folder: Path, before: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
-    """Tune, and keep what is found also when interrupted."""
+    """Tune, saving what is found even when interrupted."""
     from outpace.experiment.tune import Limits, summarise
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.jobs.planning.proposer import Proposer, rates_to_begin_with
@@ -134,7 +135,7 @@ def _tune(
 
 
 def _host_bytes(settings: TrainSettings) -> int | None:
-    """Return the host memory that a trial on a CPU may take without exhausting the machine."""
+    """Return the host memory that a trial on a CPU may use without exhausting the machine."""
     from outpace.jobs.defaults import resolve_device
     from outpace.probing.hardware.process_memory import free_bytes
 
@@ -151,8 +152,8 @@ def _require_host(folder: Path, machine: Machine) -> None:
     then = Machine.load(path)
     for name in machine.differences(then):
         raise BadInputError(
-            f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, "
-            f"and is {getattr(machine, name)} here. Resume there, or use another --out."
+            f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, and "
+            f"is {getattr(machine, name)} here. Resume it there, or use another --out."
         )
 
 
@@ -164,7 +165,7 @@ def _trials(
     before: list[PlanTrial],
     host_bytes: int | None,
 ) -> tuple["TuningEnd", BaseException | None]:
-    """Each is written as soon as it is there; and what interrupted them, if so."""
+    """Run the trials, writing each at once; also return the interruption, if there was one."""
     from outpace.experiment.trials import Trials, fit_together
     from outpace.experiment.tune import Chosen, TuningEnd, tune
 
@@ -181,9 +182,9 @@ def _trials(
             titles = ", ".join(one.proposal.title for one in several)
             plans = [one.proposal.plan for one in several]
             if fit_together(plans, seen, host_bytes, proposer.machine):
-                _say(f"in turn, to tell them apart: {titles}")
+                _say(f"measured in turn, to tell them apart: {titles}")
                 return trials.race(number, several)
-            _say(f"once more, one after the other (they do not fit together): {titles}")
+            _say(f"measured again, one after the other (they do not fit together): {titles}")
             return [
                 trials.run(at, one).model_copy(update={"raced": True})
                 for at, one in enumerate(several, number)
@@ -224,20 +225,22 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     settings, origins = options.build(layers)
     if settings.plan is not None:
         raise BadInputError(
-            "--plan says how to train already; outpace tune finds out. Leave it out."
+            "--plan says how to train already, which is what outpace tune finds. Leave it out."
         )
     if settings.micro_batch == "auto":
-        raise BadInputError("--micro-batch auto: outpace tune tries sizes itself. Leave it out.")
+        raise BadInputError(
+            "--micro-batch auto: outpace tune searches micro-batch sizes itself. Leave it out."
+        )
     if settings.memory_budget is not None:
         raise BadInputError(
-            "--memory-budget chooses what is recomputed, and so does outpace tune. Use "
-            "--memory-limit: what does not fit is not tried."
+            "--memory-budget chooses what to recompute, which outpace tune does as well. Use "
+            "--memory-limit instead: plans that do not fit are not tried."
         )
     return settings, origins
 
 
 def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that the user gave, as JSON has them."""
+    """Return the settings that the user gave, as JSON values."""
     values = settings.model_dump(mode="json")
     return {
         name: value
@@ -247,7 +250,7 @@ def _given_settings(settings: TrainSettings, origins: Mapping[str, str]) -> dict
 
 
 def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
-    """Return the trials that exist already. Raises BadInputError."""
+    """Return the trials of the tuning so far. Raises BadInputError."""
     path = folder / TRIALS_FILE
     if not can_resume(folder, path, resumes, "tuning"):
         return []
@@ -255,8 +258,8 @@ def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Pla
         then = dict(json.loads((folder / ASKED_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise BadInputError(
-            f"{folder / ASKED_FILE} cannot be read ({error}), so it is not known what was tuned. "
-            "Use another --out."
+            f"{folder / ASKED_FILE} cannot be read ({error}), so the settings of the tuning "
+            "are unknown. Use another --out."
         ) from None
     changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
     if changed.difference(_NOT_OF_TRIALS):
@@ -265,7 +268,7 @@ def _load_trials(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Pla
 
 
 def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the command that trains by the plan that was found."""
+    """Return the command that trains with the plan that was found."""
     own = {name: value for name, value in asked.items() if name != "nproc"}
     return ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
 
@@ -274,11 +277,19 @@ def _parser() -> Parser:
     parser = Parser("tune", _ABOUT, _EPILOG, usage="[options]")
     parser.add_json()
     add = parser.arguments.add_argument
-    add("--config", type=Path, default=None, metavar="FILE.toml", help="settings by their names")
-    add("--trials", type=number_type(int, 1), default=8, metavar="N", help="at most (default: 8)")
+    add("--config", type=Path, default=None, metavar="FILE.toml", help="TOML file with settings")
+    add(
+        "--trials",
+        type=number_type(int, 1),
+        default=8,
+        metavar="N",
+        help="maximum number of trials (default: 8)",
+    )
     add("--budget", type=duration_type(1), default=600.0, metavar="TIME",
-        help="no trial begins after so long: 90, 10m, 1h (default: 600 s)")  # fmt: skip
+        help="start no trial after this time: 90, 10m, 1h (default: 600 s)")  # fmt: skip
     add("--within", type=number_type(float, 0.0, 1), default=0.02, metavar="X",
-        help="stop where no plan left can win by more than this share (default: 0.02)")  # fmt: skip
+        help=
+            "stop when no remaining plan can be faster by more than this share (default: 0.02)"
+        )  # fmt: skip
     options.add_settings(parser, _TEXTS)
     return parser

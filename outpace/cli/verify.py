@@ -26,8 +26,13 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "bf16-master")
 Word = TypeVar("Word", bound=str)
 
-_ABOUT = "Prove that strategies give a single process's numbers: gradients, norms, losses, weights."
-_EPILOG = "Exit code 1 when a strategy fails. Without options: all strategies, on two processes."
+_ABOUT = (
+    "Prove that strategies compute a single process's numbers: gradients, norms, losses, weights."
+)
+_EPILOG = (
+    "Exits with code 1 if a strategy fails. Without options it checks all strategies, on two "
+    "processes."
+)
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -86,7 +91,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _custom_reference(model: str | None, proved: RunRecord | None) -> str | None:
-    """Return 'file.py:function' of the custom model that is to be proved, if it is one."""
+    """Return 'file.py:function' of the custom model to prove, if there is one."""
     from outpace.interop.models import names_code
 
     reference = model if model is not None or proved is None else proved.settings.model
@@ -100,15 +105,15 @@ def _verify_module(
     ranks: Ranks | None,
     proved: RunRecord | None,
 ) -> int:
-    """Prove strategies of a custom model, in processes forked from this one."""
+    """Prove strategies with a custom model, in processes forked from this one."""
     if ranks is not None:
         raise BadInputError(
-            f"verify --model {reference} starts its own processes. Call it without torchrun, and "
-            "say how many with --nproc."
+            f"verify --model {reference} starts its own processes. Run it without torchrun, "
+            "and give their number with --nproc."
         )
     if arguments.precision != "fp64" or arguments.device == "cuda":
         raise BadInputError(
-            f"verify --model {reference} computes in fp64 on the CPU, or in fp32 where the module "
+            f"verify --model {reference} computes in fp64 on the CPU, or in fp32 if the module "
             "does. Leave --precision and --device out."
         )
     from outpace.experiment.module_verify import verify_custom
@@ -147,8 +152,8 @@ def _module_plans(
     """Return what to prove: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
         raise BadInputError(
-            "--levers is for models that outpace builds. For a custom model give a whole plan with "
-            "--plan FILE.json."
+            "--levers applies to models that outpace builds. For a custom model give a whole "
+            "plan with --plan FILE.json."
         )
     if arguments.plan is not None:
         return [PlanFile.load(arguments.plan, option="--plan ").plan]
@@ -160,33 +165,33 @@ def _module_plans(
 
 
 def _require_passed(certificate: Certificate) -> None:
-    """Raises OutpaceError, for exit code 1, where a strategy differs."""
+    """Raise OutpaceError, for exit code 1, if a strategy differs from a single process."""
     failed = [
         verdict.strategy
         for verdict in certificate.verdicts
         if not verdict.passed and not verdict.refused
     ]
     if failed:
-        raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
+        raise OutpaceError(f"{', '.join(failed)}: the numbers differ from a single process's")
 
 
 def _read_options(text: str) -> dict[str, str]:
-    """Fields of a plan and their values, from "checkpointing=full,loss=plain"."""
+    """Parse fields of a plan and their values, from "checkpointing=full,loss=plain"."""
     levers: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
         name, given, value = pair.partition("=")
         name = name.strip().replace("-", "_")
         if not given or name not in Plan.model_fields:
             raise BadInputError(
-                f"--levers {pair}: give NAME=VALUE with the name of a plan's field."
-                f"{nearest(name, Plan.model_fields)}"
+                f"--levers {pair}: write NAME=VALUE with the name of a field of a "
+                f"plan.{nearest(name, Plan.model_fields)}"
             )
         levers[name] = value.strip()
     return levers
 
 
 def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.device":
-    """This rank's. Metal has no fp64, so it is not chosen."""
+    """Return this rank's device. Metal has no fp64, so it is not chosen."""
     import torch
 
     from outpace.jobs.defaults import resolve_device
@@ -198,7 +203,7 @@ def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.devi
 
 
 def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
-    """Return the model to train: the one named, a tiny one like a run's, or a tiny one."""
+    """Return the model to train: the one given, or a tiny one like a run's, or a tiny default."""
     from outpace.experiment.verify import tiny_like, tiny_spec
     from outpace.interop.models import open_model
 
@@ -207,14 +212,15 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
     found = proved.model if model is None and proved is not None else open_model(str(model)).spec
     if found is None:
         raise BadInputError(
-            "the model that this run trained was built in Python, and cannot be built again. Call "
-            "outpace.verify(module, loss=…, batch=…) there, or give --model FILE.py:FUNCTION."
+            "the model of this run was built in Python, and cannot be built again here. Call "
+            "outpace.verify(module, loss=…, batch=…) in your program, or give --model "
+            "FILE.py:FUNCTION."
         )
     return found if model is not None else tiny_like(found, plans)
 
 
 def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
-    """Keep the certificate, and print it."""
+    """Save the certificate and print it."""
     if out is not None:
         save_output(out, certificate)
     if as_json:
@@ -227,9 +233,9 @@ def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
 
 
 def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
-    """The words of a list, between commas or blanks, in the order of those `known`.
+    """Split a list at commas or spaces; return its words in the order of those `known`.
 
-    All of them for "all". Raises BadInputError.
+    "all" stands for all of them. Raises BadInputError.
     """
     words = list(known) if text == "all" else text.replace(",", " ").split() or [text]
     for word in words:
@@ -245,28 +251,28 @@ def _parser() -> Parser:
     parser = Parser("verify", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.arguments.add_argument
-    add("names", nargs="*", default=[], metavar="A,B", help="as --strategy; or A B")
+    add("names", nargs="*", default=[], metavar="A,B", help="same as --strategy; also A B")
     add(
         "--strategy",
         action=JoinedList,
         default=None,
         metavar="A,B",
-        help="strategies to prove, or all that this machine has (default: all)",
+        help="strategies to prove (default: all that this machine can run)",
     )
     add(
         "--precision",
         action=JoinedList,
         default="fp64",
         metavar="A,B",
-        help="of fp64, fp32, bf16, bf16-master, or all (default: fp64); tolerances: "
-        "docs/concepts/parity.md",
+        help="fp64, fp32, bf16, bf16-master (several by commas), or all (default: fp64); "
+        "tolerances: docs/concepts/parity.md",
     )
     add(
         "--levers",
         action=JoinedList,
         default="",
         metavar="NAME=VALUE,…",
-        help="what else to prove each plan with, such as checkpointing=full,loss=plain",
+        help="options to prove each plan with, such as checkpointing=full,loss=plain",
     )
     add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
     add(
@@ -274,39 +280,40 @@ def _parser() -> Parser:
         type=Path,
         default=None,
         metavar="DIR",
-        help="prove the plan of this run, on a tiny model of its kind; keeps DIR/certificate.json",
+        help="prove the plan of this run on a tiny model of the same kind; writes "
+        "DIR/certificate.json",
     )
     add(
         "--model",
         default=None,
-        help="preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a module of your "
-        "own, with its loss and data (default: tiny)",
+        help="preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a custom model "
+        "with its loss and data (default: a tiny model)",
     )
     add(
         "--time-limit",
         type=number_type(float, 1),
         default=120.0,
         metavar="SECONDS",
-        help="of each strategy of a module of your own (default: 120)",
+        help="seconds allowed per strategy of a custom model (default: 120)",
     )
     add(
         "--nproc",
         type=number_type(int, 1),
         default=2,
         metavar="N",
-        help="processes to start on this host (default: 2)",
+        help="number of processes to start on this host (default: 2)",
     )
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="where to compute (default: CUDA devices, one for each process, else the CPU)",
+        help="where to compute (default: one CUDA device per process, else the CPU)",
     )
     add(
         "--out",
         type=output_file,
         default=None,
         metavar="FILE.json",
-        help="keep the certificate here",
+        help="file to save the certificate in",
     )
     return parser

@@ -1,4 +1,4 @@
-"""`outpace version`: versions, found without importing what they are of."""
+"""`outpace version`: versions of packages, found without importing them."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ _SHOWN = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "num
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Print the versions; returns 0."""
-    parser = Parser("version", "Versions of outpace and of what it stands on.")
+    parser = Parser("version", "Show the versions of outpace and its dependencies.")
     parser.add_json()
     arguments = parser.read(argv)
     versions: dict[str, str | None] = {
@@ -25,7 +25,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # it may be on PYTHONPATH all the same
-            versions[name] = "of unknown version" if find_spec(name) is not None else None
+            versions[name] = "unknown version" if find_spec(name) is not None else None
     if arguments.json:
         print(json.dumps(versions, indent=2))
     else:

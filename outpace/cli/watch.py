@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.utilisation import View
 
-_ABOUT = "How busy devices and cores are while something trains; averages at the end."
+_ABOUT = "Show how busy devices and cores are while something trains, with averages at the end."
 _EPILOG = (
-    "With RUN it follows the processes that train in that folder on this host, until they end, and "
-    "keeps the series there; of a run that has ended it shows what the run recorded by itself. "
-    "With a command after -- it starts the command, watches until it ends, and ends with its exit "
-    "code. Else Ctrl-C ends it."
+    "With RUN, follows the processes on this host that train in that folder until they end, "
+    "and saves the series there; for a finished run, shows what it recorded itself. With a "
+    "command after --, starts the command, watches until it ends, and exits with its code. "
+    "Otherwise press Ctrl-C to stop."
 )
 _INTERRUPTED = 130
 _TAIL_BYTES = 1 << 14
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Watch; returns 0, 130 when --for was cut short, or the command's exit code."""
+    """Watch; returns 0, 130 if --for was cut short, or the command's exit code."""
     at = argv.index("--") if "--" in argv else len(argv)
     words, command = argv[:at], argv[at + 1 :]
     arguments = _parser().read(words)
@@ -80,15 +80,17 @@ def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
         raise BadInputError("outpace watch -- : which command? Write it after the two dashes.")
     if command and arguments.run is not None:
         raise BadInputError(
-            f"{arguments.run} and a command: watch a run in progress, or start a command. Leave "
-            "one of them out; a run that outpace train starts records its load by itself."
+            f"both {arguments.run} and a command were given. Watch a run in progress, or start "
+            "a command; a run that outpace train starts records its load by itself."
         )
     if command and arguments.for_s is not None:
-        raise BadInputError("--for with a command: it is watched until it ends. Leave --for out.")
+        raise BadInputError(
+            "--for with a command: the command is watched until it ends. Leave --for out."
+        )
 
 
 class _Watching:
-    """Takes samples, shows them and keeps them."""
+    """Watcher that takes samples, shows them and saves them."""
 
     def __init__(
         self,
@@ -106,11 +108,11 @@ class _Watching:
 
     @property
     def utilisation(self) -> Utilisation | None:
-        """All so far; None before the first sample."""
+        """Return the averages so far; None before the first sample."""
         return self._samples.series
 
     def sample_until(self, wait: Callable[[float], bool], for_s: float | None = None) -> None:
-        """Sample until `wait(seconds)` says that it is over, the run has ended or time is up."""
+        """Sample until `wait(seconds)` returns true, the run ends or time is up."""
         over = False
         try:
             while not over:
@@ -139,13 +141,13 @@ def _nap(seconds: float) -> bool:
 def _finish(
     watching: _Watching, arguments: Namespace, console: "Console", command: bool = False
 ) -> None:
-    """Write the files, then the table or the document."""
+    """Write the files, then the table or the JSON document."""
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.utilisation import closing_text
 
     seen = watching.utilisation
     if seen is None:
-        console.print("nothing was seen: it was over within a tenth of a second")
+        console.print("nothing was recorded: it ended within a tenth of a second")
         return
     paths = [] if arguments.out_file is None else [arguments.out_file]
     if arguments.run is not None:
@@ -181,14 +183,14 @@ def _print_json(seen: list[Utilisation]) -> None:
 
 
 def _show_recorded(folder: Path, arguments: Namespace) -> int:
-    """Show what a run that is over recorded by itself. Raises BadInputError when it did not."""
+    """Show what a finished run recorded. Raises BadInputError if it recorded nothing."""
     if not (folder / "run.json").is_file():
-        raise BadInputError(f"{folder} holds no run (no run.json). Name the folder of a run.")
+        raise BadInputError(f"{folder} holds no run (no run.json). Give the folder of a run.")
     paths = sorted((folder / "utilisation").glob("host-*.json"))
     if not paths:
         raise BadInputError(
-            f"no process of this host trains in {folder}, and no load was recorded there. On "
-            "another of its hosts, or to see the whole machine, leave the folder out."
+            f"no process of this host trains in {folder}, and no load was recorded there. Run "
+            "this on one of its hosts, or leave the folder out to watch the whole machine."
         )
     seen = [Utilisation.load(path) for path in paths]
     if arguments.json:
@@ -205,7 +207,7 @@ def _show_recorded(folder: Path, arguments: Namespace) -> int:
 
 
 def _latest_step(folder: Path) -> str:
-    """The newest step that the run has written down, in words; '' when there is none."""
+    """Return the newest step that the run has logged, as text; '' if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         total = json.loads((folder / "run.json").read_text(encoding="utf-8"))["total_steps"]
         with (folder / "metrics.jsonl").open("rb") as file:
@@ -227,7 +229,7 @@ def _parser() -> Parser:
         type=duration_type(0.2),
         default=1.0,
         metavar="TIME",
-        help="time from sample to sample: 0.5, 5s, 1m (default: 1 s)",
+        help="time between samples: 0.5, 5s, 1m (default: 1 s)",
     )
     add(
         "--for",
@@ -235,7 +237,7 @@ def _parser() -> Parser:
         type=duration_type(0.2),
         default=None,
         metavar="TIME",
-        help="end after so long: 90, 10m, 1h",
+        help="stop after this time: 90, 10m, 1h",
     )
     add(
         "--out",
@@ -243,6 +245,6 @@ def _parser() -> Parser:
         type=output_file,
         default=None,
         metavar="FILE.json",
-        help="keep the series",
+        help="file to save the series in",
     )
     return parser

@@ -1,4 +1,4 @@
-"""A command that `outpace watch` starts, with what it writes kept clear of the live view."""
+"""A command that `outpace watch` starts, with its output kept out of the live view."""
 
 import os
 import subprocess
@@ -17,11 +17,11 @@ _CHUNK = 1 << 14
 
 
 class Command:
-    """A process in this one's terminal; ended with this one, where it has not ended before.
+    """A process in this one's terminal, which ends with this one unless it has ended before.
 
     In a terminal its lines are printed above the live view, and `said` is the line that it is still
-    writing (a progress bar). Elsewhere it writes where this process writes; with `json` nothing of
-    it goes to standard output.
+    writing (a progress bar). Otherwise it writes where this process writes; with `json`, none of
+    its output goes to standard output.
     """
 
     def __init__(self, command: list[str], console: Console, json: bool) -> None:
@@ -49,7 +49,9 @@ class Command:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell has it: 128 plus the signal's number if a signal ended it."""
+        """Return the exit code as a shell has it: 128 plus the signal's number if a signal ended
+        it.
+        """
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
@@ -66,7 +68,7 @@ class Command:
             reader.join(timeout=1)  # what it has started may still hold the pipe
 
     def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
-        """Call `watch(wait)` until the process has ended, also through Ctrl-C.
+        """Call `watch(wait)` until the process has ended, even through Ctrl-C.
 
         A terminal sends the signal to both, and the command may have something to save.
         """

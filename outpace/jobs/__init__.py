@@ -1,1 +1,1 @@
-"""Work of one rank, from settings to a result."""
+"""The work of one rank, from settings to a result."""

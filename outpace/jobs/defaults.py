@@ -1,4 +1,4 @@
-"""Defaults of a run: device, layout, length and folder, from what was asked for."""
+"""Defaults of a run: device, layout, length and folder, derived from the settings."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: for 7B and 13B
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
-    """The device of this rank. Raises BadInputError for what the machine does not have."""
+    """Return the device of this rank. Raises BadInputError if the machine does not have it."""
     choice = settings.device
     if choice == "auto":
         if torch.cuda.is_available():
@@ -58,7 +58,7 @@ def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
     if choice == "mps" and not torch.backends.mps.is_available():
         raise BadInputError("--device mps: this machine has no Metal device. Use --device cpu.")
     if choice == "mps" and ranks.world_size > 1:
-        raise BadInputError("--device mps trains on one process only. Use --nproc 1.")
+        raise BadInputError("--device mps trains on a single process. Use --nproc 1.")
     for name in ("pin_memory", "memory_snapshot"):
         if getattr(settings, name):
             flag = "--" + name.replace("_", "-")
@@ -73,9 +73,9 @@ def _cuda(ranks: Ranks) -> torch.device:
     if ranks.local_rank >= count:
         raise BadInputError(
             f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
-            f"process needs one. Use --nproc {count} or --device cpu; where a launcher shows each "
-            "process a device of its own (srun --gpus-per-task), have it show all of the host's "
-            "(--gpus-per-node)."
+            f"process needs one. Use --nproc {count} or --device cpu. If a launcher shows each "
+            "process only its own device (srun --gpus-per-task), make it show all of the "
+            "host's (--gpus-per-node)."
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
@@ -88,9 +88,9 @@ def with_axes_that_fit(
     origins: Mapping[str, str],
     say: Callable[[str], None],
 ) -> TrainSettings:
-    """The settings of a resumed run without a layout that is for another number of ranks.
+    """Return the settings of a resumed run without a layout made for another number of ranks.
 
-    A checkpoint is read into any layout. What was asked for now stays as it is.
+    A checkpoint can be read into any layout. What the user asks for now is kept.
     """
     laid_out: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     given = {axis: size for axis, size in laid_out.items() if size is not None}
@@ -109,8 +109,8 @@ def with_axes_that_fit(
         was = " × ".join(f"{axis} {size}" for axis, size in given.items())
         now = changed.strategy or _strategy_for(changed, ranks.world_size)
         say(
-            f"the run was laid out as {was}, which {ranks.world_size} "
-            f"process{'es' if ranks.world_size > 1 else ''} cannot be: it is resumed as {now}"
+            f"the run had the layout {was}, which is not possible on {ranks.world_size} "
+            f"process{'es' if ranks.world_size > 1 else ''}: it is resumed with {now}"
         )
         return changed
     return settings
@@ -123,15 +123,17 @@ def resolve_plan(
     machine: Machine,
     custom_model: bool = False,
 ) -> Plan:
-    """The layout asked for, on the ranks there are. Raises BadInputError if it can't be.
+    """Return the requested layout for the present ranks. Raises BadInputError if it is not
+    possible.
 
-    `custom_model`: a live model of the user's own is trained in place of the settings'.
+    `custom_model`: a live model of the user is trained instead of the settings'.
     """
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
     if settings.pp_schedule not in (None, strategy) and strategy != "3d":
         raise BadInputError(
-            f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has a schedule of its own, "
-            f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and others."
+            f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has its own schedule, "
+            f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and "
+            "others."
         )
     precision = resolve_precision(settings, device, machine, custom_model)
     asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
@@ -156,9 +158,9 @@ def resolve_plan(
     parts = plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
     if plan.optimizer_in_backward and parts > 1:
         raise BadInputError(
-            f"--optimizer-in-backward: a gradient is whole after {parts} micro-batches only, and "
-            f"would be kept until then. Use --micro-batch {plan.micro_batch * parts}, or leave it "
-            "out."
+            f"--optimizer-in-backward: a gradient is complete only after {parts} "
+            "micro-batches, and would be kept until then. Use --micro-batch "
+            f"{plan.micro_batch * parts}, or leave it out."
         )
     if settings.compile is None and device.type == "cuda":
         return _compile_by_default(plan)
@@ -166,7 +168,7 @@ def resolve_plan(
 
 
 def _compile_by_default(plan: Plan) -> Plan:
-    """The plan with what is compiled by default; as it is where something does not go with that."""
+    """Return the plan with default compilation; unchanged if something prevents it."""
     known = COMPILED.get(plan.strategy)
     if known is None or not known.by_default:
         return plan
@@ -183,16 +185,16 @@ def takes_cuda_graphs(
     custom_model: bool,
     dropout: float = 0.0,
 ) -> bool:
-    """Whether passes are to be replayed as CUDA graphs: as asked, else where all is compiled.
+    """Return whether to replay passes as CUDA graphs: as requested, else if everything is compiled.
 
-    Graphs hold memory of their own, so within a limit of it they have to be asked for. `dropout`:
-    the model's. Raises BadInputError where they are asked for and cannot be.
+    Graphs hold additional memory, so under a memory limit they have to be requested. `dropout` is
+    the model's. Raises BadInputError if they are requested but not possible.
     """
     obstacle = graph_obstacle(plan, dropout)
     if device.type != "cuda":
         obstacle = f"the device is {device.type}"
     elif custom_model:
-        obstacle = "a model of your own may do something else each time"
+        obstacle = "a custom model may do something else each time"
     if settings.cuda_graphs is None:
         tight = settings.memory_limit is not None or settings.memory_budget is not None
         return obstacle is None and plan.compile and not tight
@@ -204,7 +206,9 @@ def takes_cuda_graphs(
 def resolve_precision(
     settings: TrainSettings, device: torch.device, machine: Machine, custom_model: bool = False
 ) -> Precision:
-    """Return the precision asked for, Apex's levels resolved; else what suits the device."""
+    """Return the requested precision, with Apex's levels resolved; else one that suits the
+    device.
+    """
     asked = settings.precision
     if asked is None:
         keeps = keeps_masters(settings) and not custom_model
@@ -213,21 +217,21 @@ def resolve_precision(
 
 
 def _shared_settings(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings that plans have too, by the same names."""
+    """Return the settings that plans have too, under the same names."""
     return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
 
 
 def keeps_masters(settings: TrainSettings) -> bool:
-    """Whether a run may have 16-bit weights over master weights without being asked to.
+    """Return whether a run may use 16-bit weights over master weights without being asked to.
 
-    A model of the user's own may expect its weights in fp32, and offloading has no master weights.
+    A custom model may expect fp32 weights, and offloading has no master weights.
     """
     elsewhere = set(resolve_offload(settings).values()) != {"none"}
     return not elsewhere and not names_code(settings.model)
 
 
 def resolve_offload(settings: TrainSettings) -> dict[str, str]:
-    """Return where parameters and optimizer state lie; `offload` stands for both."""
+    """Return where parameters and optimizer state are kept; `offload` sets both."""
     both = settings.offload or "none"
     return {
         name: getattr(settings, name) or both
@@ -236,10 +240,10 @@ def resolve_offload(settings: TrainSettings) -> dict[str, str]:
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
-    """The step after which PowerSGD begins: as asked, else what torch advises.
+    """Return the step after which PowerSGD starts: as requested, else as torch advises.
 
-    That is a tenth of the run, and not before the learning rate has reached its peak. Raises
-    BadInputError when nothing would be compressed.
+    That is a tenth of the run, and not before the peak of the learning rate. Raises BadInputError
+    if nothing would be compressed.
     """
     if plan.compress_gradients != "powersgd" or plan.world_size == 1:
         return plan
@@ -247,9 +251,9 @@ def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -
     start = settings.powersgd_start or advised
     if start >= total_steps:
         raise BadInputError(
-            f"--compress-gradients powersgd begins after {start} steps, but the run has "
-            f"{total_steps}: nothing would be compressed. Train for more steps, or begin earlier "
-            f"with --powersgd-start, at least {POWERSGD_LEAST_START}."
+            f"--compress-gradients powersgd starts after {start} steps, but the run has "
+            f"{total_steps}, so nothing would be compressed. Train for more steps, or start "
+            f"earlier with --powersgd-start, at least {POWERSGD_LEAST_START}."
         )
     return plan.model_copy(update={"powersgd_start": start})
 
@@ -260,7 +264,7 @@ def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
 
 
 def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
-    """Return the strategy that the given axes amount to; replicas if none was given."""
+    """Return the strategy of the given axes; replicas if none was given."""
     if world_size == 1:
         return "single"
     given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
@@ -281,7 +285,9 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
 def _micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return micro-batches as asked; by default a rank's share, in parts that suit a pipeline."""
+    """Return the requested micro-batch; by default a rank's share, in parts that suit a
+    pipeline.
+    """
     # Where the most that fit are asked for, that is found later, from the whole share on.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:
@@ -296,20 +302,22 @@ def _micro_batches(
 
 
 def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
-    """A data-parallel rank's samples of a step, all at once."""
+    """Return a data-parallel rank's samples per step, all at once."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
         possible = " or ".join(str(batch) for batch in (lower, lower + shares) if batch)
         raise BadInputError(
-            f"global batch {settings.global_batch} cannot be shared by {shares} "
+            f"global batch {settings.global_batch} cannot be divided among {shares} "
             f"data-parallel ranks; {possible} can."
         )
     return settings.global_batch // shares
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
-    """The peak learning rate: as asked, else one that suits random or `stored` weights."""
+    """Return the peak learning rate: as requested, else one that suits random or `stored`
+    weights.
+    """
     if settings.lr is not None:
         return settings.lr
     if settings.lora_rank is not None:
@@ -320,7 +328,7 @@ def resolve_lr(settings: TrainSettings, stored: bool) -> float:
 
 
 def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
-    """Tokens per sample. Raises BadInputError when longer than the model's positions."""
+    """Return tokens per sample. Raises BadInputError if longer than the model's positions."""
     if settings.seq_len is None:
         return min(DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN)
     if positions is not None and settings.seq_len > positions:
@@ -332,10 +340,14 @@ def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
 
 
 def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
-    """Optimizer steps from --steps, --tokens or --epochs; `samples` are in one pass."""
+    """Return optimizer steps from --steps, --tokens or --epochs; `samples` is the number in one
+    pass.
+    """
     if settings.tokens is not None:
         if seq_len is None:
-            raise BadInputError("--tokens needs data made of tokens; use --steps or --epochs.")
+            raise BadInputError(
+                "--tokens needs data that consist of tokens. Use --steps or --epochs."
+            )
         return math.ceil(settings.tokens / (settings.global_batch * seq_len))
     epochs = settings.epochs
     if settings.task != "pretrain" and settings.steps is None:
@@ -346,7 +358,7 @@ def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) ->
 
 
 def resolve_out(settings: TrainSettings, model: str) -> Path:
-    """The directory of the run: --out, else one that is not there yet, named after the model."""
+    """Return the directory of the run: --out, else a new one named after the model."""
     if settings.out is not None:
         return settings.out
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)
@@ -359,7 +371,7 @@ def resolve_out(settings: TrainSettings, model: str) -> Path:
 
 
 def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | None:
-    """The catalog's entry for a CUDA device, with the memory that it has; None where none is."""
+    """Return the catalog's entry for a CUDA device, with its memory; None if there is none."""
     if device.type != "cuda":
         return None
     present = machine.devices[device.index or 0]
@@ -370,7 +382,9 @@ def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | Non
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Dense peak of all devices of the plan in its dtype; None where the catalog has none."""
+    """Return the dense peak of all devices of the plan in its dtype; None if the catalog has
+    none.
+    """
     known = find_in_catalog(machine, device)
     if known is None:
         return None

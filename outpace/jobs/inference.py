@@ -1,4 +1,4 @@
-"""A finished run, put to use: text from it, and its loss on other data."""
+"""Use of a finished run: generate text, or measure its loss on other data."""
 
 import math
 import os
@@ -56,7 +56,9 @@ from outpace.training.run_dir import RUN_FILE
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules of drawing tokens: `temperature` 0 takes the likeliest, `top_k` None draws from all."""
+    """Rules for sampling tokens: `temperature` 0 takes the likeliest, `top_k` None samples from
+    all.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -65,10 +67,10 @@ class Sampling:
 
 
 class Writer:
-    """A model that writes, with its tokenizer.
+    """A model that generates text, with its tokenizer.
 
-    `on_hint` is called with what should be known of how they were read. Raises BadInputError when
-    the folder has no model, no tokenizer, or one that cannot write.
+    `on_hint` is called with notes on how they were read. Raises BadInputError if the folder has no
+    model, no tokenizer, or one that cannot generate.
     """
 
     def __init__(
@@ -83,12 +85,12 @@ class Writer:
         self._talk: ChatFormat | None = None
 
     def continue_text(self, prompt: str) -> str:
-        """The prompt, and what the model writes after it."""
+        """Return the prompt and its continuation by the model."""
         given, ids = self._write(prompt, self._stop_ids, self._tokenizer.opening_ids)
         return self._tokenizer.decode([*given, *ids])
 
     def answer(self, messages: Sequence[Message]) -> str:
-        """Write the assistant's next message, by the tokenizer's chat template."""
+        """Generate the assistant's next message, with the tokenizer's chat template."""
         if self._talk is None:
             self._talk = ChatFormat(self._tokenizer)
         _, ids = self._write(self._talk.prompt(messages), self._stop_ids | {self._talk.stop_id})
@@ -97,7 +99,7 @@ class Writer:
     def _write(
         self, prompt: str, stop_ids: Collection[int], opening_ids: Sequence[int] = ()
     ) -> tuple[list[int], list[int]]:
-        """Tokens of the prompt, and those that are written after them."""
+        """Return the tokens of the prompt, and those generated after them."""
         given = [*opening_ids, *self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
         sampling = self._sampling
         ids = generation.generate(
@@ -124,12 +126,12 @@ def generate(
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """Text that the run's model writes after `prompt`, the prompt included.
+    """Return the prompt and the text that the run's model generates after it.
 
-    With `chat` the prompt is what a user says, put into the tokenizer's chat template after what
-    `system` says, and the text is the answer alone.
+    With `chat`, the prompt is a user's message, put into the tokenizer's chat template after the
+    `system` message, and the text is only the answer.
 
-    Raises BadInputError when the run has no model, no tokenizer, or one that cannot write.
+    Raises BadInputError if the run has no model, no tokenizer, or one that cannot generate.
     """
     writer = Writer(run, Sampling(max_new_tokens, temperature, top_k, seed), device)
     if not chat:
@@ -138,12 +140,13 @@ def generate(
 
 
 def system_message(system: str | None) -> list[Message]:
-    """The message that a conversation begins with, where there is one."""
+    """Return the system message of a conversation, if there is one."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 def questions(path: Path) -> list[list[Message]]:
-    """Conversations of a file, in any form that outpace train takes, each up to its last answer.
+    """Read conversations from a file in any form that outpace train takes, each up to its last
+    answer.
 
     Raises BadInputError.
     """
@@ -170,11 +173,11 @@ def evaluate(
     task: Task | None = None,
     on_hint: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Loss, perplexity and tokens/s of the model of a run, a Hugging Face folder or an adapter.
+    """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
-    `data` defaults to what the run held out; `batches` to all of it; `task` to the run's, or to
-    chat where the data are conversations. `on_hint` is called with what should be known of how
-    model and data were read. Raises BadInputError.
+    `data` defaults to the run's held-out data, `batches` to all of it, `task` to the run's, or to
+    chat if the data are conversations. `on_hint` is called with notes on how model and data were
+    read. Raises BadInputError.
     """
     opened = open_model(str(run))
     record = _record(run)
@@ -185,7 +188,7 @@ def evaluate(
         update={"text_field": text_field or settings.text_field, "task": task}
     )
     if task != "pretrain" and record is None and data is None:
-        raise BadInputError(f"--task {task}: {run} is no run that held data out. Name --data.")
+        raise BadInputError(f"--task {task}: {run} is not a run with held-out data. Give --data.")
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     precision = record.plan.precision if record else "fp32"
     mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
@@ -200,7 +203,7 @@ def evaluate(
         objective = CustomObjective(custom)
         dataset = custom.dataset if custom.eval_dataset is None else custom.eval_dataset
         if custom.eval_dataset is None and custom.dataset is not None and data is None:
-            on_hint("there is no eval_dataset: this is the loss on the data set to train on")
+            on_hint("there is no eval_dataset, so this is the loss on the training data")
     else:
         assert opened.spec is not None and opened.weights is not None
         model = load_model(opened, opened.spec)
@@ -230,7 +233,7 @@ def evaluate(
 
 
 def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
-    """Chat where the first record of the data is a conversation, and no field of text is named."""
+    """Return chat if the first record is a conversation and no text field is given."""
     first = Path(data[0]).expanduser()
     if text_field is not None or not first.is_file() or form_of(first) in ("text", "tokens"):
         return "pretrain"
@@ -254,9 +257,9 @@ def _task(
 ) -> tuple[
     LanguageModelObjective | CustomObjective | ClassificationObjective, PaddedDataset, int | None
 ]:
-    """The model of a run that was trained for a task, and all samples of the data, each once.
+    """Return the model of a run trained for a task, and all samples of the data, each once.
 
-    And the longest sample, of which what is longer was cut.
+    Also returns the longest sample, to which longer ones were cut.
     """
     update: dict[str, Any] = {
         "model": str(run),
@@ -282,20 +285,20 @@ def _task(
 
 
 def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
-    """Refuse to measure a layer over classes that would be drawn at random."""
+    """Refuse to evaluate a classification head that would have random weights."""
     if opened.weights is None:
         raise BadInputError(f"{opened.name} has no weights, so there is nothing to evaluate")
     known = known_labels(opened.weights)
     if known is None:
         raise BadInputError(
-            f"{opened.weights} holds no classifier (no …ForSequenceClassification), so there is "
-            "nothing to evaluate: train one with outpace train --task classify"
+            f"{opened.weights} has no classifier (no …ForSequenceClassification), so there is "
+            "nothing to evaluate. Train one with outpace train --task classify"
         )
     if known != tuple(labels):
         raise BadInputError(
-            f"the classifier in {opened.weights} tells {', '.join(known)} apart, the data has the "
-            f"labels {', '.join(labels)}. Label rows with its names or the numbers of its classes "
-            "(from 0 on)."
+            f"the classifier in {opened.weights} has the classes {', '.join(known)}, but the "
+            f"data has the labels {', '.join(labels)}. Label rows with these names or the "
+            "numbers of the classes (from 0)."
         )
     require_layer(opened.weights)
 
@@ -303,7 +306,7 @@ def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
 def _batches(
     dataset: Any, size: int, most: int | None, seed: int, device: torch.device
 ) -> Iterator[list[Batch]]:
-    """Every sample once, or `most` batches of `size`; what is left over comes in smaller ones."""
+    """Yield every sample once, or `most` batches of `size`; the rest comes in smaller batches."""
     whole = len(dataset) // size
     left = len(dataset) % size
     small = math.gcd(size, left)
@@ -333,7 +336,7 @@ def _samples(
     settings: TrainSettings,
     on_hint: Callable[[str], None],
 ) -> TokenDataset:
-    """The data named, or what the run held out, in samples as long as the run's."""
+    """Return the given data, or the run's held-out data, in samples as long as the run's."""
     tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
     corpus = _held_out_data(data, settings, tokenizer)
@@ -355,7 +358,7 @@ def _samples(
 def _tell_difference(
     folder: Path, tokenizer: Tokenizer, cache_dir: Path | None, on_hint: Callable[[str], None]
 ) -> None:
-    """Say where transformers reads the tokenizer in `folder` otherwise than it was read here."""
+    """Report where transformers reads the tokenizer in `folder` differently than outpace does."""
     found = source_difference(folder, tokenizer, cache_folder(cache_dir, os.environ))
     if found is not None:
         on_hint(found)
@@ -364,7 +367,7 @@ def _tell_difference(
 def _held_out_data(
     data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> Corpus:
-    """The data named, whole; else what the run held out."""
+    """Return the given data, whole; else the run's held-out data."""
     named = data or settings.eval_data
     return prepare(
         named or settings.data,
@@ -381,26 +384,26 @@ def _held_out_data(
 def _open(
     run: Path, device: str, on_hint: Callable[[str], None]
 ) -> tuple[Transformer, Tokenizer, frozenset[int]]:
-    """A model that writes, with its tokenizer, and the tokens that end what it writes.
+    """Return a model that generates text, its tokenizer, and the tokens that end its output.
 
     These are the tokenizer's end of text and those that the model's folder names.
     """
     opened = open_model(str(run))
     if opened.spec is None:
         raise BadInputError(
-            f"{run} holds a custom model, which outpace cannot make write; "
-            "generate works with outpace's and Hugging Face models"
+            f"{run} holds a custom model, with which outpace cannot generate text; generate "
+            "works with outpace's and Hugging Face models"
         )
     record = _record(run)
     if record is not None and record.settings.task == "classify":
         raise BadInputError(
-            f"{run} is a classifier, which gives labels and writes no text. Label texts with "
-            f"transformers: pipeline('text-classification', model='{run / 'model'}'). See how good "
-            f"it is with outpace eval --run {run}"
+            f"{run} is a classifier, which returns labels and does not generate text. Label "
+            "texts with transformers: pipeline('text-classification', "
+            f"model='{run / 'model'}'). Evaluate it with outpace eval --run {run}"
         )
     if opened.weights is None or opened.tokenizer is None:
         lacking = "weights" if opened.weights is None else "tokenizer"
-        raise BadInputError(f"{run} has no {lacking}, so there is nothing to generate with")
+        raise BadInputError(f"{run} has no {lacking}, which generate needs")
     tokenizer = load_tokenizer(str(opened.tokenizer))
     check_tokenizer(tokenizer, opened.spec.vocab, opened.name)
     model = load_model(opened, opened.spec)

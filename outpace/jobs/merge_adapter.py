@@ -1,4 +1,4 @@
-"""An adapter added to the weights that it was trained beside: a whole model again."""
+"""Merging an adapter into its base model's weights."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Merged:
-    """The number of parameters written, and what should be known of the adapter."""
+    """The number of parameters written, and notes on the adapter."""
 
     parameters: int
     notes: tuple[str, ...]
@@ -32,17 +32,17 @@ class Merged:
 def merge_adapter(
     source: Path, out: Path, *, model: Path | None, base: Base | None, dtype: str
 ) -> Merged:
-    """Write the Hugging Face directory of an adapter, or a run's, merged.
+    """Write the merged Hugging Face directory of an adapter, or of a run's.
 
-    `model` are the weights to add it to, by default those that it names; `base` is their form, by
-    default the one that it was trained beside. Raises BadInputError.
+    `model` has the weights to merge into, by default those that the adapter names; `base` is their
+    form, by default the one in training. Raises BadInputError.
     """
     opened = _with_base(source, model)
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None
     if out.resolve() in (opened.weights.resolve(), opened.adapter.resolve(), source.resolve()):
-        raise BadInputError(f"--out {out} is what is merged. Name another directory.")
+        raise BadInputError(f"--out {out} is the adapter itself. Choose another directory.")
     if out.is_dir() and any(out.iterdir()):
-        raise BadInputError(f"--out {out} is there already, and not empty. Name another directory.")
+        raise BadInputError(f"--out {out} exists and is not empty. Choose another directory.")
     _require_tokenizer_fits(opened)
     weights = read_weights(opened.weights, opened.spec)
     merge(weights, opened.adapter, opened.spec, opened.weights, base)
@@ -58,7 +58,7 @@ def merge_adapter(
 
 
 def _require_tokenizer_fits(opened: OpenedModel) -> None:
-    """Refuse an adapter whose own tokenizer has tokens that the base has no embeddings of."""
+    """Refuse an adapter whose tokenizer has tokens without an embedding in the base."""
     if opened.tokenizer is None or opened.tokenizer != opened.adapter:
         return
     assert opened.spec is not None
@@ -66,13 +66,14 @@ def _require_tokenizer_fits(opened: OpenedModel) -> None:
     if size > opened.spec.vocab:
         raise BadInputError(
             f"the tokenizer in {opened.adapter} has a vocabulary of {size}, but the model in "
-            f"{opened.weights} {opened.spec.vocab}: the adapter was trained beside longer "
-            "embeddings, which it does not hold. Merge it into the model with these (--model DIR)."
+            f"{opened.weights} has {opened.spec.vocab}: the adapter was trained with a larger "
+            "embedding, which it does not contain. Merge it into the model with that "
+            "embedding (--model DIR)."
         )
 
 
 def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
-    """Say that the weights are not those that the adapter names, where nothing else tells."""
+    """Note that the weights may not be those that the adapter names, if nothing else tells."""
     assert opened.adapter is not None and opened.weights is not None
     named = named_base(opened.adapter)
     config = read_config(opened.weights)
@@ -82,13 +83,13 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
         if Path(named).expanduser().resolve() == opened.weights.resolve():
             return ()
     return (
-        f"the adapter names {shorten(named)} as its base, and was added to {opened.weights}: "
-        "whether these are the weights that it was trained beside cannot be told from its files",
+        f"the adapter names {shorten(named)} as its base, and was merged into "
+        f"{opened.weights}: its files do not tell whether it was trained with these weights",
     )
 
 
 def _stop_ids(opened: OpenedModel) -> tuple[int, ...]:
-    """Return what ends an answer, if a run taught the adapter to answer."""
+    """Return the token ids that end an answer, if a run taught the adapter to answer."""
     assert opened.adapter is not None
     record = opened.adapter.parent / RUN_FILE
     tokenizer = (
@@ -102,17 +103,17 @@ def _stop_ids(opened: OpenedModel) -> tuple[int, ...]:
 
 
 def _with_base(source: Path, model: Path | None) -> OpenedModel:
-    """The adapter, opened, with the weights named in the place of those that it names."""
+    """Open the adapter with the given weights instead of those that it names."""
     inner = source / "model" if (source / "model" / ADAPTER_CONFIG).is_file() else source
     if not (inner / ADAPTER_CONFIG).is_file():
         raise BadInputError(
-            f"{source} holds no adapter (no {ADAPTER_CONFIG}). Name a run that was trained with "
-            "--lora-rank and reached its end, or a folder that peft wrote."
+            f"{source} has no adapter (no {ADAPTER_CONFIG}). Give a run that was trained with "
+            "--lora-rank and finished, or a folder that peft wrote."
         )
     if model is None:
         return open_model(str(inner))
     given = open_model(str(model))
     if given.weights is None or given.spec is None or given.adapter is not None:
-        raise BadInputError(f"--model {model} has no weights of its own to merge into.")
+        raise BadInputError(f"--model {model} has no weights to merge into.")
     tokenizer = inner if (inner / "tokenizer.json").is_file() else given.tokenizer
     return replace(given, spec=spec_from_hf(given.weights), adapter=inner, tokenizer=tokenizer)

@@ -1,1 +1,1 @@
-"""Starts processes and puts a job together from its settings."""
+"""Start of processes, and of a job from its settings."""

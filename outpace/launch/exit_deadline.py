@@ -1,4 +1,5 @@
-"""End this process where its main thread cannot: it waits in a library for a rank that is lost.
+"""End of this process when its main thread cannot end it, since it waits in a library for a lost
+rank.
 
 gloo has no call that interrupts a thread waiting in a collective, and a save in the background
 waits for as long as its process group allows.
@@ -27,7 +28,7 @@ def end_process(message: str, exit_code: int) -> NoReturn:
 class ExitDeadline:
     """A context that a process has to leave in time, once `start` was called within it.
 
-    `end` ends the process with a message and an exit code. `tidy` is told the message first.
+    `end` ends the process with a message and an exit code. `tidy` gets the message first.
     """
 
     def __init__(self, end: End | None, tidy: Tidy = lambda message: None) -> None:

@@ -1,8 +1,8 @@
 """Ranks forked from their launcher, which has imported what all of them need.
 
-A rank that is started as a command imports torch by itself, and so do all others beside it: a
-second for each core of a host. Forked they begin with it, and share its memory. Only where no
-accelerator is used, whose libraries do not survive a fork, and on Linux.
+Ranks started as commands each import torch, which takes about a second per core of a host. Forked
+ranks have it at once, and share its memory. This works only on Linux and without accelerators,
+whose libraries do not survive a fork.
 """
 
 import atexit
@@ -31,7 +31,7 @@ Begin = Callable[[], NoReturn]
 
 
 def can_fork(device: str) -> bool:
-    """Whether ranks that compute on `device` ("auto": what torch finds) may be forked."""
+    """Return whether ranks that compute on `device` ("auto": what torch finds) may be forked."""
     import torch
 
     built_for = torch.accelerator.current_accelerator()  # asks no driver
@@ -39,16 +39,16 @@ def can_fork(device: str) -> bool:
 
 
 def name_rank(rank: int) -> None:
-    """Let this process be known as a rank, in `top` and to `outpace watch`."""
+    """Name this process as a rank, in `top` and for `outpace watch`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
 
 
 @contextmanager
 def fork_ranks(begin: Begin) -> Iterator[None]:
-    """Have torch's launcher fork each rank, which runs `begin`, instead of starting a command.
+    """Make torch's launcher fork each rank, which runs `begin`, instead of starting a command.
 
-    Restarted ranks, too. It has no public API for it.
+    This includes restarted ranks. torch has no public API for it.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -69,7 +69,7 @@ def fork_ranks(begin: Begin) -> Iterator[None]:
 
 
 class Fork:
-    """A forked process, as torch's launcher uses subprocess.Popen."""
+    """A forked process with the interface of subprocess.Popen that torch's launcher uses."""
 
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
         sys.stdout.flush()
@@ -108,7 +108,7 @@ class Fork:
 def _run_fork(
     begin: Begin, environ: Mapping[str, str], held: set[int | signal.Signals]
 ) -> NoReturn:
-    """Run `begin` in the fork, after letting go of the launcher's things."""
+    """Run `begin` in the fork, after releasing the launcher's resources."""
     try:
         os.setsid()
         _forget_handlers()
@@ -125,7 +125,7 @@ def _run_fork(
 
 
 def _forget_handlers() -> None:
-    """Signals mean what they do to a process that has just been started."""
+    """Restore the signal handlers of a newly started process."""
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -133,7 +133,9 @@ def _forget_handlers() -> None:
 
 
 def _close_sockets() -> None:
-    """The launcher's: whoever waits for one of them to close would wait for this process, too."""
+    """Close the launcher's sockets; otherwise those waiting for one to close would wait for this
+    process.
+    """
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():

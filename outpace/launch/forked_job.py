@@ -1,6 +1,7 @@
-"""A function in forked processes that form a group, within a time limit: whatever becomes of it.
+"""A function run in forked processes that form a group, within a time limit.
 
-For what may hang or crash: the caller learns how each rank ended, and nothing is left running.
+It is for what may hang or crash: the caller learns how each rank ended, and nothing is left
+running.
 """
 
 import gc
@@ -35,10 +36,10 @@ _UNFINISHED = 3
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank. `said` is its error's message, `at` what it was doing last.
+    """End of a rank. `said` is its error's message, `at` what it did last.
 
-    `refused`: the error was one of outpace's own, for a user. `exit_code` is negative for a signal
-    and None where the time limit was over.
+    `refused`: the error was one of outpace's, for a user. `exit_code` is negative for a signal and
+    None if the time limit was over.
     """
 
     exit_code: int | None
@@ -48,30 +49,29 @@ class RankEnd:
 
     @property
     def fine(self) -> bool:
-        """Whether it came to its end."""
+        """Return whether it ran to its end."""
         return self.exit_code == 0
 
 
 class ForkedRank:
-    """Context of a forked rank: its place among the ranks, and a way to say what it does."""
+    """Context of a forked rank: its position among the ranks, and a way to report what it does."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks = ranks
         self._at = folder / f"rank-{ranks.rank}.at"
 
     def note_phase(self, what: str) -> None:
-        """Note what comes next, in case somebody asks why it did not end."""
+        """Report what comes next, in case it does not end."""
         self._at.write_text(what, encoding="utf-8")
 
 
 def run_forked(
     size: int, action: Callable[[ForkedRank], None], limit_s: float, folder: Path
 ) -> list[RankEnd]:
-    """Do `action` on `size` ranks that have a gloo group, on this host's CPU.
+    """Run `action` on `size` ranks with a gloo group, on this host's CPU.
 
-    `folder` keeps what they print, rank by rank, in place of what an earlier job there has left.
-    The caller's process has to be one that may be forked: it has used no accelerator, and is of no
-    process group.
+    `folder` stores what they print, rank by rank, replacing that of an earlier job. The caller's
+    process has to be one that may be forked: it has used no accelerator, and has no process group.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):
@@ -100,9 +100,10 @@ def run_forked(
 
 
 def _poll(fork: Fork) -> int | None:
-    """Do as `Fork.poll`, and leave nothing of what a rank has started once it has ended.
+    """Poll like `Fork.poll`, and leave nothing of what a rank started once it has ended.
 
-    Its group is killed before the rank is reaped: afterwards the id may be another group's.
+    Its process group is killed before the rank is reaped; afterwards the ID may belong to another
+    group.
     """
     if fork.returncode is None:
         seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -112,7 +113,7 @@ def _poll(fork: Fork) -> int | None:
 
 
 def _end(fork: Fork) -> None:
-    """Leave nothing of a rank, nor of what it started."""
+    """Kill a rank and everything that it started."""
     if _poll(fork) is None:
         _kill_group(fork)
         with suppress(OSError):
@@ -170,7 +171,7 @@ def _run_rank(
 
 
 def _redirect(path: Path) -> None:
-    """Let what this process prints, also in C, go into a file."""
+    """Redirect what this process prints, also from C, to a file."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)

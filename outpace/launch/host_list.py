@@ -1,4 +1,4 @@
-"""SLURM's lists of hosts, as it writes them in its variables: gpu[03-06,9],rack[0-1]node[1-4]."""
+"""SLURM's lists of hosts, as in its variables: gpu[03-06,9],rack[0-1]node[1-4]."""
 
 import re
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ _MOST_HOSTS = 1 << 20
 
 
 def expand(text: str) -> Iterator[str]:
-    """The hosts of a list, in its order. Raises BadInputError for one that is malformed.
+    """Return the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    As `scontrol show hostnames` does, and also what it refuses though names may be so (text behind
-    the last brackets; boxes, which only some builds know). The last brackets count fastest, and a
-    number is as wide as the first of its range.
+    It does what `scontrol show hostnames` does, and refuses some names that SLURM allows (text
+    after the last brackets; boxes, which only some builds know). The last brackets count fastest,
+    and a number is as wide as the first of its range.
     """
     for name in _split(text):
         parts = list(_PART.finditer(name))
@@ -31,7 +31,7 @@ def expand(text: str) -> Iterator[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Cut at the commas and blanks outside of brackets."""
+    """Split at the commas and spaces outside of brackets."""
     begin = depth = 0
     text = text.strip()
     for at, letter in enumerate(text):
@@ -59,7 +59,7 @@ def _numbers(inside: str, text: str) -> tuple[str, ...]:
 
 
 def _box(first: str, last: str, text: str) -> Iterator[str]:
-    """All places of a box: each letter is a coordinate, in base 36."""
+    """Return all places of a box: each letter is a coordinate, in base 36."""
     if len(first) != len(last):
         raise _format_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"

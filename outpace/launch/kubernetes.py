@@ -1,7 +1,7 @@
-"""The same job for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
+"""The job for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
 
-TrainJob: trainer.kubeflow.org/v1alpha1 of Kubeflow Trainer 2. Indexed Job: batch/v1, whose pods a
-headless Service gives names, by which torchrun meets (kubernetes.io, "Job with Pod-to-Pod
+TrainJob: trainer.kubeflow.org/v1alpha1 of Kubeflow Trainer 2. Indexed Job: batch/v1, whose pods get
+names from a headless Service, for torchrun's rendezvous (kubernetes.io, "Job with Pod-to-Pod
 Communication").
 """
 
@@ -24,7 +24,7 @@ _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options for Kubernetes alone. `claim`: a volume that all pods see, at the job's folder."""
+    """Options for Kubernetes only. `claim`: a volume that all pods see, at the job's folder."""
 
     image: str
     runtime: str = "torch-distributed"
@@ -33,7 +33,7 @@ class KubernetesOptions:
 
 
 def train_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """A TrainJob; its runtime's torch plugin starts torchrun's variables on every node."""
+    """Return a TrainJob; its runtime's torch plugin sets torchrun's variables on every node."""
     trainer: dict[str, Any] = {
         "image": options.image,
         # A TrainJob names no working directory.
@@ -56,7 +56,7 @@ def train_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any
 
 
 def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """A headless Service and an Indexed Job of as many pods as nodes."""
+    """Return a headless Service and an Indexed Job with one pod per node."""
     service = {"clusterIP": "None", "selector": {"job-name": job.name},
                "publishNotReadyAddresses": True}  # fmt: skip
     volumes, mounts = _disks(job, options)
@@ -116,7 +116,7 @@ def _resources(job: ClusterJob) -> dict[str, Any]:
 def _disks(
     job: ClusterJob, options: KubernetesOptions
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Volumes, and where each is mounted."""
+    """Return volumes, and where each is mounted."""
     # Containers have 64 MiB of shared memory; data workers and NCCL need more.
     volumes: list[dict[str, Any]] = [{"name": _SHM, "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": _SHM, "mountPath": "/dev/shm"}]
@@ -127,5 +127,5 @@ def _disks(
 
 
 def _literal(words: tuple[str, ...]) -> list[str]:
-    """Kubernetes puts variables in the place of $(NAME), and reads $$ as a dollar sign."""
+    """Escape text for Kubernetes, which expands $(NAME) and reads $$ as a dollar sign."""
     return [word.replace("$", "$$") for word in words]

@@ -1,4 +1,4 @@
-"""Variables by which launchers tell a process its rank, read from a mapping that is given."""
+"""Variables by which launchers tell a process its rank, read from a given mapping."""
 
 import socket
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ _SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """The ranks that torchrun, or a launcher like it, an MPI, horovodrun or srun has set.
+    """Return the ranks that torchrun or a similar launcher, an MPI, horovodrun or srun has set.
 
-    None outside of one. Raises BadInputError when they contradict each other, are no numbers, or
+    None outside of one. Raises BadInputError if they contradict each other, are not numbers, or
     leave open which processes share a host or where they meet.
     """
     for launcher in LAUNCHERS:
@@ -35,13 +35,13 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:
-    """Refuse a process that is one of several, of which nobody says how many there are."""
+    """Refuse a process that is one of several whose number is unknown."""
     for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
             raise BadInputError(
-                f"environment: {name} = {environ[name]!r}: this is one of several processes, and "
-                "each would train by itself. Let your launcher start `torchrun` once on each host, "
-                "or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                f"environment: {name} = {environ[name]!r}: this is one of several processes, "
+                "and each would train by itself. Let your launcher start `torchrun` once per "
+                "host, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
                 "MASTER_PORT for each process."
             )
 
@@ -55,7 +55,7 @@ def init_method(environ: Mapping[str, str]) -> str:
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a free port of this host."""
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]
@@ -78,9 +78,10 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
     if missing:
         raise BadInputError(
             f"the environment has {launcher.rank} and {launcher.world_size} but not "
-            f"{' and '.join(missing)}, so it is open which of the {world_size} processes share a "
-            f"host. Start with torchrun, or set {launcher.local_rank} to the process's number on "
-            f"its host and {launcher.local_world_size} to how many there are."
+            f"{' and '.join(missing)}, so it is unknown which of the {world_size} processes "
+            f"share a host. Start with torchrun, or set {launcher.local_rank} to the process's "
+            f"number on its host and {launcher.local_world_size} to the number of processes "
+            "there."
         )
     if world_size > 1:
         _require_master_address(launcher, environ)  # srun's always has one
@@ -116,12 +117,12 @@ def _require_master_address(launcher: Launcher, environ: Mapping[str, str]) -> N
 
 
 def require_port(text: str) -> None:
-    """Raises BadInputError for a MASTER_PORT that is none."""
+    """Raise BadInputError for an invalid MASTER_PORT."""
     port = _number("MASTER_PORT", text)
     if not 1 <= port <= _LAST_PORT:
         raise BadInputError(
-            f"environment: MASTER_PORT = {text!r} is no port: those go from 1 to {_LAST_PORT}. Set "
-            "it to one that is free on rank 0's host, the same on all ranks."
+            f"environment: MASTER_PORT = {text!r} is not a port: they go from 1 to "
+            f"{_LAST_PORT}. Set it to one that is free on rank 0's host, the same on all ranks."
         )
 
 

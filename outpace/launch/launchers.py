@@ -1,4 +1,4 @@
-"""Launchers by the variables that they set. Light: a command that fails at once imports it."""
+"""Launchers by the variables that they set. Light, since commands that fail at once import it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher's names for what `Ranks` holds."""
+    """A launcher's names for the fields of `Ranks`."""
 
     name: str
     rank: str
@@ -16,7 +16,7 @@ class Launcher:
 
     @property
     def names(self) -> tuple[str, str, str, str]:
-        """All four."""
+        """Return all four names."""
         return self.rank, self.world_size, self.local_rank, self.local_world_size
 
 
@@ -53,7 +53,9 @@ RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def rank_name(environ: Mapping[str, str]) -> str:
-    """This process's rank as a variable has it, whatever others lack; "0" outside of a launcher."""
+    """Return this process's rank from a variable, whatever others lack; "0" outside of a
+    launcher.
+    """
     names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
     if environ.get("SLURM_STEP_NUM_TASKS"):
         names.append("SLURM_PROCID")

@@ -1,9 +1,9 @@
-"""Starts one process per rank on this host with torch's elastic launcher, and speaks for them.
+"""Launch of one process per rank on this host with torch's elastic launcher, and its messages.
 
 A signal to the launcher is passed on to each worker once, and the workers then have all the time
 they need to finish the step and save; a second signal kills them at once. (Elastic's own handler
-would kill them after a grace period.) Elastic gives every worker a session of its own, so that
-Ctrl-C in a terminal reaches the launcher alone: one key press is one signal for every worker.
+would kill them after a grace period.) Elastic gives every worker its own session, so that Ctrl-C in
+a terminal reaches only the launcher: one key press is one signal for every worker.
 """
 
 import json
@@ -52,9 +52,9 @@ SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed. `exit_code` is that rank's.
+    """A rank failed; `exit_code` is that rank's.
 
-    `lost`: nobody asked for it, and no setting is to blame: it may go well another time.
+    `lost`: the end was not requested and no setting is to blame, so another attempt may succeed.
     """
 
     def __init__(self, message: str, exit_code: int, lost: bool = False) -> None:
@@ -65,7 +65,7 @@ class WorkerError(OutpaceError):
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of a rank before it ended: its message for the user and the exit code it meant."""
+    """Report of a rank before it ended: its message for the user and its intended exit code."""
 
     rank: int
     message: str
@@ -75,7 +75,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RanksEnd:
-    """End of all ranks: exit codes of those that failed by rank, what ranks said, signals.
+    """End of all ranks: exit codes of those that failed by rank, their messages, signals.
 
     `hosts`: where each of these ranks ran, if there are several.
     """
@@ -86,13 +86,13 @@ class RanksEnd:
     hosts: Mapping[int, str] = field(default_factory=dict)
 
     def format_rank(self, rank: int) -> str:
-        """A rank, in words."""
+        """Return a rank's name for the user."""
         return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
 
 
 @dataclass(frozen=True)
 class HostRendezvous:
-    """A host's place among several: where all meet, and its own address there."""
+    """A host's place among several: the rendezvous address, and its own address there."""
 
     nodes: int
     place: int
@@ -112,11 +112,11 @@ def start(
 ) -> None:
     """Run `command` once per rank and wait for all of them.
 
-    Or `begin`, which does the same, in forks of this process.
+    If `begin` is given, it runs in forks of this process instead.
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     in its environment. Returns when every rank ended with 0. Raises WorkerError with the message
-    and exit code of the rank that failed first. Other children of this process are let be.
+    and exit code of the rank that failed first. Other children of this process are left alone.
     `told` is called at once when the first signal to stop arrives.
     """
     with nullcontext() if begin is None else fork_ranks(begin):
@@ -173,7 +173,9 @@ def run_ranks(
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Limit the time of other ranks after a failure: torch 2.13 leaves them 30 s in any case."""
+    """Limit how long other ranks may take after a failure; torch 2.13 gives them 30 s in any
+    case.
+    """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close
@@ -191,7 +193,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
-    """Exit codes without those of ranks that elastic killed, for they did not heed SIGTERM."""
+    """Return exit codes without those of ranks that elastic killed because they ignored SIGTERM."""
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
         rank: failure.exitcode
@@ -206,7 +208,7 @@ def start_settings(
     """Train on `nproc` processes of this host, from inside any Python program.
 
     Progress, if wanted, goes to standard error. Raises what training here would raise, WorkerError
-    when a rank failed, KeyboardInterrupt after the workers have finished their step and saved.
+    if a rank failed, KeyboardInterrupt after the workers have finished their step and saved.
     """
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         handed_over = Path(folder) / "settings.json"
@@ -227,7 +229,7 @@ def start_settings(
 
 
 def _error_of(message: str, exit_code: int) -> OutpaceError:
-    """The error that training in this process would have raised."""
+    """Return the error that training in this process would have raised."""
     for kind in (BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError):
         if kind.exit_code == exit_code:
             return kind(message)
@@ -258,7 +260,7 @@ def _last_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Give signals that ask to end to `pass_on`, with all so far; yields those received."""
+    """Pass signals that ask to end to `pass_on`, with all so far; yields those received."""
     received: list[int] = []
     times: list[float] = []
 
@@ -279,7 +281,7 @@ def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]
 
 
 def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
-    """Passes a signal on to the processes that are started from now on."""
+    """Pass a signal on to the processes that are started from now on."""
     others = set(psutil.Process().children())
 
     def pass_on(signum: int, received: list[int]) -> None:
@@ -287,7 +289,7 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
             told()
         workers = set(psutil.Process().children()) - others
         if not workers:
-            raise WorkerError(f"stopped by {_name(signum)} before training began", 128 + signum)
+            raise WorkerError(f"stopped by {_name(signum)} before training started", 128 + signum)
         for worker in workers:
             with suppress(psutil.NoSuchProcess):
                 worker.send_signal(signum if len(received) == 1 else signal.SIGKILL)
@@ -296,7 +298,7 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
 
 
 def _reports(logs: Path) -> list[RankReport]:
-    """Read what the ranks wrote into elastic's error files, the first first."""
+    """Read what the ranks wrote into elastic's error files, in order of time."""
     found = []
     for path in logs.glob("**/error.json"):
         with suppress(ValueError, KeyError, TypeError, OSError):
@@ -314,7 +316,7 @@ def _reports(logs: Path) -> list[RankReport]:
 
 
 def conclude(ended: RanksEnd) -> None:
-    """Raise the WorkerError that says why the job ended, if it did not end well.
+    """Raise the WorkerError that says why the job ended, if it failed.
 
     Exit codes are negative for a signal.
     """
@@ -337,20 +339,22 @@ def conclude(ended: RanksEnd) -> None:
     if not failures:
         return
     if signals:
-        raise WorkerError(f"stopped by {_name(signals[0])} before training began", 128 + signals[0])
+        raise WorkerError(
+            f"stopped by {_name(signals[0])} before training started", 128 + signals[0]
+        )
     rank, code = min(failures.items(), key=lambda item: item[1] < 0)
     code = 128 - code if code < 0 else code
-    sentence = f"{ended.format_rank(rank)} ended with exit code {code} and said nothing"
+    sentence = f"{ended.format_rank(rank)} ended with exit code {code} without a message"
     raise WorkerError(sentence, code, lost=True)
 
 
 def _blame(report: RankReport) -> tuple[bool, float]:
-    """Order of reports: a crash may be the echo of another rank's refusal, never its cause."""
+    """Return the sort key of reports: a crash may follow another rank's refusal, never cause it."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
 def _attribute(first: RankReport, ended: RanksEnd) -> str:
-    """The message; with its rank when it is not what all ranks would say."""
+    """Return the message, with its rank unless all ranks would say the same."""
     who = ended.format_rank(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"

@@ -1,7 +1,7 @@
-"""The interface on which ranks listen for each other, and no other.
+"""The network interface on which ranks listen for each other.
 
-gloo and NCCL take its name from the environment. Left alone, gloo listens where this host's own
-name leads: for most hosts an address that others reach.
+gloo and NCCL take its name from the environment. By default, gloo listens on the address of this
+host's name, which others can usually reach.
 """
 
 import errno
@@ -21,7 +21,7 @@ _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which gloo and NCCL use this address's interface, unless set already."""
+    """Return variables that make gloo and NCCL use this address's interface, unless set already."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
@@ -29,35 +29,36 @@ def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_interfaces(environ: Mapping[str, str]) -> None:
-    """Raises BadInputError where GLOO_SOCKET_IFNAME names an interface that this host lacks."""
+    """Raise BadInputError if GLOO_SOCKET_IFNAME names an interface that this host does not have."""
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     there = psutil.net_if_addrs()
     lacking = [name for name in named.split(",") if name not in there]
     if len(named) > 1 and lacking:  # gloo passes over one letter
         raise BadInputError(
-            f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network interface "
-            f"{lacking[0]!r}: it has {', '.join(sorted(there))}. gloo takes whole names, and not "
-            "NCCL's patterns (^lo, =eth0). Name the one that leads to the other ranks, or unset it."
+            f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network "
+            f"interface {lacking[0]!r}; it has {', '.join(sorted(there))}. gloo takes whole "
+            "names, not NCCL's patterns (^lo, =eth0). Name the interface that leads to the "
+            "other ranks, or unset it."
         )
 
 
 def require_address(address: str) -> None:
-    """Raises BadInputError where no interface of this host has an address that ranks need."""
+    """Raise BadInputError if no interface of this host has an address that ranks need."""
     there = psutil.net_if_addrs()
     if not any(one.address == address for found in there.values() for one in found):
         raise BadInputError(
-            f"this host has no network interface with the address {address}, at which ranks on it "
-            f"meet (it has {', '.join(sorted(there)) or 'none'}). In a network namespace of its "
-            "own, as of `unshare --net` and many sandboxes, the loopback is down at first: `ip "
-            "link set lo up`, as root there, or start outside of it."
+            f"this host has no network interface with the address {address}, at which its "
+            f"ranks meet (it has {', '.join(sorted(there)) or 'none'}). In a separate network "
+            "namespace, such as that of `unshare --net` and many sandboxes, the loopback is "
+            "down at first: run `ip link set lo up` there as root, or start outside of it."
         )
 
 
 @contextmanager
 def use_interface(address: str) -> Iterator[frozenset[str]]:
-    """Make groups on this address's interface meanwhile; yield the variables set for that.
+    """Make groups use this address's interface meanwhile; yield the variables set for that.
 
-    Raises BadInputError where there is no such interface.
+    Raises BadInputError if there is no such interface.
     """
     require_address(address)
     own = variables_for(address, os.environ)
@@ -72,8 +73,8 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
 def listen(host: str, port: int, apart: bool) -> socket.socket | None:
     """Return a socket bound to the address of `host`, which is this one, as other ranks find it.
 
-    None where that is open: `apart` are ranks of other hosts, who may find another address by this
-    name, or by a name that is loopback here. Raises OSError where the port is taken.
+    None if that is unclear: `apart` are ranks on other hosts, which may resolve this name to
+    another address, or the name may be loopback here. Raises OSError if the port is taken.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

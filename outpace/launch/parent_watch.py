@@ -1,8 +1,8 @@
 """A process that ends with the one that started it, however that one ended.
 
-After `kill -9` of a launcher nobody tells its ranks. The kernel can (PR_SET_PDEATHSIG), but only
+After `kill -9` of a launcher, nothing tells its ranks. The kernel can (PR_SET_PDEATHSIG), but only
 on Linux, and it takes the end of the thread that started a process for that of its parent. The
-number of the parent changes on every system.
+parent's process ID changes on every system.
 """
 
 import os
@@ -22,14 +22,14 @@ _SAVE_S = 60.0
 
 
 def child_environment() -> dict[str, str]:
-    """Variables for a command of outpace that is to end with this process."""
+    """Return variables for a command of outpace that should end with this process."""
     return {**os.environ, PARENT: str(os.getpid())}
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
     """End from now on with the parent, if that is outpace or torch's elastic launcher.
 
-    First as by SIGTERM, so that a run is saved; by SIGKILL where that takes too long.
+    First as on SIGTERM, so that a run is saved; with SIGKILL if that takes too long.
     """
     parent = os.getppid()
     of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ
@@ -42,8 +42,8 @@ def _watch(parent: int) -> None:
         time.sleep(_LOOK_S)
     with suppress(OSError, ValueError, AttributeError):
         print(
-            f"outpace: process {parent}, which started this one, has ended: this one ends too, as "
-            "by SIGTERM",
+            f"outpace: process {parent}, which started this one, has ended, so this one ends "
+            "too, as on SIGTERM",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Asks hosts, before a training is started on them, whether it can be.
+"""Check of hosts before a training is started on them.
 
 Nothing that the user typed is put into a remote command line: it goes through standard input.
 """
@@ -35,9 +35,9 @@ _SAME = ("python", "outpace", "torch")
 
 @dataclass(frozen=True)
 class HostCheck:
-    """Check of a host: its facts, or in `away` why there are none.
+    """Check of a host: its facts, or in `away` the reason why there are none.
 
-    `against`: what of the facts stands against a training there.
+    `against`: facts that prevent a training there.
     """
 
     host: Host
@@ -47,22 +47,22 @@ class HostCheck:
 
     @property
     def ready(self) -> bool:
-        """Whether ranks can run there."""
+        """Return whether ranks can run there."""
         return self.facts is not None and not self.obstacles
 
     @property
     def problems(self) -> list[str]:
-        """Problems of the host, for the user."""
+        """Return the host's problems, for the user."""
         return [f"{self.host.name}: {one}" for one in (*self.obstacles, self.unreachable) if one]
 
 
 def check_hosts(
     hosts: Sequence[Host], question: HostQuery, out: Path, like: HostCheck | None = None
 ) -> list[HostCheck]:
-    """Check each host by the question, and whether it sees the folder of `out`.
+    """Check each host with the query, and whether it sees the folder of `out`.
 
-    What must be the same is compared with `like`, or the first that answers. Raises BadInputError
-    where nothing can be written there.
+    What must be the same is compared with `like`, or the first host that answers. Raises
+    BadInputError if nothing can be written there.
     """
     with _token(out) as token:
         asked = question.model_copy(update={"seen": (*question.seen, str(token))})
@@ -82,18 +82,18 @@ def check_hosts(
 
 @contextmanager
 def _token(out: Path) -> Iterator[Path]:
-    """A file in this folder, or where it will be, to be seen by all who share it; it is removed.
+    """Yield a file in this folder, or where it will be, that all who share it can see; then remove
+    it.
 
-    A run takes an empty folder for its own while hosts that are away are asked: it passes over it.
+    While hosts that are away are queried, a run may take an empty folder as its own; it ignores
+    this file.
     """
     places = (out.absolute(), *out.absolute().parents)
     try:  # also to look: the disk may be gone
         token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
         token.write_text("seen?")
     except OSError as error:
-        raise BadInputError(
-            f"--out {out}: nothing can be written there: {error.strerror}"
-        ) from None
+        raise BadInputError(f"--out {out}: cannot write there: {error.strerror}") from None
     try:
         yield token
     finally:
@@ -107,28 +107,28 @@ def _find_obstacles(
     between: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield what stands against a training on a host. `tokens`: files that stand for folders."""
+    """Yield what prevents a training on a host. `tokens`: files that stand for folders."""
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
-            yield f"it has {name} {its}, and {first[0].name} has {other}; install the same"
+            yield f"it has {name} {its}, but {first[0].name} has {other}. Install the same"
     off = max(between[0] - answer.time_s, answer.time_s - between[1])
     if off > _CLOCK_S:
-        yield f"its clock is {off:.0f} s off; set it by NTP"
+        yield f"its clock is {off:.0f} s off. Set it by NTP"
     if answer.left:
-        yield f"ranks of an earlier start are still there (process {answer.left[0]})"
+        yield f"ranks of an earlier start are still running (process {answer.left[0]})"
     for path in answer.unseen:
         if path in tokens:
             yield (
-                f"it does not see {tokens[path]}, where the run is to be kept. Name a folder that "
-                "all hosts share with --out"
+                f"it does not see {tokens[path]}, the run's folder. Give a folder that all "
+                "hosts share with --out"
             )
         else:
             yield f"there is no {path}"
 
 
 def _ask(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
-    """A host's answer or why there is none; times between which it was given."""
+    """Return a host's answer or why there is none, and the times between which it was given."""
     began_s = time.time()
     try:
         done = subprocess.run(
@@ -137,21 +137,21 @@ def _ask(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float,
             timeout=_ANSWER_S, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        return "there is no ssh on this host to reach it with", (began_s, began_s)
+        return "there is no ssh on this host", (began_s, began_s)
     except subprocess.TimeoutExpired:
         return f"no answer within {_ANSWER_S} s", (began_s, began_s)
     found = read_marked(done.stdout)
     if done.returncode == 0 and found is not None:
         with suppress(BadInputError):
             return HostFacts.parse(found, host.name), (began_s, time.time())
-        return "it has another version of outpace; install the same", (began_s, began_s)
-    said = next(iter(reversed(done.stderr.strip().splitlines())), "it said nothing")
+        return "it has another version of outpace. Install the same", (began_s, began_s)
+    said = next(iter(reversed(done.stderr.strip().splitlines())), "it sent no answer")
     why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
     return f"{why}: {said}", (began_s, began_s)
 
 
 def remote(host: Host, folder: Path, what: str) -> list[str]:
-    """The command that starts the agent on a host; this one needs no ssh."""
+    """Return the command that starts the agent on a host; this one needs no ssh."""
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
@@ -167,7 +167,7 @@ def local_environment() -> dict[str, str]:
 
 
 def read_marked(output: str) -> dict[str, Any] | None:
-    """Return what an agent said last: a login may print what it likes before."""
+    """Return an agent's last message, since a login may print anything before it."""
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     with suppress(ValueError, IndexError):
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
@@ -176,6 +176,6 @@ def read_marked(output: str) -> dict[str, Any] | None:
 
 
 def addresses(facts: Sequence[HostFacts]) -> list[str]:
-    """Return the addresses by which hosts reach each other."""
+    """Return the addresses at which hosts reach each other."""
     asking = next((one.asked_from for one in facts if one.asked_from), None)
     return [one.address or asking or LOOPBACK for one in facts]

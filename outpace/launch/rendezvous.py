@@ -1,6 +1,6 @@
 """Rendezvous of a job's ranks: torch's store, on one address of the first host.
 
-Left alone, torch's store listens on every interface, whichever address it is given.
+By default, torch's store listens on every interface, whichever address it is given.
 """
 
 import socket
@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
-    """A store that others reach at `host`, listening on a socket that it takes over."""
+    """Return a store that others reach at `host`, listening on a given socket."""
     port = bound.getsockname()[1]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -37,9 +37,9 @@ def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 
 
 class StaticRendezvousHandler(RendezvousHandler):
-    """Hosts that know how many they are, and each its place: none joins later or comes back.
+    """Rendezvous of a fixed number of hosts with known positions: none joins later or returns.
 
-    The first has the store, which ranks use too.
+    The first host has the store, which its ranks use too.
     """
 
     def __init__(self, place: int, hosts: int, endpoint: str, run_id: str) -> None:
@@ -49,16 +49,16 @@ class StaticRendezvousHandler(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name by which the launcher knows it."""
+        """Return the launcher's name for it."""
         return NAME
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the same store."""
+        """Return True: ranks use the same store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet. Raises RendezvousError where that cannot be, or not all have come in time."""
+        """Meet the other hosts. Raises RendezvousError if that fails, or not all come in time."""
         self._store = self._open()
         store = PrefixStore(self._run_id, self._store)
         self._await_all(store)
@@ -71,8 +71,8 @@ class StaticRendezvousHandler(RendezvousHandler):
                 return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
             except DistError:
                 raise RendezvousConnectionError(
-                    f"{self._host}, port {self._port}, where all meet, is not reached from here "
-                    f"within {_CONNECT.total_seconds():.0f} s: a firewall may be between"
+                    f"cannot reach {self._host}, port {self._port}, where all meet, within "
+                    f"{_CONNECT.total_seconds():.0f} s; there may be a firewall in between"
                 ) from None
         try:
             bound = listen(self._host, self._port, apart=False)
@@ -80,8 +80,8 @@ class StaticRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"{self._format_failure()}: {error.strerror}") from None
         if bound is None:
             raise RendezvousConnectionError(
-                f"{self._format_failure()}: it is no address of this host, though others know it "
-                "by that. Start from a host that all others reach directly"
+                f"{self._format_failure()}: it is not an address of this host, though others "
+                "know it by that. Start from a host that all others reach directly"
             )
         return store_on(bound, self._host, _CONNECT)
 
@@ -89,31 +89,33 @@ class StaticRendezvousHandler(RendezvousHandler):
         return f"cannot listen on {self._host}, port {self._port}"
 
     def _await_all(self, store: Store) -> None:
-        """Poll until all hosts are there: a signal is not handled while torch waits."""
+        """Poll until all hosts are there, since signals are not handled while torch waits."""
         store.add("hosts", 1)
         late_s = time.monotonic() + _JOIN_S
         while (come := store.add("hosts", 0)) < self._hosts:
             if time.monotonic() > late_s:
-                raise RendezvousTimeoutError(f"{come} of {self._hosts} hosts came in {_JOIN_S} s")
+                raise RendezvousTimeoutError(
+                    f"only {come} of {self._hosts} hosts came within {_JOIN_S} s"
+                )
             time.sleep(_LOOK_AGAIN_S)
 
     def is_closed(self) -> bool:
-        """Never: nobody is let in later."""
+        """Return False: nobody is admitted later."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """None."""
+        """Return 0: no nodes wait."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the run's ID as it was given."""
+        """Return the run's ID as given."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store ends with its last user."""
+        """Do nothing: the store ends with its last user."""
         self._store = None
         return True
 
@@ -125,5 +127,5 @@ def _make_handler(asked: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> None:
-    """Make it known to torch's elastic launcher, by NAME."""
+    """Register it with torch's elastic launcher under NAME."""
     rendezvous_handler_registry.register(NAME, _make_handler)

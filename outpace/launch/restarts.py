@@ -1,4 +1,4 @@
-"""Beginning again, from the last checkpoint, when a rank or a host was lost."""
+"""Restarts from the last checkpoint when a rank or a host is lost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from outpace.records.units import show_number
 
 @dataclass
 class Restarts:
-    """Count of restarts, and how many a training may have.
+    """Count of restarts, and their limit.
 
-    A user's mistake, a loss that is no number, memory that runs out and an end that was asked for
-    would come again: they cause no restart. `say` tells the user; `out` is the run.
+    A user's mistake, a loss that is not a number, an out-of-memory error and a requested end would
+    repeat, so they cause no restart. `say` tells the user; `out` is the run.
     """
 
     most: int
@@ -23,15 +23,15 @@ class Restarts:
     done: int = 0
 
     def count(self, error: WorkerError) -> None:
-        """One more, because of `error`; raises it where there may be none."""
+        """Count one more, because of `error`; re-raise it if no more are allowed."""
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:
             way = "" if self.out is None else f" Resume with: {resume_command(self.out)}"
             times = show_number(self.done, "time")
             raise WorkerError(
-                f"{error}\nIt has begun again {times}, which is all that --max-restarts "
-                f"{self.most} allows.{way}",
+                f"{error}\nIt has restarted {times}, which is the limit of --max-restarts "
+                f"{self.most}.{way}",
                 error.exit_code,
             )
         self.done += 1
@@ -40,6 +40,6 @@ class Restarts:
 
 
 def _in_a_line(error: WorkerError) -> str:
-    """Shorten a traceback to whose it was and what it ended with."""
+    """Shorten a traceback to its origin and its last line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

@@ -1,7 +1,7 @@
-"""Variables that SLURM's srun sets for each of its tasks, in torchrun's words.
+"""Variables that SLURM's srun sets for each of its tasks, in torchrun's terms.
 
 The names are those of "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script has some of them,
-too, and is no rank: only what srun starts has those of a step.
+too, but is not a rank: only what srun starts has those of a step.
 """
 
 import re
@@ -19,10 +19,10 @@ _WITH_VALUE = ("--rcfile", "--init-file")  # bash(1)
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE and so on of a task; empty outside of a step of several tasks.
+    """Return RANK, WORLD_SIZE and so on for a task; empty outside of a step with several tasks.
 
-    Empty also in a shell that has a terminal of srun's, where `--nproc` starts ranks. Raises
-    BadInputError where srun has left something out.
+    Also empty in a shell with a terminal from srun, where `--nproc` starts ranks. Raises
+    BadInputError if srun has left something out.
     """
     if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
         return {}
@@ -52,10 +52,10 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_shell(environ: Mapping[str, str]) -> bool:
-    """Whether the user types into the shell that srun has started as this task.
+    """Return whether the user types into the shell that srun has started as this task.
 
-    `srun --pty -n 4 bash` gives task 0 the terminal, and nobody types into the other three shells.
-    One that runs a script does so in every task.
+    `srun --pty -n 4 bash` gives task 0 the terminal; the other three shells have no user. A shell
+    that runs a script does so in every task.
     """
     if not environ.get("SLURM_PTY_PORT"):
         return False
@@ -76,7 +76,7 @@ def _in_shell(environ: Mapping[str, str]) -> bool:
 
 
 def _counts(text: str) -> Iterator[int]:
-    """Expand counts: of '4(x2),3' yield 4, 4, 3."""
+    """Expand counts: '4(x2),3' yields 4, 4, 3."""
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None:
@@ -87,14 +87,14 @@ def _counts(text: str) -> Iterator[int]:
 
 
 def _port(environ: Mapping[str, str]) -> str:
-    """One that srun has reserved (--resv-ports), else one that follows from job and step."""
+    """Return a port that srun reserved (--resv-ports), else one derived from job and step."""
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
         return reserved[0]
     job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
     if not (job.isdigit() and step.isdigit()):
         raise BadInputError(
-            f"environment: SLURM_JOB_ID = {job!r} and SLURM_STEP_ID = {step!r} are no numbers; "
-            "set MASTER_PORT to a free port of the first node"
+            f"environment: SLURM_JOB_ID = {job!r} and SLURM_STEP_ID = {step!r} are not "
+            "numbers. Set MASTER_PORT to a free port of the first node"
         )
     return str(_PORTS[(7 * int(job) + int(step)) % len(_PORTS)])

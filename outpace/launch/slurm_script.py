@@ -1,4 +1,4 @@
-"""A job of SLURM: an sbatch script as a user would write it."""
+"""A job for SLURM: an sbatch script like one written by hand."""
 
 import shlex
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _WAIT_S = 600
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options for SLURM alone. `directives`: more lines of #SBATCH, as 'partition=gpu'."""
+    """Options for SLURM only. `directives`: more #SBATCH lines, such as 'partition=gpu'."""
 
     starter: Literal["srun", "torchrun"] = "srun"
     time: str | None = None
@@ -22,7 +22,7 @@ class SlurmOptions:
 
 
 def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
-    """The text of the script. `path`: folders where its programs lie, before all others."""
+    """Return the text of the script. `path`: folders with its programs, before all others."""
     return "\n".join(
         [
             "#!/bin/bash",
@@ -58,7 +58,7 @@ def _note_newest(job: ClusterJob) -> Iterator[str]:
 def _put_back(job: ClusterJob) -> Iterator[str]:
     """Requeue the job, unless it twice saved nothing within its time, which would never end.
 
-    The first time it may have tokenised its data, which is kept.
+    The first time, it may have tokenized its data, which are cached.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'
@@ -102,14 +102,18 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """None: as the cluster does it. A torchrun is one task for all ranks of its node."""
+    """Return cores per task; None: as the cluster does it. torchrun is one task for all ranks of
+    its node.
+    """
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node
     return job.cpus_per_rank
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """The lines that start all ranks. Blocks keep neighbours, as tensor parallel ones, together."""
+    """Return the lines that start all ranks. Blocks keep neighbours together, such as
+    tensor-parallel ones.
+    """
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
     if cpus is not None:  # srun does not take it from sbatch since 22.05

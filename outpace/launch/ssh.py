@@ -1,7 +1,7 @@
-"""Trains on several hosts from one: over ssh, with torch's elastic agent on each of them.
+"""Training on several hosts from one, over ssh, with torch's elastic agent on each of them.
 
-A training goes in rounds: each is one start on the hosts that are ready, and resumes from the last
-checkpoint of the one before. A rank or host that is lost ends a round, and so does one that comes
+A training consists of rounds: each is one start on the hosts that are ready, and resumes from the
+last checkpoint of the one before. A lost rank or host ends a round, and so does a host that comes
 back.
 """
 
@@ -47,11 +47,11 @@ _ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # where too few are left
 
 @dataclass(frozen=True)
 class Training:
-    """Training to start on hosts.
+    """A training to start on hosts.
 
-    `command`: of a rank; `again`: of one that resumes the run. `paths` must be there on all
-    hosts; `out` is where the run lies, in a folder that they share. `rounds` are the names of those
-    there were, with the one that runs.
+    `command`: that of a rank; `again`: that of a rank that resumes the run. `paths` must exist on
+    all hosts; `out` is the run's folder, which they share. `rounds` are the names of the rounds so
+    far, including the current one.
     """
 
     command: list[str]
@@ -65,7 +65,7 @@ class Training:
     def check(
         self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
     ) -> list[HostCheck]:
-        """Check the hosts; ranks of the last round are no earlier ones `during` it."""
+        """Check the hosts; ranks of the last round do not count as earlier ones `during` it."""
         rounds = self.rounds[:-1] if during else self.rounds
         question = HostQuery(
             folder=str(self.folder),
@@ -78,8 +78,8 @@ class Training:
 def start(hosts: Sequence[Host], training: Training) -> None:
     """Train on the hosts, to the end.
 
-    Raises BadInputError for what stands against it, WorkerError with what the rank that failed
-    first said.
+    Raises BadInputError for what prevents it, WorkerError with the message of the rank that failed
+    first.
     """
     elastic = training.elastic
     answers = training.check(hosts)
@@ -91,21 +91,21 @@ def start(hosts: Sequence[Host], training: Training) -> None:
         training = replace(training, rounds=(*training.rounds, uuid.uuid4().hex))
         using = [one for one in answers if one.ready][: min(most, elastic.max_nodes)]
         away = [one.host for one in answers if not one.ready]
-        _say(f"{_format_hosts(using, hosts)}; what each rank writes is in {kept}")
+        _say(f"{_format_hosts(using, hosts)}; each rank's output is in {kept}")
         try:
             back = _round(using, away, training, kept)
         except WorkerError as error:
             unfit = len(training.rounds) > 1 and error.exit_code == EXIT_BAD_INPUT
             if unfit and elastic.min_nodes < len(using) < len(hosts):
                 most = len(using) - 1
-                _say(f"{error} Trying it with {most} of the hosts")
+                _say(f"{error} Trying again with {most} of the hosts")
             else:
                 restarts.count(error)
         else:
             if back is None:
                 return
             most = len(hosts)
-            _say(f"{back} is back, and is taken in")
+            _say(f"{back} is back and rejoins")
         answers = _wait_for_hosts(hosts, training, using[0])
 
 
@@ -114,8 +114,8 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise BadInputError(
-            f"what ranks write is kept in {folder}, and that cannot be made in {Path.cwd()}: "
-            f"{error.strerror}. Start from a folder of your own"
+            f"the ranks' output is stored in {folder}, which cannot be created in "
+            f"{Path.cwd()}: {error.strerror}. Start from a folder that you can write to"
         ) from None
 
 
@@ -133,20 +133,20 @@ def _format_hosts(using: Sequence[HostCheck], hosts: Sequence[Host]) -> str:
 
 
 def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
-    """Raises BadInputError unless all are ready, or some are away and as many as needed are."""
+    """Raise BadInputError unless all hosts are ready, or enough are while some are away."""
     problems = [one for answer in answers for one in answer.problems]
     wrong = any(answer.obstacles for answer in answers)
     ready = sum(answer.ready for answer in answers)
     if problems and (wrong or ready < elastic.min_nodes):
         raise BadInputError(
-            "the hosts are not ready, and nothing was started:\n  " + "\n  ".join(problems)
+            "the hosts are not ready, so nothing was started:\n  " + "\n  ".join(problems)
         )
     for problem in problems:
-        _say(f"{problem}. Beginning without it")
+        _say(f"{problem}. Starting without it")
 
 
 def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) -> list[HostCheck]:
-    """Check until enough hosts are ready. Raises WorkerError if they do not become so."""
+    """Check until enough hosts are ready. Raises WorkerError if they do not become ready."""
     until_s, waited = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
@@ -170,7 +170,7 @@ def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) 
 def _round(
     using: Sequence[HostCheck], away: Sequence[Host], training: Training, kept: Path
 ) -> str | None:
-    """Start it on these hosts, and wait for its end.
+    """Run one round on these hosts, and wait for its end.
 
     Returns the name of a host that was away and is back, for which the ranks have saved and ended.
     """
@@ -199,13 +199,15 @@ def _round(
 
 @dataclass
 class _Asked:
-    """Whether the ranks of these hosts have been asked to end: a second time ends them at once."""
+    """Whether the ranks of these hosts have been asked to end; a second request ends them at
+    once.
+    """
 
     parts: "Sequence[_Part]"
     over: threading.Event = field(default_factory=threading.Event)
 
     def end(self, signum: signal.Signals, again: bool = False) -> bool:
-        """Ask, unless it was done before; whether it was done now."""
+        """Ask the ranks to end, unless done before; return whether it was done now."""
         if self.over.is_set() and not again:
             return False
         self.over.set()
@@ -244,7 +246,7 @@ def _watch_for_return(
                 answers = training.check(away, like, during=True)
                 unfit = {problem for one in answers if one.obstacles for problem in one.problems}
                 for problem in sorted(unfit - said):
-                    _say(f"{problem}. It is back, and is not taken in like this")
+                    _say(f"{problem}. It is back, but cannot rejoin like this")
                 said.update(unfit)
                 ready = [one.host.name for one in answers if one.ready]
                 if ready and asked.end(signal.SIGTERM):
@@ -258,13 +260,13 @@ def _watch_for_return(
 
 
 def _passed_variables() -> dict[str, str]:
-    """Variables that change how something computes, but for what each host has of its own."""
+    """Return variables that affect computation, without those that belong to a host."""
     return {name: value for name, value in variables(os.environ).items() if name not in _OWN}
 
 
 @dataclass
 class _Part:
-    """A host's part that runs. `ended`: what its agent said at the end."""
+    """A host's running part. `ended`: its agent's last message."""
 
     host: Host
     work: HostCommand
@@ -293,14 +295,14 @@ class _Part:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Close its input, which every listener there takes for the end."""
+        """Close its input, which every listener there takes as the end."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
 
     @property
     def failed(self) -> bool:
-        """Whether it is over, and not well."""
+        """Return whether it has ended and failed."""
         if self.process.poll() is None:
             return False
         for reader in self.readers:
@@ -316,7 +318,7 @@ class _Part:
                     self._pass_on(line, shown)
 
     def _pass_on(self, line: str, shown: IO[str]) -> None:
-        """Keep what a rank or its agent writes, and show it."""
+        """Store what a rank or its agent writes, and show it."""
         rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
         if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
             self.errors.append(line.rstrip())
@@ -337,7 +339,7 @@ class _Part:
 def _wait(parts: Sequence[_Part]) -> None:
     """Wait until all have ended; end those that are left long after one has failed.
 
-    They cannot save any more: a step needs all ranks.
+    They cannot save any more, since a step needs all ranks.
     """
     failed_s, said_s = None, time.monotonic()
     while any(part.process.poll() is None for part in parts):
@@ -366,10 +368,10 @@ def _end(parts: Sequence[_Part]) -> None:
 
 
 def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
-    """Raise the WorkerError that says why it ended, if it did not end well."""
+    """Raise the WorkerError that says why it ended, if it failed."""
     lost = [part for part in parts if part.ended is None]
     if lost and not signals:
-        said = lost[0].errors[-1] if lost[0].errors else "it said nothing"
+        said = lost[0].errors[-1] if lost[0].errors else "it sent no message"
         raise WorkerError(
             f"{lost[0].host.name} was lost: {said}. The ranks of the other hosts were ended", 1,
             lost=True,
@@ -398,6 +400,6 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     conclude(RanksEnd(failures, reports, signals, names))
     if signals and (lost or errors):
         name = signal.Signals(signals[0]).name
-        raise WorkerError(f"stopped by {name} before training began", 128 + signals[0])
+        raise WorkerError(f"stopped by {name} before training started", 128 + signals[0])
     if errors:  # who was told to end is not to blame
         raise WorkerError(min(errors, key=lambda error: error[0])[1], 1, lost=True)

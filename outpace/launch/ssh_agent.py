@@ -36,7 +36,7 @@ _GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
 
 
 def main(argv: list[str]) -> int:
-    """Do what is asked; returns 0 where an answer was given."""
+    """Do what is asked; returns 0 if an answer was given."""
     line = sys.stdin.readline()
     if argv == ["check"]:
         print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())
@@ -63,7 +63,7 @@ def check(asked: HostQuery) -> HostFacts:
 
 
 def _processes_of(runs: Sequence[str]) -> Iterator[int]:
-    """Ranks that torch's agents have started under these names, and that are still there."""
+    """Return the running ranks that torch's agents have started under these names."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
@@ -72,7 +72,7 @@ def _processes_of(runs: Sequence[str]) -> Iterator[int]:
 
 
 def run(work: HostCommand) -> NoReturn:
-    """Start the ranks, wait for them, and say how they ended."""
+    """Start the ranks, wait for them, and report how they ended."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     from outpace.launch import local
@@ -98,7 +98,9 @@ def run(work: HostCommand) -> NoReturn:
 
 
 def _finish(said: dict[str, Any]) -> NoReturn:
-    """Say how it ended, and end: Python does not do so in order while a thread reads the input."""
+    """Report how it ended, and exit; Python does not do so in order while a thread reads the
+    input.
+    """
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(said), flush=True)  # a rank may have died within a line
     sys.stderr.flush()
@@ -106,7 +108,7 @@ def _finish(said: dict[str, Any]) -> NoReturn:
 
 
 def _listen() -> None:
-    """Signals named by the lines of standard input go to this process, and on to the ranks."""
+    """Pass signals named by the lines of standard input to this process and the ranks."""
     told = 0
     for line in _lines():
         with suppress(KeyError):

@@ -1,1 +1,1 @@
-"""Values that packages hand to each other: frozen, validated, saved as JSON. Imports no torch."""
+"""Frozen, validated values that packages pass to each other, saved as JSON. Imports no torch."""

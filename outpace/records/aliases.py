@@ -9,15 +9,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-_ACCUMULATION = "accumulation is what is left: global batch / (micro-batch × replicas)"
-_BATCHES = "micro-batch: of one rank and forward; global batch: of an optimizer step on all ranks"
+_ACCUMULATION = "accumulation is derived: global batch / (micro-batch × replicas)"
+_BATCHES = (
+    "micro-batch: samples per rank and forward pass; global batch: samples per optimizer step "
+    "on all ranks"
+)
 _SHARE = "a number of steps, not a share of them"
 
 
 class _Meaning(NamedTuple):
-    """Names of outpace, of which those that a command has are meant, and a remark.
+    """Possible names in outpace, of which a command uses those that it has, and a remark.
 
-    A name may have a value behind a blank.
+    A name may be followed by a space and a value.
     """
 
     names: tuple[str, ...]
@@ -25,7 +28,7 @@ class _Meaning(NamedTuple):
 
 
 def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
-    """Build a table from rows of aliases with one meaning; outpace's names with | between."""
+    """Build a table from rows of aliases with one meaning; outpace's names are separated by |."""
     table: dict[str, _Meaning] = {}
     for aliases, meant in rows.items():
         meaning = meant if isinstance(meant, _Meaning) else _Meaning(tuple(meant.split("|")))
@@ -34,7 +37,7 @@ def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
 
 
 def _plain(name: str) -> str:
-    """A name without what tools write differently: dashes, blanks, dots, capitals."""
+    """Strip from a name what tools write differently: dashes, spaces, dots, capitals."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
@@ -76,7 +79,7 @@ _SETTINGS = _table({
     "warmup_steps warmup_iters num_warmup_steps lr_warmup_iters lr_warmup_steps": "warmup",
     "warmup_ratio warmup_fraction lr_warmup_fraction": _Meaning(("warmup",), _SHARE),
     "min_lr lr_min eta_min min_lr_factor":
-        _Meaning(("min-lr-ratio",), "a share of the peak learning rate"),
+        _Meaning(("min-lr-ratio",), "as a share of the peak learning rate"),
     "optim optimizer_type optimizer_name": "optimizer",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
@@ -132,7 +135,7 @@ _SETTINGS = _table({
     "tensorboard tensorboard_dir enable_tensorboard": "log tensorboard",
     "mlflow": "log mlflow",
     "logging_steps log_interval log_every log_freq log_every_n_steps":
-        _Meaning(("log",), "every step is in the run's metrics.jsonl as it is"),
+        _Meaning(("log",), "every step is already in the run's metrics.jsonl"),
     "eval_steps eval_interval evaluation_steps val_check_interval eval_freq": "eval-every",
     "eval_iters limit_val_batches max_eval_batches": "eval-batches",
     "save_steps save_interval checkpoint_interval save_freq ckpt_interval every_n_train_steps":
@@ -203,7 +206,9 @@ _VALUES = _table({
 
 
 def translate_alias(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
-    """The choices that a word of another tool means, perhaps with a value; and a remark."""
+    """Return the names that another tool's word may stand for, perhaps with a value, and a
+    remark.
+    """
     known = {_plain(choice): choice for choice in choices}
     if _plain(word) in known:  # but for dashes and capitals
         return [known[_plain(word)]], ""
@@ -220,7 +225,7 @@ def translate_alias(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _format_setting(name: str, value: str) -> str:
-    """A setting with its value: of a command line, or of a file and of Python."""
+    """Format a setting with its value, for a command line, or for a file and Python."""
     if not value:
         return name
     if name.startswith("--"):

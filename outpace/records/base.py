@@ -59,19 +59,19 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
-        """Read the record from a JSON file. `option`: what it was given with.
+        """Read the record from a JSON file. `option`: the flag that names the file.
 
-        Raises BadInputError, also where the file was changed since it was written, unless
-        `on_change` takes that sentence.
+        Raises BadInputError, also if the file was edited since it was written, unless `on_change`
+        takes that message.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, whole or not at all. Raises OSError."""
+        """Write the record as JSON, completely or not at all. Raises OSError."""
         write_atomic(path, self.as_file())
 
     def as_file(self) -> str:
-        """The contents of a file of the record."""
+        """Return the contents of a file with the record."""
         text = self.model_dump_json(indent=2)
         if self.has_checksum:
             values = json.loads(text)
@@ -81,29 +81,31 @@ class Record(BaseModel):
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """Hash a record's values, however they are written."""
+    """Hash a record's values, regardless of how they are formatted."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
-    """Return what a JSON file holds, without a record's checksum. `option`: its flag.
+    """Return the content of a JSON file, without a record's checksum. `option`: its flag.
 
-    Raises BadInputError, also where memory should not hold it, and where the checksum is another's
-    unless `on_change` takes that sentence.
+    Raises BadInputError, also if the file is too large for a record, and if its checksum does not
+    match, unless `on_change` takes that message.
     """
     with _explain_read_errors(path, "JSON", option), path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise BadInputError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, as no record is")
+            raise BadInputError(
+                f"{path} is larger than {_MOST_BYTES >> 20} MiB, which no record is"
+            )
         values = _shallow(json.loads(content))
     if isinstance(values, dict) and _CHECKSUM in values:
         written = values.pop(_CHECKSUM)
         if written != _checksum(values):
-            sentence = f"{path} is not as outpace wrote it: its checksum does not fit"
+            sentence = f"{path} is not as outpace wrote it: its checksum does not match"
             if on_change is None:
                 raise BadInputError(
-                    f"{sentence}. Bring it back as it was; if you changed it on purpose, remove "
+                    f"{sentence}. Restore the original; if you edited it on purpose, remove "
                     f"its entry {_CHECKSUM!r}."
                 )
             on_change(sentence)
@@ -111,7 +113,7 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
 
 
 def read_object(path: Path, on_change: OnChange | None = None, option: str = "") -> dict[str, Any]:
-    """The values of a JSON file by their keys. Raises as `read_json` does."""
+    """Return the values of a JSON object by key. Raises the same errors as `read_json`."""
     values = read_json(path, on_change, option)
     if not isinstance(values, dict):
         raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
@@ -119,7 +121,7 @@ def read_object(path: Path, on_change: OnChange | None = None, option: str = "")
 
 
 def require_no_pointer(path: Path) -> None:
-    """Refuse what Git LFS leaves in the place of a file that it did not fetch.
+    """Refuse a Git LFS pointer, which stands in for a file that was not fetched.
 
     Raises BadInputError, also for a file that cannot be read.
     """
@@ -130,12 +132,12 @@ def require_no_pointer(path: Path) -> None:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
     if begin == _LFS_POINTER:
         raise BadInputError(
-            f"{path} is a pointer of Git LFS, not the file itself. Fetch that: git lfs pull"
+            f"{path} is a pointer of Git LFS, not the file itself. Fetch the file with git lfs pull"
         )
 
 
 def read_toml(path: Path, option: str = "") -> dict[str, Any]:
-    """A TOML file's table. `option`: what it was given with. Raises BadInputError."""
+    """Read the table of a TOML file. `option`: the flag that names it. Raises BadInputError."""
     import tomllib
 
     with _explain_read_errors(path, "TOML", option), path.open("rb") as file:
@@ -144,14 +146,14 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
 
 @contextmanager
 def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[None]:
-    """Say in a sentence why a file cannot be read as one of this kind."""
+    """Turn errors of reading a file into a message for the user."""
     try:
         yield
     except OSError as error:
         raise BadInputError(f"cannot read {option}{format_path(path)}: {error.strerror}") from None
     except RecursionError:
         raise BadInputError(
-            f"{format_path(path)} is not {kind} that can be read: it is nested too deep"
+            f"{format_path(path)} is not {kind} that can be read: it is nested too deeply"
         ) from None
     except ValueError as error:
         require_no_pointer(path)
@@ -160,7 +162,7 @@ def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[No
 
 
 def _line_of(path: Path, said: str) -> str:
-    """The line that an error of TOML's names by its number, or the last one."""
+    """Return the line that a TOML error names by its number, or the last one."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
         found = re.search(r"at line (\d+)", said)
@@ -170,12 +172,14 @@ def _line_of(path: Path, said: str) -> str:
 
 
 def format_path(path: Path) -> str:
-    """A path as it is written in a sentence: in quotes where it would break the line."""
+    """Format a path for a sentence, in quotes if it would break the line."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _shallow(value: Value) -> Value:
-    """The value. Raises RecursionError where what takes it apart might, however deep it stands."""
+    """Return the value. Raises RecursionError if processing it could, however deep the call stack
+    is.
+    """
     level: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         level = [
@@ -190,7 +194,7 @@ def _shallow(value: Value) -> Value:
 
 
 def explain(error: ValidationError, where: str, known: Any) -> str:
-    """Turn pydantic's list of problems into sentences: the first few of them."""
+    """Turn pydantic's problems into sentences, the first few of them."""
     problems = error.errors()
     # A misspelt or bad key leaves others underived: what is wrong is said, not what follows of it.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
@@ -213,10 +217,10 @@ def _sentence(problem: Any, known: Any) -> str:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new, never a part.
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
 
-    A file that was there keeps its mode and owner. Into what is not a regular file (a device, a
-    named pipe, standard output by its name) it is written as it is. Raises OSError.
+    An existing file keeps its mode and owner. If `path` is not a regular file (a device, a named
+    pipe, standard output by its name), the content is written into it. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
     if _is_written_into(path):
@@ -239,12 +243,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def temporary_name(path: Path) -> str:
-    """Return the path of a file until it gets its name; no longer than file systems take."""
+    """Return a temporary path for a file, no longer than file systems allow."""
     return f"{TEMPORARY_PREFIX}{zlib.crc32(path.name.encode()):08x}-{os.getpid()}.tmp"
 
 
 def _is_written_into(path: Path) -> bool:
-    """Whether this is no file whose place another could take; the links of /dev stay, too."""
+    """Return whether `path` is not a file that could be replaced; the links of /dev stay, too."""
     if path.is_symlink() and path.parent == Path("/dev"):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -257,7 +261,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 def _keep_access(descriptor: int, before: os.stat_result) -> None:
-    """Give a new file the mode of the one whose place it takes, and its owner where allowed."""
+    """Give a new file the mode of the file that it replaces, and its owner if allowed."""
     made = os.fstat(descriptor)
     if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
         with suppress(OSError):
@@ -267,9 +271,9 @@ def _keep_access(descriptor: int, before: os.stat_result) -> None:
 
 
 def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> Path:
-    """Give what cannot be used another name, `NAME.kind-1`, and return that. Raises OSError.
+    """Rename an unusable file to `NAME.kind-1` and return the new path. Raises OSError.
 
-    Beside its own, or in a `folder` of the same disk.
+    The new path is beside the old one, or in a `folder` on the same disk.
     """
     folder, number = folder or path.parent, 1
     folder.mkdir(exist_ok=True)
@@ -279,9 +283,9 @@ def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> 
 
 
 def keep_memo(path: Path, content: str | bytes) -> None:
-    """Keep what was found out for the next time, in a folder that is made where it is not there.
+    """Save a result for next time, in a folder that is created if needed.
 
-    A memo is only a convenience: where the disk does not take it, it is found out again.
+    A memo is a convenience: if it cannot be written, the result is found again next time.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,7 +293,7 @@ def keep_memo(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until every file is on the disk: some file systems say only then that it is full."""
+    """Wait until every file is on the disk; some file systems only then report that it is full."""
     sync_paths(*folder.rglob("*"), folder)
 
 

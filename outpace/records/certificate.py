@@ -10,9 +10,9 @@ from outpace.records.model import ModelSpec
 
 
 class TensorDifference(Record):
-    """A tensor that is off by `relative` of its scale; None where one of the two is missing.
+    """A tensor that differs by `relative` of its scale; None if one of the two is missing.
 
-    `kind` is loss, gradient, norm, parameter or buffer, and the same "after resuming".
+    `kind` is loss, gradient, norm, parameter or buffer, or one of these "after resuming".
     """
 
     kind: str
@@ -27,13 +27,13 @@ class ParityVerdict(Record):
     `worst_relative_difference` is the largest |difference| of any tensor over its scale, which in
     fp64 is the largest value in it (at least 1e-6 of the largest of all tensors of its kind; for
     other precisions see `experiment.tolerance`); `worst_tensor` names it. `bytes_on_wire` is what
-    one rank sends in a step, the busiest one: computed from the collectives that it called, as
-    `planner.communication.volume` says. `collectives` and `bytes_by_kind` are by kind of
-    collective; beside each is what the strategy's formula gives for that rank, None where none is.
+    the busiest rank sends in a step, computed from the collectives that it called (see
+    `planner.communication.volume`). `collectives` and `bytes_by_kind` are by kind of collective,
+    each beside the value of the strategy's formula for that rank, or None.
 
-    For custom models: `refused` says that outpace does not train the model so, for the `reason`;
-    `differences` are the tensors that differ, what went wrong first at the beginning, and `cause`
-    is the likely one. Bytes on the wire are not counted there.
+    For custom models, `refused` means that outpace does not train the model this way, for the given
+    `reason`; `differences` are the tensors that differ, in the order in which they were computed,
+    and `cause` is the likely cause. Bytes on the wire are not counted.
     """
 
     strategy: str
@@ -56,11 +56,11 @@ class ParityVerdict(Record):
 
 
 class Certificate(Record):
-    """All verdicts, with what they were reached on.
+    """All verdicts, with the conditions under which they were reached.
 
-    `skipped` says of strategies that were not asked for by name why they could not be tried.
-    `model` is None for a user's own `module`, of which `notes` say how it was tried; samples that
-    are no sequences of tokens have no `seq_len`.
+    `skipped` gives, for strategies that were not asked for by name, the reason why they could not
+    be tried. `model` is None for a user's `module`; `notes` then say how it was tried. `seq_len` is
+    None if samples are not sequences of tokens.
     """
 
     has_checksum: ClassVar[bool] = True
@@ -82,5 +82,5 @@ class Certificate(Record):
 
     @property
     def passed(self) -> bool:
-        """Whether every plan did, but for those that are refused."""
+        """Return whether every plan passed, apart from those that are refused."""
         return all(verdict.passed or verdict.refused for verdict in self.verdicts)

@@ -1,4 +1,4 @@
-"""Checksums of a folder's files, written beside them and compared where they are read."""
+"""Checksums of a folder's files, written beside them and compared when they are read."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ def checksum(blocks: Iterable[bytes | memoryview]) -> str:
 
 
 def write_checksums(folder: Path) -> None:
-    """List size and checksum of every file in `folder`, but for files in folders in it."""
+    """Write the size and checksum of every file in `folder`, without subfolders."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     entries = {
         path.name: {"bytes": path.stat().st_size, "xxh3_128": checksum(_blocks(path))}
@@ -36,7 +36,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def folder_damage(folder: Path) -> str | None:
-    """Describe what is wrong with a folder's files; None where they are as they were written."""
+    """Describe how a folder's files were damaged; None if they are as they were written."""
     try:
         names = _entries(folder)
         return next((found for name in names if (found := _damage(folder / name, names))), None)
@@ -45,16 +45,16 @@ def folder_damage(folder: Path) -> str | None:
 
 
 def require_small_files(folder: Path) -> None:
-    """Compare all files but large ones, of which only the size is. Raises BadInputError."""
+    """Compare all small files by checksum and large ones by size. Raises BadInputError."""
     entries = _entries(folder)
     for name in entries:
         _refuse(folder, _damage(folder / name, entries, reads=not name.endswith(_LARGE)))
 
 
 def require_readable(path: Path) -> None:
-    """Refuse a file that cannot be read, is a pointer of Git LFS, or has another checksum.
+    """Refuse a file that cannot be read, is a pointer of Git LFS, or has the wrong checksum.
 
-    The checksum is compared where one is beside it. Raises BadInputError.
+    The checksum is compared if there is one beside the file. Raises BadInputError.
     """
     require_no_pointer(path)
     entries = _entries(path.parent)
@@ -66,16 +66,16 @@ def _refuse(folder: Path, damage: str | None) -> None:
     if damage is None:
         return
     run = folder.parent
-    again = f"have it written again: {resume_command(run)}"
-    way = again if (run / "run.json").is_file() else "bring it back as it was"
+    again = f"to have it written again, run {resume_command(run)}"
+    way = again if (run / "run.json").is_file() else "restore the original"
     raise BadInputError(
-        f"{damage}. Either it was damaged: {way}. Or you changed it on purpose: then remove "
+        f"{damage}. If it was damaged, {way}. If you changed it on purpose, remove "
         f"{folder / CHECKSUMS_FILE}."
     )
 
 
 def _entries(folder: Path) -> dict[str, Any]:
-    """Read the files that a folder lists; nothing where it has no checksums."""
+    """Read the entries of a folder's checksum file; empty if there is none."""
     path = folder / CHECKSUMS_FILE
     if not path.is_file():
         return {}
@@ -84,8 +84,8 @@ def _entries(folder: Path) -> dict[str, Any]:
         known = isinstance(entry, dict) and {"bytes", "xxh3_128"} <= entry.keys()
         if not known or Path(name).name != name:
             raise BadInputError(
-                f"{path} is damaged: it holds no checksum of {name!r}. Bring it back as it was, or "
-                "remove it, and nothing is compared."
+                f"{path} is damaged: it has no checksum of {name!r}. Restore it, or remove it "
+                "to skip the comparison."
             )
     return entries
 

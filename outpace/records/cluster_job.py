@@ -13,7 +13,7 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 class ClusterJob(Record):
-    """Nodes, ranks on each, and the command of outpace that every rank runs."""
+    """Nodes, ranks per node, and the outpace command that every rank runs."""
 
     name: str
     nodes: PositiveInt
@@ -22,15 +22,15 @@ class ClusterJob(Record):
     cpus_per_rank: PositiveInt | None = None
     command: tuple[str, ...] = Field(min_length=1)
     folder: Path = Field(description="where the command runs, as all nodes see it")
-    out: Path | None = Field(default=None, description="the run's folder, where it is known")
+    out: Path | None = Field(default=None, description="the run's folder, if it is known")
 
     @field_validator("name")
     @classmethod
     def _check_name(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
             raise ValueError(
-                "at most 40 small letters, digits and hyphens, beginning with a letter and ending "
-                "with a letter or digit"
+                "at most 40 lower-case letters, digits and hyphens, starting with a letter "
+                "and ending with a letter or digit"
             )
         return value
 
@@ -38,15 +38,17 @@ class ClusterJob(Record):
     def _check(self) -> Self:
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             raise ValueError(
-                f"{self.ranks_per_node} ranks for {self.gpus_per_node} GPUs on a node: each rank "
-                "needs one of its own"
+                f"{self.ranks_per_node} ranks for {self.gpus_per_node} GPUs on a node: each "
+                "rank needs its own GPU"
             )
         unseen = [word for word in (*self.command, str(self.folder)) if _unseen(word)]
         if unseen:
-            raise ValueError(f"{unseen[0]!r} holds a line's end or another control character")
+            raise ValueError(f"{unseen[0]!r} contains a line break or another control character")
         return self
 
 
 def _unseen(word: str) -> bool:
-    """Whether a line of a script would end within it, or show something else than it is."""
+    """Return whether text would break a line of a script, or display differently from what it
+    is.
+    """
     return any(not character.isprintable() for character in word)

@@ -1,4 +1,4 @@
-"""A comparison: its arms, what each took round by round, and what may be claimed of it."""
+"""A comparison: its arms, the outcome of each round, and the conclusions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
@@ -22,12 +22,14 @@ _FAILS = 2  # so often an arm may fail before it is left out
 
 
 class Arm(Record):
-    """One of the compared ways: settings of outpace, or a command."""
+    """One of the compared options: settings of outpace, or a command."""
 
     name: str = Field(min_length=1)
-    settings: dict[str, Any] = Field(default={}, description="of outpace train, beside the common")
-    environment: dict[str, str] = Field(default={}, description="variables that are set for it")
-    command: str | None = Field(default=None, description="any command, in place of settings")
+    settings: dict[str, Any] = Field(
+        default={}, description="settings of outpace train, in addition to the common ones"
+    )
+    environment: dict[str, str] = Field(default={}, description="environment variables to set")
+    command: str | None = Field(default=None, description="any command, instead of settings")
 
 
 class Experiment(Record):
@@ -42,15 +44,15 @@ class Experiment(Record):
         description="regular expression of a command's output; its group is the figure",
     )
     rounds: PositiveInt = Field(default=40, description="at most")
-    budget_s: PositiveFloat = Field(default=600.0, description="no round begins after it")
+    budget_s: PositiveFloat = Field(default=600.0, description="no round starts after this time")
     within: PositiveFloat = Field(
-        default=0.015, description="a difference of less than this share is as good as none"
+        default=0.015, description="differences below this share are ignored"
     )
-    seed: NonNegativeInt = Field(default=0, description="of the order of the arms")
+    seed: NonNegativeInt = Field(default=0, description="random seed of the order of the arms")
     price: PositiveFloat | None = Field(
-        default=None, description="of a device and hour; on processors, of the host"
+        default=None, description="price per device and hour; on processors, per host"
     )
-    in_turn: bool = Field(default=True, description="False: of runs that were over already")
+    in_turn: bool = Field(default=True, description="False: comparison of finished runs")
 
     @model_validator(mode="after")
     def _comparable(self) -> Self:
@@ -63,10 +65,10 @@ class Experiment(Record):
             )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two arms are called {twice[0]}: give each a name of its own")
+            raise ValueError(f"two arms are called {twice[0]}. Give each its own name")
         commands = sum(arm.command is not None for arm in self.arms)
         if commands not in (0, len(names)):
-            raise ValueError("some arms are commands and some are settings: use one or the other")
+            raise ValueError("some arms are commands and some are settings. Use one kind")
         if commands and self.metric is None:
             raise ValueError(
                 "commands need a metric: a regular expression with one group around the number, "
@@ -79,37 +81,42 @@ class Experiment(Record):
         """Refuse options that would have no effect."""
         if not commands and self.metric is not None:
             raise ValueError(
-                f"metric {self.metric!r} is of the output of commands, and no arm is one. Leave "
-                "it out"
+                f"metric {self.metric!r} applies to the output of commands, but no arm is a "
+                "command. Leave it out"
             )
         settings = {*self.common, *(name for arm in self.arms for name in arm.settings)}
         if commands and settings:
             raise ValueError(
-                f"commands are run as they are written, and {', '.join(sorted(settings))} would do "
-                "nothing: write settings into the commands. A grid may vary environment variables"
+                f"commands are run as they are written, so {', '.join(sorted(settings))} would "
+                "do nothing. Write settings into the commands. A grid may vary environment "
+                "variables"
             )
 
 
 class Verdict(Record):
-    """Slowdown of an arm against the first (0.08: 8 % slower), with an always-valid interval."""
+    """Slowdown of an arm relative to the first (0.08: 8 % slower), with an always-valid
+    interval.
+    """
 
     rounds: NonNegativeInt
-    slowdown: float | None = Field(description="median of the rounds' ratios; None: no round")
-    low: float | None = Field(description="of the interval; None: too few rounds to say")
+    slowdown: float | None = Field(description="median of the rounds' ratios; None: no rounds")
+    low: float | None = Field(description="end of the interval; None: too few rounds")
     high: float | None
     level: float
-    claimed: bool = Field(description="a difference, at `alpha`, however often one looked")
+    claimed: bool = Field(
+        description="whether there is a difference at level `alpha`, valid however often one looks"
+    )
     slower: bool | None = Field(
-        default=None, description="which way: what most rounds were; None: nothing is claimed"
+        default=None, description="direction of most rounds; None: no claim"
     )
     alpha: float
     in_turn: bool = Field(
-        default=True, description="False: rounds are blocks of two runs, and nothing is claimed"
+        default=True, description="False: rounds are blocks of two runs, so there is no claim"
     )
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Both ends; None where there were too few rounds."""
+        """Return both ends of the interval; None if there were too few rounds."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     def words(
@@ -127,8 +134,8 @@ class Verdict(Record):
             size = self.slowdown if slower else -self.slowdown
             if size < 0:  # claimed early, and the median has turned since
                 return (
-                    f"{arm} is {quantity[not slower]} than {against} in most rounds when that was "
-                    f"claimed, but the median is {_percent(self.slowdown)} now "
+                    f"{arm} was {quantity[not slower]} than {against} in most rounds when that "
+                    f"was claimed, but the median is now {_percent(self.slowdown)} "
                     f"({100 * self.level:.0f} %: {_format_interval(self.low, self.high)})"
                 )
             if self.low > 1 and quantity[0] == "slower":
@@ -144,17 +151,17 @@ class Verdict(Record):
             if self.rounds < fewest_rounds(self.alpha):
                 return self._so_far(self.slowdown, arm, against, quantity)
             return (
-                f"{arm} and {against}: not told apart at {100 * self.alpha:.2g} %: between "
+                f"{arm} and {against}: no difference at {100 * self.alpha:.2g} %: between "
                 f"{_percent(self.low)} and {_percent(self.high)} ({100 * self.level:.0f} %)"
             )
         largest = max(abs(self.low), abs(self.high))
         return (
             f"{arm} and {against} are within the noise: no difference larger than "
-            f"{show_share(largest)} either way; to see smaller ones, take more rounds"
+            f"{show_share(largest)} either way; run more rounds to detect smaller ones"
         )
 
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
-        """Return the sentence for too few rounds to claim anything, whatever they were."""
+        """Return the sentence for too few rounds to claim anything, whatever their outcome."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
@@ -162,13 +169,15 @@ class Verdict(Record):
         elif slowdown == 0:
             size = "is like"
         return (
-            f"{arm} {size} {against} in {rounds}, too few to claim anything: it takes "
-            f"{fewest_rounds(self.alpha)} or more"
+            f"{arm} {size} {against} in {rounds}, too few to claim anything: at least "
+            f"{fewest_rounds(self.alpha)} are needed"
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Blocks of one run have in common what differs from one start to the next."""
-        parts = "of too few steps to say by how much they vary"
+        """Describe two runs, whose blocks share everything that differs from one start to the
+        next.
+        """
+        parts = "of too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"
         if slowdown > 1:  # as factors, which are easier to read than hundreds of per cent
@@ -178,8 +187,8 @@ class Verdict(Record):
         else:
             took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"
         return (
-            f"{arm} took {took} {against} in these two runs ({parts}). Two runs alike may differ "
-            "as much: a claim takes runs in turn, as outpace compare makes them"
+            f"{arm} took {took} {against} in these two runs ({parts}). Two identical runs may "
+            "differ as much: to claim a difference, run them in turn with outpace compare"
         )
 
 
@@ -188,7 +197,7 @@ def _percent(share: float) -> str:
 
 
 def _format_interval(low: float, high: float) -> str:
-    """An interval; with signs where it holds both directions."""
+    """Format an interval, with signs if it includes both directions."""
     if low < 0 < high:
         return f"{_percent(low)} to {_percent(high)}"
     ends = sorted((abs(low), abs(high)))
@@ -204,14 +213,16 @@ class Outcome(Record):
 
     arm: str
     round: NonNegativeInt
-    value: _Figure | None = Field(description="seconds of a step, or the metric; None: it failed")
+    value: _Figure | None = Field(description="step time in seconds, or the metric; None: failed")
     failure: str | None = None
-    run: str | None = Field(default=None, description="the run's directory, in the experiment's")
-    took_s: NonNegativeFloat = Field(default=0.0, description="with starting and ending")
+    run: str | None = Field(
+        default=None, description="the run's directory, within the experiment's"
+    )
+    took_s: NonNegativeFloat = Field(default=0.0, description="including start and end")
 
 
 def remaining_arms(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
-    """Arms that do not fail time and again."""
+    """Return the arms that do not fail repeatedly."""
     return [
         arm
         for arm in experiment.arms
@@ -231,25 +242,28 @@ class ArmResult(Record):
     peak_memory_bytes: int | None = None
     peak_memory_by_rank: tuple[int, ...] = ()
     parts: TimeParts | None = None
-    sent_bytes: int | None = Field(default=None, description="by all ranks in a step")
+    sent_bytes: int | None = Field(default=None, description="bytes that all ranks send in a step")
     idle_share: float | None = Field(
-        default=None, description="of the ranks' time, in which main threads, or devices, waited"
+        default=None,
+        description="share of the ranks' time in which main threads, or devices, waited",
     )
     device_utilisation: float | None = Field(
-        default=None, description="mean share of time in which devices of the run computed"
+        default=None, description="mean share of time in which the run's devices computed"
     )
     core_utilisation: float | None = Field(
         default=None, description="mean share of time in which the hosts' cores were busy"
     )
     other_cores: float | None = Field(
-        default=None, description="that other processes kept busy; None: few, or not known"
+        default=None, description="cores that other processes kept busy; None: few, or unknown"
     )
     final_loss: float | None = None
     price_per_million_tokens: float | None = None
     metric: float | None = None
-    verdict: Verdict | None = Field(default=None, description="against the first arm; None: it is")
+    verdict: Verdict | None = Field(
+        default=None, description="against the first arm; None for the first arm"
+    )
     facts: dict[str, str] = Field(
-        default={}, description="what determined its runs; with → between where it changed"
+        default={}, description="what determined its runs; with → if it changed between them"
     )
 
 
@@ -259,22 +273,27 @@ class Comparison(Record):
     has_checksum: ClassVar[bool] = True
 
     experiment: Experiment
-    command: tuple[str, ...] = Field(description="that repeats it")
+    command: tuple[str, ...] = Field(description="command that repeats it")
     arms: tuple[ArmResult, ...]
     outcomes: tuple[Outcome, ...]
-    differing: tuple[str, ...] = Field(default=(), description="that were not asked for")
-    differences: tuple[str, ...] = Field(
-        default=(), description="of runs that were over: what they differ in, and where it shows"
+    differing: tuple[str, ...] = Field(
+        default=(), description="differences that were not asked for"
     )
-    losses: str | None = Field(default=None, description="whether the curves agree, in words")
+    differences: tuple[str, ...] = Field(
+        default=(), description="for finished runs: how they differ, and where it shows"
+    )
+    losses: str | None = Field(
+        default=None, description="whether the loss curves agree, as a sentence"
+    )
     stopped: str = Field(description="why no further round was run")
     took_s: float
     machine: Machine
     started: str
     beside: tuple[str, ...] = Field(
-        default=(), description="of one that is repeated: whether the same is found, what is new"
+        default=(),
+        description="for a repeated comparison: whether the result is the same, and what is new",
     )
 
     def verdicts(self) -> Mapping[str, Verdict]:
-        """Verdicts by arm, all but the first."""
+        """Return the verdicts by arm, for all arms but the first."""
         return {one.arm: one.verdict for one in self.arms if one.verdict is not None}

@@ -1,7 +1,7 @@
 """Strategies that train with compiled forward passes, and how much is compiled at once.
 
 `tests/parallel/options.py compile` tries them all: two steps in float64 against a single process
-that compiles nothing, with Inductor's own kernels. docs/concepts/compile.md is this table in words.
+without compilation, with Inductor's own kernels. docs/concepts/compile.md describes this table.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ Region = Literal["whole", "blocks"]
 class Compiled(Record):
     """Result of a trial: the same numbers, or an `error` that torch raises.
 
-    `by_default`: on CUDA, where nobody says. `region`: how much is compiled at once. `breaks`: what
-    the compiler leaves to Python, so that a region is more than one graph. `issue`: where torch's
-    own people know of it.
+    `by_default`: compiled on CUDA if the user does not choose. `region`: how much is compiled at
+    once. `breaks`: what the compiler leaves to Python, so that a region becomes several graphs.
+    `issue`: the report in torch's issue tracker.
     """
 
     works: bool
@@ -35,7 +35,7 @@ class Compiled(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.works == (self.error is not None):
-            raise ValueError(f"works is {self.works} and the error {self.error!r}; give one")
+            raise ValueError(f"works is {self.works} and error is {self.error!r}. Give one of them")
         return self
 
 
@@ -74,7 +74,7 @@ COMPILED: Mapping[str, Compiled] = {
 def compiled_region(plan: Plan) -> Region:
     """Return how much of the model a plan with `compile` compiles at once.
 
-    By block, too, where gradients are dropped, or parameters or activations brought, block by
+    It is a block as well if gradients are dropped, or parameters or activations fetched, block by
     block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
@@ -84,13 +84,13 @@ def compiled_region(plan: Plan) -> Region:
 
 
 def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
-    """Return what keeps a plan's passes from being CUDA graphs; None where nothing does.
+    """Return what prevents a plan's passes from being CUDA graphs; None if nothing does.
 
-    A graph does the same each time, and all of it at once. `dropout`: of the model.
+    A graph does the same work each time, and all of it at once. `dropout` is the model's.
     """
     if plan.recomputes and (dropout > 0 or plan.lora_dropout > 0):
         # Of two graphs the second would draw other numbers than those of the first.
-        return "checkpointing draws the numbers of dropout again in the backward"
+        return "checkpointing draws the random numbers of dropout again in the backward"
     if plan.strategy != "single":
         return f"strategy {plan.strategy} communicates between its kernels"
     for name in ("offload_activations", "offload_parameters", "offload_optimizer"):

@@ -1,17 +1,17 @@
-"""Detection, by its first bytes, of a file that is not of the kind its name says."""
+"""Detection, by its first bytes, of a file that is not what its name says."""
 
 
 def misplaced_content(head: bytes) -> str | None:
-    """Describe what a file with these first bytes is, and what to do; None where nothing is wrong.
+    """Describe what a file with these first bytes is, and what to do; None if nothing is wrong.
 
-    Web pages, nothing at all, and text in another encoding than UTF-8.
+    Detects web pages, empty files, and text in an encoding other than UTF-8.
     """
     if not head:
         return "it is empty. Fetch it again"
     if head.lstrip()[:1] == b"<":
         return (
-            "it holds a web page (HTML), as comes of saving the page around a file, or of a "
-            "download that needs a login. Fetch the file itself"
+            "it holds a web page (HTML), probably saved from the page around the file, or "
+            "from a download that needs a login. Fetch the file itself"
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in head[:4]:
         return "it is in UTF-16. Save it as UTF-8"

@@ -1,7 +1,7 @@
 """Errors whose message is meant for the user.
 
 Each says what was wrong, the value seen, what is allowed and what to do next. The command line
-prints the message alone, with no traceback, and ends with the error's `exit_code`.
+prints only the message, without a traceback, and exits with the error's `exit_code`.
 """
 
 import difflib
@@ -29,7 +29,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line
 class OutpaceError(Exception):
     """A failure whose message is meant for the user. `exit_code` is the command's exit status.
 
-    `on_all_ranks`: rank 0 raises the same.
+    `on_all_ranks`: rank 0 raises the same error.
     """
 
     exit_code = 1
@@ -37,7 +37,7 @@ class OutpaceError(Exception):
 
 
 class BadInputError(OutpaceError):
-    """A request that cannot be carried out as it was made."""
+    """A request that is not possible."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -49,7 +49,7 @@ class DivergedError(OutpaceError):
 
 
 class OutOfMemoryError(OutpaceError):
-    """A rank needs more memory than it may use; the message has what would fit."""
+    """A rank needs more memory than it may use; the message says what would fit."""
 
     exit_code = EXIT_OUT_OF_MEMORY
 
@@ -61,20 +61,20 @@ class InterruptedRunError(OutpaceError):
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Return the beginning of a text that is longer than anyone reads."""
+    """Return the beginning of a text that is too long to read."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def error_summary(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """Return the kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def readable(message: str) -> str:
-    """A message whose long lines are cut in their midst, where they hold a text of the data.
+    """Shorten long lines of a message in the middle, where they quote data.
 
-    What was wrong is at the beginning, and what to do next at the end.
+    What was wrong is at the beginning, and what to do next is at the end.
     """
     return "\n".join(
         line if len(line) <= _MOST_LETTERS else f"{line[:_FIRST_LETTERS]} … {line[-_LAST_LETTERS:]}"
@@ -83,7 +83,7 @@ def readable(message: str) -> str:
 
 
 def excerpt(value: object) -> str:
-    """A value as Python writes it, or its beginning."""
+    """Return a value as Python writes it, or its beginning."""
     try:
         return shorten(repr(value))
     except (RecursionError, ValueError):  # nested as deep as Python goes; of too many digits
@@ -91,21 +91,21 @@ def excerpt(value: object) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 3) -> str:
-    """The first of several names for a sentence: "a, b, c and 40 more"."""
+    """Return the first of several names for a sentence: "a, b, c and 40 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def quote_names(names: Iterable[object], most: int = 24) -> str:
-    """Names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
+    """Return names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
 
-    Long ones are cut: a broken file may have a column whose name is all of it.
+    Long ones are cut, since a broken file may have its whole content as a column name.
     """
     return first_names([excerpt(name) for name in names], most)
 
 
 def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
-    """Many names for a sentence, those like `word` first: "a, b, c and 40 more"."""
+    """List many names in a sentence, those like `word` first: "a, b, c and 40 more"."""
     known = list(choices)
     first = difflib.get_close_matches(word, known, n=count, cutoff=0.0)
     more = len(known) - len(first)
@@ -113,10 +113,10 @@ def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return ' Did you mean …?' for the choices meant by a word, or '' when none is near.
+    """Return ' Did you mean …?' with the choices that a word may mean, or '' if there is none.
 
-    By meaning first (`aliases`), then by spelling: a slip of the keys, or a word that a name
-    begins with. A name that only shares some letters is not proposed.
+    Choices are found by meaning (`aliases`), then by spelling: a typing error, or the beginning of
+    a name. Names that only share some letters are not proposed.
     """
     known = list(dict.fromkeys(choices))
     names, remark = translate_alias(word, known)
@@ -128,7 +128,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def _similar_names(word: str, known: list[str]) -> list[str]:
-    """The names that differ from a word by a slip, the nearest first; or begin with it."""
+    """Return the names that differ from a word by a typing error, closest first, or begin with
+    it.
+    """
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
     ratio = {
@@ -147,16 +149,18 @@ def _similar_names(word: str, known: list[str]) -> list[str]:
 
 
 def _one_slip(one: str, other: str) -> bool:
-    """Whether two words differ in one letter only; short ones (tpu, cpu) in none but its place."""
+    """Return whether two words differ in one letter; short ones (tpu, cpu) only if letters are
+    swapped.
+    """
     alike = len(one) > _FEW_LETTERS or {*one} == {*other}
     return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:
-    """Return `nearest` for models: those of the same family, generation and size, spelt otherwise.
+    """Return `nearest` for models: the same family, generation and size in another spelling.
 
-    Where there are none, those of the family and generation whose size is nearest. Mixtral is no
-    slip for Mistral, nor Llama 4 for Llama 3: of such none is named.
+    If there are none, return those of the family and generation with the closest size. Mixtral is
+    not a typing error for Mistral, nor Llama 4 for Llama 3, so neither is proposed.
     """
     known = list(names)
     by_family: dict[str, list[str]] = {}
@@ -169,7 +173,7 @@ def nearest_model(word: str, names: Iterable[str]) -> str:
 
 
 def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
-    """The models of a generation that have between half and twice the parameters, nearest first."""
+    """Return models of a generation with half to twice the parameters, closest first."""
     frame, size = _size_of(word)
     ratios = {
         name: max(size, other) / min(size, other)
@@ -181,7 +185,7 @@ def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
 
 
 def _size_of(name: str) -> tuple[str, float]:
-    """A model's name without its parameters, and those: "llama-3.1-8b"; 0 where it has no size."""
+    """Split a model's name from its parameter count: "llama-3.1-8b"; 0 if it has none."""
     found = _SIZE.findall(name.lower())
     if len(found) != 1:
         return name, 0.0
@@ -191,7 +195,9 @@ def _size_of(name: str) -> tuple[str, float]:
 
 
 def _same_numbers(one: str, other: str) -> bool:
-    """Whether two names have the same generation and size; BLOOM-175B is said of 176B, too."""
+    """Return whether two names have the same generation and size; BLOOM-175B also stands for
+    176B.
+    """
     mine, theirs = (list(map(int, re.findall(r"\d{1,6}", name))) for name in (one, other))
     return len(mine) == len(theirs) and all(
         abs(a - b) <= max(a, b) / 100 for a, b in zip(mine, theirs, strict=True)
@@ -204,5 +210,5 @@ def _letters(name: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text for a terminal, without what would command it."""
+    """Return a text for a terminal, without control characters."""
     return _CONTROL.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""Estimate of a plan: time, memory, where both go, and how sure it is."""
+"""Estimate of a plan: time and memory, what they consist of, and how sure it is."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,16 +14,16 @@ RateSource = Literal["probed", "catalog", "guessed"]
 
 
 def join_roles(roles: Sequence[str]) -> str:
-    """ "recommended, fastest and leanest"."""
+    """Join names of roles: "recommended, fastest and leanest"."""
     *first, last = roles
     return f"{', '.join(first)} and {last}" if first else last
 
 
 class OffloadingPart(Record):
-    """A part of the time that offloading takes in a step, of one rank.
+    """A part of the time that offloading takes in a step on one rank.
 
-    `nbytes` go over the host's link or to and from the disk; 0: no copy. `exposed_s` of it is not
-    hidden by computing, and is in the step.
+    `nbytes` cross the host's link or go to and from the disk; 0 means that nothing is copied.
+    `exposed_s` of the time is not hidden by computation and is part of the step.
     """
 
     what: Literal["weights", "activations", "optimizer", "host step", "disk"]
@@ -32,13 +32,14 @@ class OffloadingPart(Record):
 
 
 class Estimate(Record):
-    """A step of a plan on a machine.
+    """Time and memory of a plan's step on a machine.
 
-    `step_time_s` lies between `low_s` and `high_s` with probability `level`, as errors on published
-    or measured steps say. `parts_s` add up to the step; `memory` to `peak_memory_bytes`, of the
-    fullest rank's device. What is offloaded lies beside it, on a node's host or its disks: as much
-    as the fullest rank's, times the ranks of a node. MFU counts what the model needs, HFU
-    recomputation too, both over the dense peak; None where no peak is known.
+    `step_time_s` lies between `low_s` and `high_s` with probability `level`, based on the errors on
+    published or measured steps. `parts_s` add up to the step; `memory` adds up to
+    `peak_memory_bytes`, on the device of the rank that needs the most. Offloaded memory is counted
+    separately, on a node's host or its disks: that rank's amount times the ranks of a node. MFU
+    counts the FLOPs that the model needs, HFU recomputation too, both relative to the dense peak;
+    None if no peak is known.
     """
 
     depth: Depth
@@ -48,52 +49,55 @@ class Estimate(Record):
     level: PositiveFloat
     tokens_per_s: PositiveFloat
     samples_per_s: PositiveFloat | None = Field(
-        default=None, description="of a model that reads no tokens; None: of one that does"
+        default=None,
+        description="samples per second of a model without tokens; None for one with tokens",
     )
     mfu: NonNegativeFloat | None
     hfu: NonNegativeFloat | None
     peak_memory_bytes: NonNegativeInt
     memory_bytes: NonNegativeInt | None = Field(
-        description="of a device, as its driver leaves it; None: not known"
+        description="memory of a device that its driver leaves free; None: unknown"
     )
     memory: dict[str, NonNegativeInt]
-    host_offloaded_bytes: NonNegativeInt = Field(default=0, description="on a node's host")
+    host_offloaded_bytes: NonNegativeInt = Field(default=0, description="memory on a node's host")
     host_memory_bytes: NonNegativeInt | None = Field(
-        default=None, description="of a node's host; None: not known"
+        default=None, description="memory of a node's host; None: unknown"
     )
-    disk_offloaded_bytes: NonNegativeInt = Field(default=0, description="on a node's disks")
+    disk_offloaded_bytes: NonNegativeInt = Field(default=0, description="memory on a node's disks")
     parts_s: dict[str, NonNegativeFloat]
     offloading: tuple[OffloadingPart, ...] = Field(
-        default=(), description="what the time of offloading is made of; nothing: none, or unknown"
+        default=(), description="the parts of offloading's time; empty: none, or unknown"
     )
     ranks: PositiveInt
-    tokens: PositiveInt | None = Field(default=None, description="the budget to train for")
-    time_s: PositiveFloat | None = Field(default=None, description="to the budget of tokens")
-    cost: NonNegativeFloat | None = Field(default=None, description="of all devices' hours")
+    tokens: PositiveInt | None = Field(default=None, description="tokens to train on")
+    time_s: PositiveFloat | None = Field(default=None, description="time to train on all tokens")
+    cost: NonNegativeFloat | None = Field(default=None, description="cost of all devices' hours")
 
     @property
     def rate(self) -> tuple[float, str]:
-        """Units of training data in a second, and the name of the unit."""
+        """Return the units of training data per second, and the name of the unit."""
         if self.samples_per_s is None:
             return self.tokens_per_s, "tokens/s"
         return self.samples_per_s, "samples/s"
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits into the memory of device and host, as far as it is known."""
+        """Return whether the plan fits into the memory of device and host, as far as it is
+        known.
+        """
         device = self.memory_bytes is None or self.peak_memory_bytes <= self.memory_bytes
         host = self.host_memory_bytes is None or self.host_offloaded_bytes <= self.host_memory_bytes
         return device and host
 
 
 class MeasuredCase(Record):
-    """A step that somebody published, with what the planner says of it."""
+    """A published step, with the planner's prediction for it."""
 
     model: str
     chip: str
     devices: PositiveInt
     seq_len: PositiveInt
-    stack: str = Field(description="the software that trained")
+    stack: str = Field(description="the trainer")
     layout: str
     measured_s: PositiveFloat
     predicted_s: PositiveFloat
@@ -101,16 +105,16 @@ class MeasuredCase(Record):
 
     @property
     def error(self) -> float:
-        """0.1: predicted 10 % longer than measured."""
+        """Return the relative error; 0.1 means predicted 10 % longer than measured."""
         return self.predicted_s / self.measured_s - 1
 
 
 class Planned(Record):
-    """A plan, what it takes, and why it is where it is.
+    """A plan, its cost, and the reason for its rank.
 
-    `roles` are what it is listed for: `recommended`, the simplest with the most memory left of
-    those that are as fast as the fastest; `fastest`; `leanest`, of the least memory of those that
-    are nearly as fast. Without one it is the fastest of another kind.
+    `roles` are why it is listed: `recommended`, the simplest with the most free memory of those
+    that are as fast as the fastest; `fastest`; `leanest`, the one with the least memory of those
+    that are nearly as fast. Without a role, it is the fastest of another kind.
     """
 
     title: str
@@ -118,26 +122,26 @@ class Planned(Record):
     identity: str = Field(description="the batch as a product")
     estimate: Estimate
     why: str
-    untrained: str | None = Field(default=None, description="why outpace does not train it")
+    untrained: str | None = Field(default=None, description="why outpace cannot train it")
     roles: tuple[Role, ...] = ()
     cases: tuple[MeasuredCase, ...] = Field(
-        default=(), description="published steps that are nearest to it, the nearest first"
+        default=(), description="published steps that are nearest to it, nearest first"
     )
     extrapolated: tuple[str, ...] = Field(
-        default=(), description="what of it nothing that was measured resembles"
+        default=(), description="aspects of it that no measured step has"
     )
     placement: dict[str, str] = Field(
-        default_factory=dict, description="of each axis that is split, the link that it crosses"
+        default_factory=dict, description="the link that each split axis uses"
     )
 
     @property
     def listed_title(self) -> str:
-        """The title, behind what the plan is listed for."""
+        """Return the title, after the plan's roles."""
         return f"{join_roles(self.roles).capitalize()}: {self.title}" if self.roles else self.title
 
 
 class Rejected(Record):
-    """A family of plans of which none was taken, and the reason, with its best or smallest."""
+    """A family of plans of which none was chosen, and why, with its best or smallest."""
 
     family: str
     reason: str
@@ -145,23 +149,23 @@ class Rejected(Record):
 
 
 class Insistence(Record):
-    """An option that the user insists on, and what it costs against the free optimum."""
+    """An option that the user insists on, and its cost relative to the best plan without it."""
 
     setting: str
-    slowdown: float = Field(description="0.1: 10 % more time; below 0 never")
+    slowdown: float = Field(description="0.1: 10 % more time; never below 0")
 
 
 class Plans(Record):
-    """An answer of the planner: the recommended plan, others, fastest first, and the rejected."""
+    """An answer of the planner: the recommended plan, others (fastest first), and the rejected."""
 
     model: str
     parameters: PositiveInt
     machine: str
     nodes: PositiveInt
-    idle_nodes: NonNegativeInt = Field(default=0, description="of these, that no plan uses")
+    idle_nodes: NonNegativeInt = Field(default=0, description="nodes that no plan uses")
     devices_per_node: PositiveInt
     nominal_memory_bytes: NonNegativeInt | None = Field(
-        default=None, description="of a device, as its maker prints it; None: not known"
+        default=None, description="memory of a device as its maker states it; None: unknown"
     )
     seq_len: PositiveInt
     global_batch: PositiveInt
@@ -170,17 +174,17 @@ class Plans(Record):
     insistences: tuple[Insistence, ...] = ()
     considered: NonNegativeInt
     took_s: NonNegativeFloat
-    source: RateSource = Field(description="of the rates")
+    source: RateSource = Field(description="sources of the rates")
     notes: tuple[str, ...] = ()
     defaults: dict[str, str] = Field(
-        default={}, description="options that were not given, and the values taken for them"
+        default={}, description="options that were not given, with the values used"
     )
 
     def plan_for(self, role: Role) -> Planned | None:
-        """The plan that is listed as the recommended, fastest or leanest; None: not listed."""
+        """Return the plan listed as recommended, fastest or leanest; None if it is not listed."""
         return next((planned for planned in self.plans if role in planned.roles), None)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether samples are sequences of tokens."""
+        """Return whether samples are sequences of tokens."""
         return self.plans[0].estimate.samples_per_s is None

@@ -1,4 +1,4 @@
-"""A number about a machine: measured here, with all its samples, or out of the catalog."""
+"""A number about a machine: measured here, with all its samples, or from the catalog."""
 
 from collections.abc import Mapping
 from typing import Literal, Self
@@ -24,7 +24,7 @@ _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
 
 
 class Key(Record):
-    """Identity of a figure: two probes of a machine are compared by it."""
+    """Identity of a figure, by which two probes of a machine are compared."""
 
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
     what: str = Field(description="which number of it: rate, time, latency, …")
@@ -37,21 +37,21 @@ class Key(Record):
         return " ".join([self.kind, self.what, *(f"{k}={v}" for k, v in self.of.items())])
 
     def number(self, name: str) -> int:
-        """Return a number by its name; 0 where it is not given."""
+        """Return a number by its name; 0 if it is not given."""
         found = self.of.get(name, 0)
         return found if isinstance(found, int) else 0
 
     def has(self, **wanted: str | int) -> bool:
-        """Whether it is of all this."""
+        """Return whether the key has all these values."""
         return all(self.of.get(name) == value for name, value in wanted.items())
 
 
 class Figure(Record):
-    """`value` is the median of all samples, which are in order.
+    """A figure of a machine; `value` is the median of all samples, which are in order.
 
-    Rounds of samples are spread over the time that the probe took.
-    A probe that is repeated at once gives a value from `low` to `high` with probability `level`.
-    Where the machine did not hold still enough, `value` is None and `unstable` says why.
+    Rounds of samples are spread over the time of the probe. A probe that is repeated at once gives
+    a value from `low` to `high` with probability `level`. If the machine was not steady enough,
+    `value` is None and `unstable` says why.
     """
 
     key: Key
@@ -63,34 +63,34 @@ class Figure(Record):
     level: FiniteFloat | None = None
     rounds: tuple[tuple[FiniteFloat, ...], ...] = Field(default=(), description="of samples")
     unstable: str | None = None
-    source: str | None = Field(default=None, description="of what is from the catalog")
+    source: str | None = Field(default=None, description="source of a catalog figure")
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if self.origin == "catalog" and (self.source is None or self.value is None):
-            raise ValueError(f"{self.key}: a figure of the catalog has a value and its source")
+            raise ValueError(f"{self.key}: a figure from the catalog needs a value and a source")
         if self.origin == "measured" and self.source is not None:
-            raise ValueError(f"{self.key}: a measured figure's source is this machine")
+            raise ValueError(f"{self.key}: the source of a measured figure is this machine")
         if self.value is None and self.unstable is None:
-            raise ValueError(f"{self.key}: without a value it has to say why")
+            raise ValueError(f"{self.key}: without a value, it needs a reason")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"{self.key}: low {self.low} is above high {self.high}")
         least, most = _POSSIBLE[self.unit]
         if self.value is not None and not least <= self.value <= most:
             raise ValueError(
-                f"{self.key}: {self.value:g} {self.unit} cannot be: machines have between "
-                f"{least:g} and {most:g} {self.unit}. Probe again with outpace probe"
+                f"{self.key}: {self.value:g} {self.unit} is not possible: machines have "
+                f"between {least:g} and {most:g} {self.unit}. Measure again with outpace probe"
             )
         return self
 
     @property
     def samples(self) -> list[float]:
-        """Samples of all rounds, in order."""
+        """Return the samples of all rounds, in order."""
         return [sample for samples in self.rounds for sample in samples]
 
     @property
     def half_width(self) -> float | None:
-        """Half of the interval, as a share of the value; None without one."""
+        """Return half of the interval as a share of the value; None without one."""
         if not self.value or self.low is None or self.high is None:
             return None
         return (self.high - self.low) / 2 / self.value
@@ -106,7 +106,7 @@ class Figure(Record):
         return show_count(self.value, self.unit)
 
     def holds(self, other: "Figure") -> bool | None:
-        """Whether a repeat's value lies in the interval; None where one of them has none."""
+        """Return whether a repeat's value lies in the interval; None if either is missing."""
         if self.low is None or self.high is None or other.value is None or self.value is None:
             return None
         return self.low <= other.value <= self.high

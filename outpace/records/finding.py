@@ -12,7 +12,7 @@ SEVERITIES: tuple[Severity, ...] = ("severe", "high", "moderate", "low")
 
 
 class Slowdown(Record):
-    """Slowdown as a factor of what `of` says; a range where that is all that is known."""
+    """A factor by which `of` becomes slower; a range if only that is known."""
 
     low: PositiveFloat
     high: PositiveFloat
@@ -43,7 +43,7 @@ class Finding(Record):
 
 
 class Examination(Record):
-    """All findings, the most costly first; what was looked at, and what could not be, and why."""
+    """All findings, most costly first; what was examined, what could not be, and why."""
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
@@ -53,11 +53,11 @@ class Examination(Record):
     def _most_costly_first(self) -> Self:
         order = [cost_order(finding) for finding in self.findings]
         if order != sorted(order):
-            raise ValueError("findings are not in the order of their cost")
+            raise ValueError("findings are not ordered by cost")
         return self
 
 
 def cost_order(finding: Finding) -> tuple[int, float]:
-    """A key that sorts findings: the most severe kind first, within it the highest cost."""
+    """Return a key that sorts findings: the most severe kind first, then the highest cost."""
     known = 0.0 if finding.costs is None else finding.costs.high
     return SEVERITIES.index(finding.severity), -known

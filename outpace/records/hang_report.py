@@ -1,4 +1,4 @@
-"""Hang report: what each rank did when the job hung; standstill.json in a run's folder."""
+"""Hang report: what each rank was doing when the job hung; standstill.json in a run's folder."""
 
 from typing import ClassVar, Literal
 
@@ -10,7 +10,7 @@ State = Literal["waits", "works", "silent"]
 
 
 class CollectiveEvent(Record):
-    """A collective by torch's flight recorder. `number` counts those of its group, from 1."""
+    """A collective in torch's flight recorder. `number` counts those of its group, from 1."""
 
     group: str
     number: int
@@ -19,25 +19,25 @@ class CollectiveEvent(Record):
 
 
 class RankSnapshot(Record):
-    """A rank when it was asked. `silent`: it did not answer."""
+    """State of a rank when it was asked. `silent`: it did not answer."""
 
     rank: int
     host: str
     pid: int
-    doing: str = Field(default="", description="in words, as 'step 12'")
+    doing: str = Field(default="", description="as text, such as 'step 12'")
     state: State
     place: str = Field(description="what it waits in, its line of Python, or why it is silent")
     processes: dict[int, str] = Field(
-        default={}, description="by rank of this host what the kernel says of its process"
+        default={}, description="what the kernel says about each process, by rank on this host"
     )
-    stacks: str = Field(default="", description="of all its Python threads")
+    stacks: str = Field(default="", description="stacks of all Python threads")
     collectives: tuple[CollectiveEvent, ...] = Field(
-        default=(), alias="exchanges", description="the latest last"
+        default=(), alias="exchanges", description="oldest first"
     )
 
 
 class HangReport(Record):
-    """The ranks that held the others up, and the state of all."""
+    """The ranks that delayed the others, and the state of all."""
 
     has_checksum: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Hardware as it is sold: what a chip, a link and a host can do, each figure with its source."""
+"""Hardware as it is sold: what a chip, a link and a host can do, with sources."""
 
 from typing import Literal, Self
 
@@ -10,7 +10,7 @@ Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 
 
 class Peak(Record):
-    """Dense peak rates of one chip by dtype, FLOP/s, and where they are published."""
+    """Dense peak rates of one chip by dtype, in FLOP/s, and where they are published."""
 
     flops_per_s: dict[Dtype, PositiveFloat]
     source: str
@@ -25,10 +25,10 @@ LinkKind = Literal[
 
 
 class Link(Record):
-    """One link or port as it is used (of PCIe a ×16 slot).
+    """One link or port as it is used (for PCIe, a ×16 slot).
 
-    `bytes_per_s` is what it carries in one direction after line coding, before the headers of
-    packets. Datasheets often print both directions together: twice as much.
+    `bytes_per_s` is the rate in one direction after line coding, before packet headers. Datasheets
+    often print the sum of both directions, which is twice as much.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Link(Record):
 
 
 class Bundle(Record):
-    """A number of links of one kind. `link` is a name in the catalog."""
+    """Several links of one kind. `link` is a name in the catalog."""
 
     link: str
     count: PositiveInt
@@ -47,12 +47,11 @@ class Bundle(Record):
 class Accelerator(Record):
     """One kind of accelerator, as one process sees it.
 
-    `memory_bytes` is what the datasheet prints, `usable_bytes` what the driver leaves of it to a
-    process: torch's total_memory. `driver_name` is what its driver reports, without the maker.
-    `power_w` is the limit of the board for which its rates are published, `power_variants_w` are
-    others that it is sold with or can be set to. `multiprocessors` are NVIDIA's SMs and AMD's
-    compute units. `device_link` is all that leads to other accelerators; on PCIe cards it needs a
-    bridge.
+    `memory_bytes` is what the datasheet prints, `usable_bytes` what the driver leaves to a process:
+    torch's total_memory. `driver_name` is what its driver reports, without the maker. `power_w` is
+    the board's power limit for which its rates are published, `power_variants_w` are other limits
+    that it is sold with or can be set to. `multiprocessors` are NVIDIA's SMs and AMD's compute
+    units. `device_link` are all links to other accelerators; PCIe cards need a bridge for them.
     """
 
     name: str
@@ -72,17 +71,17 @@ class Accelerator(Record):
 
 
 class ValueRange(Record):
-    """A value known to lie between two others: it differs by model of processor."""
+    """A value known to lie between two others, since it differs by processor model."""
 
     least: PositiveInt
     most: PositiveInt
 
 
 class Processor(Record):
-    """Most FLOP per cycle, by dtype, of a core with a vector or matrix extension.
+    """Maximum FLOPs per cycle, by dtype, of a core with a vector or matrix extension.
 
     `feature` is its name in Linux's /proc/cpuinfo. `vector_bits` is the width of a register, None
-    where makers choose it.
+    if it depends on the maker.
     """
 
     feature: str
@@ -99,9 +98,9 @@ Topology = Literal["switch", "mesh", "cube-mesh", "pairs", "none"]
 class Node(Record):
     """A machine as it is sold: one host, or a rack whose hosts share one fast domain.
 
-    All counts are of the whole of it. `accelerator` is a name in the catalog, None without one;
-    `device_link` is what one accelerator has to all others; `nics` carry the traffic of training
-    to other machines, and are empty where that is up to the buyer.
+    All counts are for the whole machine. `accelerator` is a name in the catalog, None without one;
+    `device_link` is one accelerator's links to all others; `nics` carry training traffic to other
+    machines, and are empty if they depend on the buyer.
     """
 
     name: str
@@ -116,7 +115,7 @@ class Node(Record):
     host_memory_bytes: PositiveInt | None = None
     cpu_features: tuple[str, ...] = ()
     source: str
-    assumed: str | None = Field(default=None, description="what was taken for what nobody said")
+    assumed: str | None = Field(default=None, description="assumptions where nothing is stated")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -130,10 +129,10 @@ class Node(Record):
 
     @property
     def processes(self) -> int:
-        """Ranks that it is used by: one on each accelerator, or one on the CPU."""
+        """Return the number of ranks: one per accelerator, or one on the CPU."""
         return max(self.devices, 1)
 
     @property
     def processes_per_host(self) -> int:
-        """Ranks on each of its hosts."""
+        """Return the number of ranks per host."""
         return self.processes // self.hosts

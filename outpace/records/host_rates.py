@@ -6,7 +6,7 @@ from outpace.records.base import Record
 
 
 class HostRates(Record):
-    """Rates of all cores that may be used."""
+    """Rates of all cores that may be used together."""
 
-    flops_per_s: dict[str, PositiveFloat] = Field(description="of matrix products, by dtype")
-    memory_bytes_per_s: PositiveFloat = Field(description="read and written")
+    flops_per_s: dict[str, PositiveFloat] = Field(description="FLOP/s of matrix products, by dtype")
+    memory_bytes_per_s: PositiveFloat = Field(description="bytes read and written")

@@ -1,4 +1,4 @@
-"""Hosts to train on, as `--hosts a:4,b:4` or a file names them."""
+"""Hosts to train on, as given by `--hosts a:4,b:4` or a file."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _LINE = re.compile(r"(\S+)(?:\s+(?:slots|max_slots)\s*=\s*(\S+))?\s*(?:max[-_]sl
 
 
 class Host(Record):
-    """A host by the name that ssh knows, and how many ranks it takes."""
+    """A host by its name for ssh, and its number of ranks."""
 
     name: Annotated[str, StringConstraints(pattern=f"^{_NAME}$")]
     slots: PositiveInt
@@ -29,7 +29,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         name, colon, slots = part.strip().rpartition(":")
         if not colon:
             raise BadInputError(
-                f"--hosts {text}: {part.strip()!r} does not say how many ranks; write "
+                f"--hosts {text}: {part.strip()!r} does not give a number of ranks. Write "
                 f"{part.strip() or 'HOST'}:4"
             )
         found.append(_host(name, slots, f"--hosts {text}"))
@@ -37,11 +37,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """Read a file with lines 'a slots=4', as Open MPI and Horovod have. # comments."""
+    """Read a file with lines 'a slots=4', as for Open MPI and Horovod. # starts a comment."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise BadInputError(f"--hostfile {path} cannot be read: {why}") from None
     found = []
     for number, line in enumerate(lines, 1):
@@ -56,7 +56,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         found.append(_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
     if not found:
         raise BadInputError(
-            f"--hostfile {path} names no host; write a line 'HOST slots=4' for each"
+            f"--hostfile {path} names no host. Write a line 'HOST slots=4' for each"
         )
     return _distinct(found, f"--hostfile {path}")
 
@@ -68,7 +68,7 @@ def _host(name: str, slots: str, where: str) -> Host:
         )
     if not re.fullmatch(_NAME, name):
         raise BadInputError(
-            f"{where}: {excerpt(name)} is not the name of a host, as a, a.example or me@a"
+            f"{where}: {excerpt(name)} is not the name of a host, such as a, a.example or me@a"
         )
     return Host(name=name, slots=int(slots))
 
@@ -77,12 +77,12 @@ def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise BadInputError(f"{where} names {twice} twice; give it all its ranks at once")
+        raise BadInputError(f"{where} names {twice} twice. Give all its ranks in one entry")
     return tuple(hosts)
 
 
 class Elastic(Record):
-    """Numbers of hosts with which a run may start and continue, and how often it may restart."""
+    """Numbers of hosts with which a run may start and continue, and of restarts."""
 
     min_nodes: PositiveInt
     max_nodes: PositiveInt
@@ -90,7 +90,7 @@ class Elastic(Record):
 
 
 class HostQuery(Record):
-    """Questions to a host before anything starts there."""
+    """Questions to a host before anything is started there."""
 
     folder: str
     seen: tuple[str, ...] = ()  # paths that must be there
@@ -98,10 +98,11 @@ class HostQuery(Record):
 
 
 class HostFacts(Record):
-    """A host's answer.
+    """A host's answer to a query.
 
-    `address`: by which the first host reached it, and `asked_from` the first host's; None where
-    both are the same. `port`: a free one. `left`: processes of earlier starts that still run.
+    `address`: the address at which the first host reached it, and `asked_from` that of the first
+    host; None if they are the same host. `port`: a free one. `left`: processes of earlier starts
+    that still run.
     """
 
     versions: dict[str, str]

@@ -7,7 +7,9 @@ from outpace.records.topology import CpuTopology, Placement, Topology
 
 
 class GpuState(Record):
-    """A GPU as its driver sees it now. None: the driver does not support or not permit to ask."""
+    """A GPU's current state from its driver. None: the driver does not support or permit the
+    query.
+    """
 
     index: NonNegativeInt
     name: str | None = None
@@ -27,20 +29,28 @@ class GpuState(Record):
     ecc: bool | None = None
     ecc_pending: bool | None = None
     ecc_uncorrected: int | None = Field(default=None, description="errors since the driver's start")
-    remap_pending: bool | None = Field(default=None, description="memory rows wait for a reset")
+    remap_pending: bool | None = Field(
+        default=None, description="memory rows to be remapped at the next reset"
+    )
     pcie_generation: int | None = None
-    pcie_generation_max: int | None = Field(default=None, description="of card and slot together")
-    pcie_generation_card: int | None = Field(default=None, description="of the card alone")
+    pcie_generation_max: int | None = Field(
+        default=None, description="maximum of card and slot together"
+    )
+    pcie_generation_card: int | None = Field(default=None, description="maximum of the card alone")
     pcie_width: int | None = None
     pcie_width_max: int | None = None
-    nvlinks: int | None = Field(default=None, description="how many there are")
+    nvlinks: int | None = Field(default=None, description="number of them")
     nvlinks_active: int | None = None
     nvlink_version: int | None = None
     cpu_affinity: str | None = None
     mig: bool | None = None
     persistence: bool | None = None
-    other_processes: int | None = Field(default=None, description="computing on it now")
-    not_told: dict[str, str] = Field(default={}, description="what the driver refused, and why")
+    other_processes: int | None = Field(
+        default=None, description="processes that compute on it now"
+    )
+    not_told: dict[str, str] = Field(
+        default={}, description="queries that the driver refused, and why"
+    )
 
 
 class NetworkPort(Record):
@@ -55,12 +65,12 @@ class NetworkPort(Record):
 
     @property
     def active(self) -> bool | None:
-        """Whether it has a link and may carry data; None where the kernel does not tell."""
+        """Return whether it has a link and may carry data; None if the kernel does not say."""
         return None if self.state is None else self.state.endswith("ACTIVE")
 
 
 class Busy(Record):
-    """A program that is not ours and computes now."""
+    """Another user's or task's program that uses the CPU now."""
 
     program: str
     cores: float
@@ -68,11 +78,11 @@ class Busy(Record):
 
 
 class Inventory(Record):
-    """Facts that the doctor examines. Names no user, host or path. None: it could not be read."""
+    """Facts that the doctor examines, without names of users, hosts or paths. None: unreadable."""
 
     cpu: CpuTopology
-    usable_cpus: str = Field(description="that this process may run on")
-    cpu_quota: float | None = Field(default=None, description="CPUs' time that its cgroup may use")
+    usable_cpus: str = Field(description="CPUs that this process may run on")
+    cpu_quota: float | None = Field(default=None, description="CPU time that its cgroup may use")
     cpu_quota_known: bool = True
     governors: tuple[str, ...] | None = None
     scaling_driver: str | None = None
@@ -83,24 +93,26 @@ class Inventory(Record):
     swapped_bytes_per_s: float | None = None
     shared_memory_bytes: int | None = Field(default=None, description="size of /dev/shm")
     shared_memory_free_bytes: int | None = None
-    open_files_limit: int | None = Field(default=None, description="soft; -1 is none")
+    open_files_limit: int | None = Field(default=None, description="soft limit; -1 is none")
     open_files_hard_limit: int | None = None
-    locked_memory_limit_bytes: int | None = Field(default=None, description="soft; -1 is none")
+    locked_memory_limit_bytes: int | None = Field(
+        default=None, description="soft limit; -1 is none"
+    )
     settings: dict[str, str] = Field(default={}, description="environment variables that matter")
     local_rank: int | None = None
     local_world_size: int | None = None
     other_busy_cores: float | None = None
     busy: tuple[Busy, ...] = ()
     gpus: tuple[GpuState, ...] = ()
-    gpus_unknown: str | None = Field(default=None, description="why there are none to see")
+    gpus_unknown: str | None = Field(default=None, description="why no GPUs can be seen")
     topology: Topology | None = None
     topology_unknown: str | None = None
     ports: tuple[NetworkPort, ...] = ()
-    gpu_direct: bool | None = Field(default=None, description="nvidia_peermem is loaded")
+    gpu_direct: bool | None = Field(default=None, description="whether nvidia_peermem is loaded")
     verbs_devices: bool | None = Field(
-        default=None, description="programs may open the ports: /dev/infiniband is there"
+        default=None, description="whether programs may open the ports (/dev/infiniband exists)"
     )
-    verbs_library: bool | None = Field(default=None, description="libibverbs can be loaded")
+    verbs_library: bool | None = Field(default=None, description="whether libibverbs can be loaded")
 
 
 def omp_threads(text: str) -> int | None:
@@ -113,11 +125,11 @@ def omp_threads(text: str) -> int | None:
 
 
 class HostTopology(Record):
-    """Links of a host's devices, where groups of them belong, and the state of its GPUs."""
+    """Links between a host's devices, the best groups of them, and the state of its GPUs."""
 
     topology: Topology | None = None
     placement: Placement | None = None
-    cpu: CpuTopology | None = Field(default=None, description="None for what a file tells")
+    cpu: CpuTopology | None = Field(default=None, description="None if read from a file")
     gpus: tuple[GpuState, ...] = ()
-    gpus_unknown: str | None = Field(default=None, description="why there is no topology")
-    state_unknown: str | None = Field(default=None, description="why there is no state of GPUs")
+    gpus_unknown: str | None = Field(default=None, description="why the topology is unknown")
+    state_unknown: str | None = Field(default=None, description="why the GPUs' state is unknown")

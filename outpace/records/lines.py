@@ -1,6 +1,6 @@
-"""Logs of one record a line, each line with the checksum of its text: metrics.jsonl and others.
+"""Logs with one record per line, each with the checksum of its text: metrics.jsonl and others.
 
-A checksum a line survives appending, and a kill costs the line that it cut short, no other.
+With one checksum per line, lines can be appended, and a kill loses only the line it cut short.
 """
 
 from pathlib import Path
@@ -16,25 +16,27 @@ _LENGTH = len(b"," + _NAME + b':""}') + _HEX_DIGITS
 
 
 class ChangedLineError(ValueError):
-    """A line is not as it was written."""
+    """A line differs from what was written."""
 
     def __init__(self) -> None:
         super().__init__(
-            "it is not as outpace wrote it: its checksum does not fit. If you changed it on "
+            "it is not as outpace wrote it: its checksum does not match. If you changed it on "
             f"purpose, remove its entry {_NAME.decode()}"
         )
 
 
 def encode_line(record: Record) -> bytes:
-    """Give a record as a line of a log: JSON, its checksum as the last entry, a line end."""
+    """Encode a record as a line of a log: JSON with its checksum as the last entry, and a
+    newline.
+    """
     body = record.model_dump_json().encode(errors="surrogatepass")
     return b"%b,%b:%b}\n" % (body[:-1], _NAME, _checksum(body))
 
 
 def strip_checksum(line: bytes) -> bytes:
-    """Give a line's JSON without its checksum; a line without one, of before or by hand, as it is.
+    """Return a line's JSON without its checksum; a line without one is returned unchanged.
 
-    Raises ChangedLineError where the checksum is not that of the line.
+    Raises ChangedLineError if the checksum does not match the line.
     """
     line = line.strip()
     if _NAME not in line:
@@ -46,7 +48,7 @@ def strip_checksum(line: bytes) -> bytes:
 
 
 def describe_changes(path: Path) -> str | None:
-    """Say which lines of a log are not as they were written; None where all are. Raises OSError."""
+    """Say which lines of a log differ from what was written; None if none do. Raises OSError."""
     changed = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
@@ -56,7 +58,9 @@ def describe_changes(path: Path) -> str | None:
     if not changed:
         return None
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-    return f"{path}, line {changed[0]}{more}, is not as outpace wrote it: its checksum does not fit"
+    return (
+        f"{path}, line {changed[0]}{more}, is not as outpace wrote it: its checksum does not match"
+    )
 
 
 def _checksum(body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Machine: what there is to train on."""
+"""Machine: the devices, hosts and links to train on."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from outpace.records.topology import Topology
 
 
 class Device(Record):
-    """A device present in a machine. `accelerator` is its catalog name, None if not there."""
+    """A device in a machine. `accelerator` is its name in the catalog, None if it is not there."""
 
     name: str
     memory_bytes: PositiveInt | None = None
@@ -18,7 +18,7 @@ class Device(Record):
 
 
 class Machine(Record):
-    """The host at hand. Names no user, path or address: records are sent to colleagues."""
+    """This host. Names no user, path or address, since records are sent to colleagues."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -30,12 +30,12 @@ class Machine(Record):
     system: str = ""
     topology: Topology | None = Field(
         default=None,
-        description="links between devices, by the driver's numbers; None where it tells of none",
+        description="links between devices, by the driver's numbers; None if it reports none",
     )
-    probed: Probed | None = Field(default=None, description="what outpace probe measured")
+    probed: Probed | None = Field(default=None, description="results of outpace probe")
 
     def differences(self, other: "Machine") -> tuple[str, ...]:
-        """Return which of the properties that decide speed differ in another machine."""
+        """Return which properties that affect speed differ in another machine."""
         names = tuple(device.name for device in self.devices)
         theirs = tuple(device.name for device in other.devices)
         compared = {"cpu": (self.cpu, other.cpu), "host_cores": (self.host_cores, other.host_cores),

@@ -1,4 +1,4 @@
-"""Measurements: one StepRecord a step, one Measurement a run."""
+"""Measurements: one StepRecord per step, one Measurement per run."""
 
 from typing import Annotated, ClassVar
 
@@ -21,7 +21,7 @@ _UNEVEN = 1.1
 
 
 class TimeParts(Record):
-    """Parts of a step's time, in seconds. Communication is what no computation hides."""
+    """Parts of a step's time, in seconds. Communication is the part that no computation hides."""
 
     data_s: float = 0.0
     forward_s: float = 0.0
@@ -46,25 +46,25 @@ class RunInfo(Record):
 
     run: str = Field(description="the run's directory")
     plan: Plan
-    identity: str = Field(description="the batch identity with its numbers")
-    model: str = Field(description="as it was asked for, or a short name")
+    identity: str = Field(description="the batch equation with its numbers")
+    model: str = Field(description="as the user gave it, or a short name")
     parameters: int
-    device: str = Field(description="as users know it: cpu, or the GPU's name")
+    device: str = Field(description="the user's name for it: cpu, or the GPU's name")
     total_steps: int
-    start_step: int = Field(default=0, description="steps already done, when resumed")
+    start_step: int = Field(default=0, description="steps already done, if resumed")
     hosts: int = 1
     hints: tuple[str, ...] = ()
 
 
 class StepRecord(Record):
-    """One optimizer step of the whole job; a line of metrics.jsonl. Unknown is None."""
+    """One optimizer step of the whole job; a line of metrics.jsonl. None means unknown."""
 
     step: int = Field(description="steps done, counting this one; the first is 1")
-    tokens: int | None = Field(description="tokens trained on so far, all ranks; None if no text")
+    tokens: int | None = Field(description="tokens trained on so far, all ranks; None without text")
     samples: int = Field(description="samples trained on so far, all ranks")
     loss: float = Field(description="exact mean over the global batch's target tokens, nats")
     lr: float
-    grad_norm: float = Field(description="before clipping, whole model")
+    grad_norm: float = Field(description="before clipping, of the whole model")
     step_time_s: float
     data_s: float
     forward_s: float
@@ -74,31 +74,37 @@ class StepRecord(Record):
     other_s: float
     tokens_per_s: float | None
     samples_per_s: float
-    model_flops_per_s: float | None = Field(description="all ranks; None for unknown models")
-    hardware_flops_per_s: float | None = Field(description="counts recomputation too")
-    mfu: float | None = Field(description="share of the catalog's dense peak, None if not there")
+    model_flops_per_s: float | None = Field(
+        description="rate of all ranks; None for unknown models"
+    )
+    hardware_flops_per_s: float | None = Field(description="including recomputation")
+    mfu: float | None = Field(description="share of the catalog's dense peak, None if it has none")
     hfu: float | None = None
-    peak_memory_bytes: int | None = Field(description="of the fullest rank, so far")
+    peak_memory_bytes: int | None = Field(description="maximum over ranks so far")
     loss_scale: float | None = Field(description="fp16 only")
-    skipped_steps: int = Field(description="so far, for overflow in fp16")
+    skipped_steps: int = Field(description="steps skipped so far because of an fp16 overflow")
     cache_freed_bytes: int | None = Field(
-        default=None, description="given back between phases by --empty-cache, on rank 0"
+        default=None, description="bytes released between phases by --empty-cache, on rank 0"
     )
 
 
 class Evaluation(Record):
-    """A loss on held-out data, and what else a task is measured by."""
+    """A loss on held-out data, and the other metrics of the task."""
 
     step: int
     loss: float = Field(description="nats per target: a token, or a sample that is classified")
     perplexity: float
     tokens: int = Field(description="targets")
     tokens_per_s: float
-    seq_len: int | None = Field(default=None, description="at most; None where it is not outpace's")
-    left_over_tokens: int = Field(
-        default=0, description="of the data, behind the last whole sample of each source"
+    seq_len: int | None = Field(
+        default=None, description="upper bound; None if it was not trained by outpace"
     )
-    sums: dict[str, float] = Field(default={}, description="over all ranks; what metrics are of")
+    left_over_tokens: int = Field(
+        default=0, description="unused tokens after the last whole sample of each source"
+    )
+    sums: dict[str, float] = Field(
+        default={}, description="sums over all ranks, from which metrics are computed"
+    )
     metrics: dict[str, float] = Field(default={}, description="by name: accuracy, f1")
 
 
@@ -108,37 +114,37 @@ class StepTimeCheck(Record):
     expected_s: float
     step_time_s: float = Field(description="median of the first steps")
     mean_s: float | None = Field(default=None, gt=0, description="mean of the same steps")
-    steps: int = Field(description="that this is of, at most 100")
-    kept: bool = Field(description="the median is within 3 %")
+    steps: int = Field(description="number of steps compared, at most 100")
+    kept: bool = Field(description="whether the median is within 3 %")
 
     @property
     def ratio(self) -> float:
-        """Measured to expected: below 1 where steps were faster."""
+        """Return measured over expected step time: below 1 if steps were faster."""
         return self.compared_s / self.expected_s
 
     @property
     def uneven(self) -> bool:
-        """Whether some steps took so long that the mean is much above the median."""
+        """Return whether some steps were so slow that the mean is far above the median."""
         return self.mean_s is not None and self.mean_s > _UNEVEN * self.step_time_s
 
     @property
     def compared_s(self) -> float:
-        """Measured step time: the median, or the mean where that is much larger."""
+        """Return the measured step time: the median, or the mean if that is much larger."""
         return self.mean_s if self.mean_s is not None and self.uneven else self.step_time_s
 
     @property
     def slower(self) -> bool:
-        """Whether steps took longer than expected, by more than what is within it."""
+        """Return whether steps took longer than expected by more than the tolerance."""
         return not self.as_expected and self.ratio > 1
 
     @property
     def as_expected(self) -> bool:
-        """Whether what a step took is within 3 % of what was expected."""
+        """Return whether the measured step time is within 3 % of the expected one."""
         return abs(self.ratio - 1) <= NEAR_SHARE if self.uneven else self.kept
 
     @property
     def verdict(self) -> str:
-        """Whether it is as expected, in three words."""
+        """Return the verdict in three words."""
         if self.as_expected:
             return "As expected"
         return "Slower than expected" if self.slower else "Faster than expected"
@@ -148,16 +154,17 @@ class StepTimeCheck(Record):
         """Return the comparison as a sentence."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         expected = f"{show_seconds(self.expected_s)} was expected ({self.ratio - 1:+.1%})"
-        few = ", and so few tell little: 100 are compared where there are as many"
+        few = ", a weak result from so few steps: up to 100 are compared"
         few *= self.steps < _FEW_STEPS
         if not self.uneven:
             which = "" if self.steps == 1 else " (median)"
             took = f"{show_seconds(self.step_time_s)}{which}"
             return f"the first {steps} took {took} where {expected}{few}"
         return (
-            f"the first {steps} took {show_seconds(self.compared_s)} in the mean where {expected}, "
-            f"though half of them took no more than {show_seconds(self.step_time_s)} (median): "
-            f"others were held up, as by another program on this machine{few}"
+            f"the first {steps} took {show_seconds(self.compared_s)} on average where "
+            f"{expected}, though half of them took at most {show_seconds(self.step_time_s)} "
+            "(median): the others were delayed, for example by another program on this "
+            f"machine{few}"
         )
 
 
@@ -178,7 +185,7 @@ class Measurement(Record):
     first_step_s: float | None = Field(
         default=None, description="from the start of the job to the end of its first step"
     )
-    compile_s: float = Field(default=0.0, description="of that, in torch.compile's compiler")
+    compile_s: float = Field(default=0.0, description="part of it spent in torch.compile")
     step_time_s: float | None = Field(gt=0, allow_inf_nan=False, description="median")
     tokens_per_s: Rate | None
     samples_per_s: Rate | None
@@ -188,39 +195,40 @@ class Measurement(Record):
     hfu: Rate | None
     peak_memory_bytes: int | None
     peak_memory_by_rank: tuple[int, ...] = Field(
-        default=(), description="bytes, of which the largest is above; empty: not known"
+        default=(), description="bytes per rank, of which the maximum is above; empty: unknown"
     )
     parts: TimeParts = Field(description="median of each part")
     parts_by_rank: tuple[TimeParts, ...] = Field(
-        default=(), description="the same by each rank's own clock; `parts` is rank 0's"
+        default=(), description="the same by each rank's clock; `parts` is rank 0's"
     )
     first_loss: float | None
     final_loss: float | None
     initial_eval: Evaluation | None = None
     final_eval: Evaluation | None = None
     unigram_entropy: float | None = Field(
-        default=None, description="nats, of the validation tokens: what counting alone achieves"
+        default=None, description="nats per validation token of a unigram model"
     )
     sample: str | None = Field(default=None, description="text generated at the end")
     skipped_steps: int = 0
-    cache_freed_bytes: int | None = Field(default=None, description="median of a step's")
+    cache_freed_bytes: int | None = Field(default=None, description="median over steps")
     utilisation: tuple[Load, ...] = Field(
-        default=(), description="average of each host and its devices over the training"
+        default=(), description="average for each host and its devices over the training"
     )
     step_time_check: StepTimeCheck | None = Field(
-        default=None, alias="promise", description="where a step time was expected"
+        default=None, alias="promise", description="if a step time was expected"
     )
     # Of runs with --measure-only.
     sent_bytes: int | None = Field(
-        default=None, description="by all ranks in one step, counted in the last of the warm-up"
+        default=None,
+        description="bytes that all ranks send in a step, counted in the last warm-up step",
     )
     idle_share: float | None = Field(
         default=None,
-        description="of the time after the warm-up, in which ranks' main threads waited; their "
-        "mean, where these compute (cpu)",
+        description="share of the time after warm-up in which ranks' main threads waited; the "
+        "mean, if these compute (cpu)",
     )
     start_step: NonNegativeInt = Field(
-        default=0, description="steps that were done before this part of a resumed run"
+        default=0, description="steps done before this part of a resumed run"
     )
     # Hugging Face Trainer's names, so that results stand side by side. Times and rates of a resumed
     # run are of its last part.

@@ -1,4 +1,4 @@
-"""MemoryAccount: what lies in a rank's memory over a step, where it was traced or measured."""
+"""MemoryAccount: what is in a rank's memory during a step, traced or measured."""
 
 from typing import ClassVar, Literal
 
@@ -29,7 +29,7 @@ Source = Literal["traced", "measured"]
 
 
 class Moment(Record):
-    """A point of a step: where it is, and what lies in memory, in bytes by kind."""
+    """A point in a step, and the bytes in memory then, by kind."""
 
     step: NonNegativeInt
     part: Part
@@ -39,25 +39,25 @@ class Moment(Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kinds but what is offloaded."""
+        """Bytes of all kinds except those that are offloaded."""
         return sum(size for kind, size in self.by_kind.items() if kind != "offloaded")
 
     @property
     def location(self) -> str:
-        """Place in the step: "backward of blocks.11.mlp"."""
+        """Position in the step: "backward of blocks.11.mlp"."""
         return f"{self.part} of {self.module}" if self.module else self.part
 
 
 class MemoryAccount(Record):
-    """One rank's memory, over the first two steps (the first has no optimizer state to begin with).
+    """One rank's memory over the first two steps (the first starts without optimizer state).
 
-    `peak` is the moment with the most live bytes of tensors, `timeline` the second step in moments.
-    `activations_by_module` is of the peak. Measured: `allocated_bytes` is the most that the
-    allocator had given out, kernels' own included; `resident_bytes` by how much the process grew.
-    `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` what no tensor shows
-    (contexts, libraries), `library_bytes` the same by the planner's formula; None where it is not
-    known. `flops` are of matrix products in one step on this rank, recomputation included;
-    `bytes_moved` is what its operators read and write.
+    `peak` is the moment with the most bytes in live tensors, `timeline` the moments of the second
+    step. `activations_by_module` is at the peak. Measured: `allocated_bytes` is the maximum that
+    the allocator had given out, including the kernels' own memory; `resident_bytes` is the growth
+    of the process. `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` is
+    memory outside of tensors (contexts, libraries), and `library_bytes` the planner's formula for
+    it; None if unknown. `flops` are those of matrix products in one step on this rank, including
+    recomputation; `bytes_moved` is what its operators read and write.
     """
 
     source: Source
@@ -77,24 +77,25 @@ class MemoryAccount(Record):
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most bytes that live at once."""
+        """Maximum of the bytes in use."""
         return self.peak.nbytes
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the allocator reserves, where that is known; else those in use."""
+        """Bytes that the allocator reserves if known, otherwise bytes in use."""
         return self.reserved_bytes or self.peak_memory_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a device: what the allocator reserves, with contexts and buffers beside it."""
+        """Bytes of a device: what the allocator reserves, plus contexts and buffers."""
         return self.needed_bytes + (self.library_bytes or 0)
 
 
 class MemoryUse(Record):
-    """A rank's memory in a run, traced and measured; None where it cannot be, or not yet.
+    """A rank's memory in a run, traced and measured; None if it cannot be measured, or not yet.
 
-    Measured, `peak` is of one step of the run, and what the allocator or the process took of all.
+    For measurements, `peak` is that of one step, and the bytes of the allocator or process are for
+    the whole run.
     """
 
     has_checksum: ClassVar[bool] = True

@@ -24,7 +24,7 @@ class RopeScaling(Record):
 
 
 class ModelSpec(Record):
-    """A transformer, wholly determined. What is not given follows from `family`."""
+    """A complete description of a transformer. Values that are not given follow from `family`."""
 
     family: Family
     layers: Layers = Field(description="transformer blocks")
@@ -37,7 +37,7 @@ class ModelSpec(Record):
     max_positions: Rows = Field(description="longest sequence")
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: PositiveFloat
-    norm_first: bool = Field(default=True, description="normalise before each sub-layer (GPT-2)")
+    norm_first: bool = Field(default=True, description="normalize before each sub-layer (GPT-2)")
     positions: Literal["learned", "rotary"]
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -47,10 +47,10 @@ class ModelSpec(Record):
     out_bias: bool = Field(description="bias of attention's output projection")
     mlp_bias: bool
     qk_norm: bool = Field(default=False, description="RMSNorm on queries and keys per head")
-    tied: bool = Field(description="the head's weight is the embedding's")
+    tied: bool = Field(description="the head shares its weight with the embedding")
     causal: bool = True
     sliding_window: PositiveInt | None = Field(
-        default=None, description="a token attends to itself and the window − 1 before it"
+        default=None, description="each token attends to itself and the window − 1 tokens before it"
     )
     window_layers: tuple[int, ...] | None = Field(
         default=None, description="layers with the sliding window (default: all)"
@@ -61,7 +61,7 @@ class ModelSpec(Record):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Fill in what the family and the dimensions given determine."""
+        """Fill in what the family and the given dimensions determine."""
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Requirements of a run on the network, and what each network would cost it."""
+"""Network bandwidth that a run needs, and what each network would cost it."""
 
 from typing import Literal
 
@@ -21,10 +21,10 @@ class Network(Record):
 
 
 class Traffic(Record):
-    """Traffic of one purpose in a step.
+    """Traffic with one purpose in a step.
 
-    `node_bytes` leave the busiest node, all its devices together; `link_bytes` go over each
-    device's link within a node. `hide_s` is the computation that can hide it.
+    `node_bytes` leave the busiest node, summed over its devices; `link_bytes` use each device's
+    link within a node. `hide_s` is the computation that can hide it.
     """
 
     part: str
@@ -37,7 +37,9 @@ class Traffic(Record):
 
 
 class NetworkCost(Record):
-    """A step on a network or link. `slowdown` 0.1: 10 % longer than with one that takes no time."""
+    """Step time on a network or link. `slowdown` 0.1: 10 % longer than on an infinitely fast
+    one.
+    """
 
     network: Network
     step_s: PositiveFloat
@@ -45,11 +47,12 @@ class NetworkCost(Record):
 
 
 class Need(Record):
-    """Requirements of one plan. `compute_s`: a step, bubble and all, if the network took no time.
+    """Requirements of one plan. `compute_s`: a step, including the bubble, on an infinitely fast
+    network.
 
-    Least bandwidths, bytes/s: of a node's network cards together, and of a device's link within the
-    node; 0 where 1 kB/s is enough, as where nothing crosses. There always is one: latency is left
-    out.
+    The required bandwidths in bytes/s are for a node's network cards together, and for a device's
+    link within the node; 0 if 1 kB/s is enough, for example if nothing is sent. They always exist,
+    since latency is left out.
     """
 
     title: str
@@ -63,21 +66,21 @@ class Need(Record):
     least_device_bytes_per_s: NonNegativeFloat
     costs: tuple[NetworkCost, ...]
     cheapest: Network | None
-    present_cost: NetworkCost | None = Field(alias="own", description="by the present network")
-    device_costs: tuple[NetworkCost, ...] = Field(default=(), description="by a device's link")
-    cheapest_inside: Network | None = Field(default=None, description="of the device's links")
+    present_cost: NetworkCost | None = Field(alias="own", description="on the present network")
+    device_costs: tuple[NetworkCost, ...] = Field(default=(), description="on a device's link")
+    cheapest_inside: Network | None = Field(default=None, description="on the device's links")
     present_device_cost: NetworkCost | None = Field(
-        default=None, alias="own_inside", description="by the present link of a device"
+        default=None, alias="own_inside", description="on a device's present link"
     )
     states_bytes: PositiveInt
     fits: bool | None
 
 
 class NetworkReport(Record):
-    """The network question for a model on a machine, answered for one plan or several.
+    """The network question for a model on a machine, with one answer per plan.
 
     `rate` and `memory_rate` are the assumed rates of computation and memory; `share` of the
-    catalog's peak is an assumption, None where the rate was measured.
+    catalog's peak is an assumption, None if the rate was measured.
     """
 
     model: str
@@ -91,9 +94,9 @@ class NetworkReport(Record):
     share: float | None = None
     share_source: str | None = None
     tolerance: PositiveFloat
-    inside: Network | None = Field(description="None where a device is alone in its node")
+    inside: Network | None = Field(description="None if a device is alone in its node")
     present: Network | None = Field(alias="own", description="the machine's network")
     measured: tuple[Figure, ...] = ()
     needs: tuple[Need, ...]
-    refused: dict[str, str] = Field(default={}, description="plans that cannot be, and why")
-    notes: tuple[str, ...] = Field(default=(), description="what was taken otherwise than asked")
+    refused: dict[str, str] = Field(default={}, description="plans that are not possible, and why")
+    notes: tuple[str, ...] = Field(default=(), description="what differs from the request")

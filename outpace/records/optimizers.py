@@ -168,5 +168,5 @@ PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)
 
 
 def default_optimizer(precision: Precision) -> OptimizerName:
-    """AdamW in the form that a precision needs."""
+    """Return AdamW in the form that a precision needs."""
     return "adamw-bf16" if precision in PURE else "adamw-fused"

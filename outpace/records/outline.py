@@ -1,7 +1,7 @@
 """Outline: a model as the planner sees it, whether or not outpace can build it.
 
-A ModelSpec is built and trained; an outline has only what decides time and memory. Every spec has
-one, so has every transformer that a Hugging Face config describes, and any module that was traced.
+A ModelSpec can be built and trained; an outline has only what determines time and memory. Every
+spec has one, and so do all transformers described by a Hugging Face config and all traced modules.
 """
 
 from typing import Self
@@ -17,17 +17,17 @@ OUTLINE_FORMATS = ("deepspeed", "accelerate", "fsdp")
 class AttentionShape(Record):
     """Attention of a layer. With `kv_rank` it is multi-head latent attention.
 
-    Latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1): queries through `query_rank` (None:
-    directly), keys and values through `kv_rank`; `rope_dim` of a key's `head_dim` is shared by all
-    heads and made beside the latent.
+    Latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1) computes queries through `query_rank`
+    (None: directly), keys and values through `kv_rank`; `rope_dim` of a key's `head_dim` is shared
+    by all heads and computed beside the latent.
     """
 
     heads: PositiveInt
     kv_heads: PositiveInt
-    head_dim: PositiveInt = Field(description="of queries and keys")
-    value_dim: PositiveInt = Field(description="of values (default: head_dim)")
+    head_dim: PositiveInt = Field(description="width of queries and keys")
+    value_dim: PositiveInt = Field(description="width of values (default: head_dim)")
     causal: bool = True
-    window: PositiveInt | None = Field(default=None, description="keys that a query sees at most")
+    window: PositiveInt | None = Field(default=None, description="maximum number of keys per query")
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -35,7 +35,8 @@ class AttentionShape(Record):
     kv_rank: PositiveInt | None = None
     rope_dim: NonNegativeInt = 0
     projected: bool = Field(
-        default=True, description="false: what makes queries, keys, values is in the stack's other"
+        default=True,
+        description="false: the projections of queries, keys and values are in the stack's `other`",
     )
 
     @model_validator(mode="before")
@@ -55,18 +56,21 @@ class AttentionShape(Record):
 
 
 class Mlp(Record):
-    """The MLP of a layer, or experts of which each token goes through `active`.
+    """The MLP of a layer, or experts of which each token uses `active`.
 
-    `width` is of one expert; `shared` is the width of what every token goes through beside them.
+    `width` is that of one expert; `shared` is the width of the shared experts, which every token
+    uses.
     """
 
     width: PositiveInt
     gated: bool = False
     bias: bool = False
     experts: NonNegativeInt = Field(default=0, description="0: one MLP for all tokens")
-    active: PositiveInt = Field(default=1, description="experts that a token goes through")
+    active: PositiveInt = Field(default=1, description="experts that each token uses")
     shared: NonNegativeInt = 0
-    shared_gate: bool = Field(default=False, description="a gate of each token on `shared`")
+    shared_gate: bool = Field(
+        default=False, description="whether each token has a gate on `shared`"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,31 +80,33 @@ class Mlp(Record):
 
 
 class ProductShape(Record):
-    """A matrix product of `inputs` by `outputs`, `count` of them, each with a weight of its own."""
+    """Matrix products of `inputs` by `outputs`, `count` of them, each with its own weight."""
 
     name: str
     inputs: PositiveInt
     outputs: PositiveInt
     count: PositiveInt = 1
     positions: PositiveInt | None = Field(
-        default=None, description="rows of a sample (None: the sequence's)"
+        default=None, description="rows per sample (None: the sequence's)"
     )
-    uses: PositiveInt = Field(default=1, description="products by the same weight, in a forward")
+    uses: PositiveInt = Field(
+        default=1, description="products with the same weight in a forward pass"
+    )
     weighted: bool = Field(
-        default=True, description="false: by no weight, or by one that is counted elsewhere"
+        default=True, description="false: without a weight, or with one that is counted elsewhere"
     )
 
     @property
     def elements(self) -> int:
-        """Number of its weights."""
+        """Number of elements of its weights."""
         return self.inputs * self.outputs * self.count if self.weighted else 0
 
 
 class Stack(Record):
-    """Equal layers, not always neighbours. `seq_len` None: the sequence that is trained on.
+    """Equal layers, not necessarily adjacent. `seq_len` None: the sequence that is trained on.
 
-    Cross-attention's keys and values are of the last stack before that has none (T5's encoder).
-    `other` holds products and parameters that attention and MLP do not (traced modules).
+    Cross-attention's keys and values come from the last stack before without it (T5's encoder).
+    `other` holds products and parameters outside attention and MLP (traced modules).
     """
 
     name: str = "layers"
@@ -110,11 +116,13 @@ class Stack(Record):
     mlp: Mlp | None = None
     other: tuple[ProductShape, ...] = ()
     other_parameters: NonNegativeInt = 0
-    norms: NonNegativeInt = Field(default=2, description="of a layer, over the hidden width")
+    norms: NonNegativeInt = Field(
+        default=2, description="norms of a layer, as a multiple of the hidden width"
+    )
     norm_bias: bool = False
     seq_len: PositiveInt | None = None
     dropout: bool = False
-    parallel: bool = Field(default=False, description="MLP beside attention (GPT-NeoX, Phi)")
+    parallel: bool = Field(default=False, description="MLP parallel to attention (GPT-NeoX, Phi)")
 
 
 class Outline(Record):
@@ -122,8 +130,8 @@ class Outline(Record):
 
     `untrained` says why outpace does not train it; None: it does. `outputs` are the columns of the
     head's product (0: none), over `predicted` positions of a sequence (None: all). Embedding and
-    head are `embedding_width` wide where products lie between them and the layers (OPT-350m).
-    `notes` say where its dimensions come from, if the user should know.
+    head have the width `embedding_width` if there are products between them and the layers
+    (OPT-350m). `notes` say where its dimensions come from, if the user should know.
     """
 
     name: str
@@ -135,10 +143,13 @@ class Outline(Record):
     tied: bool = False
     learned_positions: NonNegativeInt = 0
     outside_parameters: NonNegativeInt = Field(
-        default=0, description="beside embeddings, positions and head: norms, transforms, patches"
+        default=0,
+        description="parameters besides embeddings, positions and head: norms, transforms, patches",
     )
-    embed_products: tuple[ProductShape, ...] = Field(default=(), description="before the layers")
-    head_products: tuple[ProductShape, ...] = Field(default=(), description="before the head's own")
+    embed_products: tuple[ProductShape, ...] = Field(
+        default=(), description="width before the layers"
+    )
+    head_products: tuple[ProductShape, ...] = Field(default=(), description="width before the head")
     predicted: PositiveInt | None = None
     max_positions: PositiveInt
     source: str = ""
@@ -152,10 +163,10 @@ class Outline(Record):
 
     @property
     def layers(self) -> int:
-        """Number of layers of all stacks."""
+        """Number of layers in all stacks."""
         return sum(stack.layers for stack in self.stacks)
 
     @property
     def experts(self) -> int:
-        """The most experts of a layer; 0: none."""
+        """Largest number of experts of a layer; 0: none."""
         return max((s.mlp.experts for s in self.stacks if s.mlp is not None), default=0)

@@ -1,4 +1,4 @@
-"""A run that lies in a folder, in a row: what it is, how far it came, how fast it was."""
+"""A run in a folder, as a row of a list: what it is, how far it got, how fast it was."""
 
 from typing import Any, Literal
 
@@ -12,21 +12,24 @@ State = Literal["done", "going on", "unfinished", "damaged"]
 
 
 class PastRun(Record):
-    """A row of the list of runs. Unknown is None; figures of an unfinished run are of its end."""
+    """A row of the list of runs. None means unknown; figures of an unfinished run are its
+    latest.
+    """
 
     path: str
     state: State
     changed: tuple[str, ...] = Field(
-        default=(), description="sentences on its files that are not as they were written"
+        default=(), description="sentences about files that differ from what was written"
     )
-    damage: str | None = Field(default=None, description="what of it cannot be read, and why")
+    damage: str | None = Field(default=None, description="what cannot be read, and why")
     started: str | None = Field(default=None, description="UTC, ISO 8601")
-    model: str | None = Field(default=None, description="as it was asked for")
+    model: str | None = Field(default=None, description="as the user gave it")
     strategy: Strategy | None = None
     mesh: str | None = Field(default=None, description="the axes that are split")
     precision: Precision | None = None
     asked: dict[str, Any] = Field(
-        default_factory=dict, description="settings that were given and are not the default"
+        default_factory=dict,
+        description="settings that the user gave and that differ from the default",
     )
     processes: int | None = None
     steps: int = Field(default=0, description="done")
@@ -34,5 +37,5 @@ class PastRun(Record):
     step_time_s: float | None = Field(default=None, description="median")
     tokens_per_s: float | None = None
     mfu: float | None = None
-    final_loss: float | None = Field(default=None, description="of the last step that was done")
+    final_loss: float | None = Field(default=None, description="at the last completed step")
     peak_memory_bytes: int | None = None

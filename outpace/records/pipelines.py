@@ -1,4 +1,4 @@
-"""Pipeline schedules by strategy: how stages lie on ranks, and which micro-batches they take."""
+"""Pipeline schedules by strategy: how stages are placed on ranks, and their micro-batches."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,12 @@ from outpace.records.base import Record
 
 
 class Schedule(Record):
-    """Placement of stages by a schedule, and its order of backward passes.
+    """Placement of stages in a schedule, and its order of backward passes.
 
-    "loop": stage s is on rank s mod p. "v": the second stage of each rank in reverse order, so
-    that rank 0 has the first and the last. `splits_backward`: gradients of inputs come first,
-    those of weights later, where the pipeline would be idle (Qi et al., arXiv 2401.10241, §2).
+    "loop": stage s is on rank s mod p. "v": the second stage of each rank is in reverse order, so
+    that rank 0 has the first and the last. `splits_backward`: gradients of inputs are computed
+    first, those of weights later, when the pipeline would be idle (Qi et al., arXiv 2401.10241,
+    §2).
     """
 
     stages_per_rank: PositiveInt = 1
@@ -22,7 +23,7 @@ class Schedule(Record):
     splits_backward: bool = False
 
     def rank_of(self, stage: int, pp: int) -> int:
-        """The rank of the pipeline that a stage is on."""
+        """Return the pipeline rank of a stage."""
         lap, place = divmod(stage, pp)
         return pp - 1 - place if self.placement == "v" and lap % 2 else place
 
@@ -44,12 +45,12 @@ _TRACED = re.compile(r"stage (\d+): ([FBIW])")
 
 
 def traced_name(kind: Kind, stage: int) -> str:
-    """Return the name that a trace gives a micro-batch's pass through a stage."""
+    """Return the name in a trace of a micro-batch's pass through a stage."""
     return f"stage {stage}: {kind}"
 
 
 def traced_action(name: str) -> tuple[Kind, int] | None:
-    """Kind and stage of what `traced_name` named; None of anything else in a trace."""
+    """Return the kind and stage that `traced_name` encoded; None for other names in a trace."""
     found = _TRACED.fullmatch(name)
     if found is None:
         return None
@@ -59,18 +60,18 @@ def traced_action(name: str) -> tuple[Kind, int] | None:
 
 # What goes wrong when a backward is split, and what to use.
 _SPLIT_REPLICAS = (
-    "and replicas would average gradients before they are whole (pytorch#144530). "
-    "Use dp_replicate 1, or 1f1b"
+    "and replicas would average gradients before they are complete (pytorch#144530). Use "
+    "dp_replicate 1, or 1f1b"
 )
 _SPLIT_CHECKPOINTING = (
-    "and checkpointing would compute a block again for each of its weights. "
-    "Use checkpointing none, or interleaved"
+    "and checkpointing would recompute a block for each of its weights. Use checkpointing "
+    "none, or interleaved"
 )
 _SPLIT_COMPILED = (
-    "and a compiled block has one backward only (pytorch#161904). Leave compile out, or use "
+    "and a compiled block has a single backward (pytorch#161904). Leave compile out, or use "
     "interleaved"
 )
-_SPLIT_CHUNKED = "and the chunked loss has one backward only. Use loss plain, or interleaved"
+_SPLIT_CHUNKED = "and the chunked loss has a single backward. Use loss plain, or interleaved"
 
 
 def refusal(
@@ -83,13 +84,14 @@ def refusal(
     compiled: bool = False,
     chunked: bool = False,
 ) -> str | None:
-    """Explain why a schedule cannot do what is asked, with what can; None where it can."""
+    """Explain why a schedule cannot do this, with an alternative; None if it can."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None:
         if microbatches > 1:
             return (
-                f"strategy {strategy} is no pipeline, but pp_microbatches is {microbatches}. "
-                "Use micro_batch alone: what remains of the global batch is accumulated"
+                f"strategy {strategy} is not a pipeline, but pp_microbatches is "
+                f"{microbatches}. Use micro_batch alone: the rest of the global batch is "
+                "accumulated"
             )
         return None
     number = _number_refusal(strategy, schedule, pp, microbatches)
@@ -102,15 +104,17 @@ def refusal(
         _SPLIT_CHUNKED: chunked,
     }
     why_not = next((reason for reason, holds in reasons.items() if holds), None)
-    return why_not and f"{strategy} splits the backward into inputs' and weights', {why_not}"
+    return why_not and (
+        f"{strategy} splits the backward into those of inputs and weights, {why_not}"
+    )
 
 
 def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: int) -> str | None:
-    """Whether the schedule can take this many micro-batches."""
+    """Return why the schedule cannot take this many micro-batches; None if it can."""
     stages = pp * schedule.stages_per_rank
     asked = f"pp_microbatches is {microbatches}"
     if strategy == "mp" and microbatches > 1:
-        return f"mp has one micro-batch under way, but {asked}. Use 1, or strategy gpipe"
+        return f"mp has one micro-batch in flight, but {asked}. Use 1, or strategy gpipe"
     if strategy == "1f1b" and microbatches < stages:
         return f"1f1b needs a micro-batch for each of {stages} stages, but {asked}. Use gpipe"
     if strategy == "dualpipev" and microbatches < stages:
@@ -125,9 +129,9 @@ def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: in
 
 
 def default_microbatches(strategy: str, pp: int, samples: int) -> int:
-    """Micro-batches for a share of `samples`, which they divide: one a stage, or the next more.
+    """Return the micro-batches for a share of `samples`, which they divide: one per stage, or more.
 
-    Where none of these is possible, the most that the schedule takes.
+    If none of these is possible, the most that the schedule takes.
     """
     schedule = SCHEDULES.get(strategy)
     if schedule is None or strategy == "mp":

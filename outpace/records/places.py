@@ -1,4 +1,4 @@
-"""Folders in which outpace keeps what can be produced again."""
+"""Folders for files that outpace can produce again."""
 
 import os
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from outpace.records.errors import BadInputError
 
-_ELSEWHERE = "Name another place with --cache-dir, or with XDG_CACHE_HOME."
+_ELSEWHERE = "Choose another folder with --cache-dir, or with XDG_CACHE_HOME."
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
-    """The user's cache folder of outpace, by XDG_CACHE_HOME or their home.
+    """Return the user's cache folder, from XDG_CACHE_HOME or the home directory.
 
-    Raises BadInputError where they have no home.
+    Raises BadInputError if there is no home directory.
     """
     named = environ.get("XDG_CACHE_HOME", "")
     if Path(named).is_absolute():
@@ -21,15 +21,15 @@ def user_cache(environ: Mapping[str, str]) -> Path:
         return Path.home() / ".cache" / "outpace"
     except RuntimeError:  # no HOME, and no entry for the user
         raise BadInputError(
-            f"there is no place for a cache: HOME is not set, and this host knows no home of user "
-            f"{os.getuid()}. {_ELSEWHERE}"
+            f"there is no folder for a cache: HOME is not set, and user {os.getuid()} has no "
+            f"home on this host. {_ELSEWHERE}"
         ) from None
 
 
 def cache_folder(asked: Path | None, environ: Mapping[str, str]) -> Path:
-    """The folder asked for, else the user's; made if it is not there.
+    """Return the requested cache folder, or the user's; it is created if needed.
 
-    Raises BadInputError where it can be neither made nor read.
+    Raises BadInputError if it can neither be created nor read.
     """
     folder = user_cache(environ) if asked is None else asked
     try:

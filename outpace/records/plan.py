@@ -35,7 +35,7 @@ Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
 def _at_plus(value: object) -> object:
-    """The modes of layers as one word: "full+none+none"."""
+    """Join the modes of layers into one word: "full+none+none"."""
     return tuple(value.split("+")) if isinstance(value, str) else value
 
 
@@ -59,24 +59,25 @@ class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
-    `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`. `checkpointing`
-    holds for every block, or for each `checkpoint_every`-th from the first; `checkpoint_layers`,
-    where given, says it block by block instead. `sequence_parallel` belongs to tp; with `async_tp`
-    its collectives run, part by part, while the products before or after them are computed. fp64 is
-    for proofs. Parameter servers are ranks beside the axes; with `server_updates` they step the
-    optimizer, else workers do. `worker_devices` ranks stand behind each worker. `virtual_stages`
-    are a pipeline's stages on each rank (None: as many as its schedule has by default), cut so that
-    the slowest is fast or in equal numbers of blocks (`stage_split`). Under 3d, `ep` ranks of
-    dp_shard × cp share out a layer's experts, each cut by tp, or ranks of tp as well, with whole
-    experts, where ep does not divide those; and `zero` says what dp_shard shards: optimizer
-    state, gradients too, parameters too. With a `lora_rank` the weights are frozen, in the form
-    that `base` says, and only the adapters of the `lora_targets` are trained.
+    `pp_microbatches` of them in flight, and under 3d the schedule is `pp_schedule`. `checkpointing`
+    applies to every block, or to each `checkpoint_every`-th from the first; `checkpoint_layers`, if
+    given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp` its
+    collectives run, part by part, while the products before or after them are computed. fp64 is for
+    proofs. Parameter servers are ranks beside the axes; with `server_updates` they step the
+    optimizer, else workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a
+    pipeline's stages on each rank (None: as many as its schedule has by default), split so that the
+    slowest is as fast as possible, or into equal numbers of blocks (`stage_split`). Under 3d, a
+    layer's experts are divided over `ep` ranks of dp_shard × cp, each expert split by tp; if ep
+    does not divide dp_shard × cp, ranks of tp are used as well, with whole experts. `zero` says
+    what dp_shard shards: optimizer state, then gradients, then parameters. With a `lora_rank` the
+    weights are frozen, in the form that `base` gives, and only the adapters of the `lora_targets`
+    are trained.
 
-    `offload_activations`: where blocks keep what they save for backward. `offload_parameters` cpu:
-    parameters and gradients lie in host memory, and their optimizer's state with them; disk:
-    parameters in mapped files. `offload_optimizer`: state, and on an accelerator master weights;
-    the CPU steps. none is where the parameters are. `empty_cache` frees cached memory between the
-    phases of a step.
+    `offload_activations`: where blocks keep what they save for the backward. `offload_parameters`
+    cpu: parameters, gradients and optimizer state are in host memory; disk: parameters are in
+    mapped files. `offload_optimizer`: where the state is, and on an accelerator the master weights;
+    the CPU takes the step. none: where the parameters are. `empty_cache` frees cached memory
+    between the phases of a step.
     """
 
     strategy: Strategy = "single"
@@ -148,7 +149,7 @@ class Plan(Record):
             )
         if self.dp_replicate % self.worker_devices:
             raise ValueError(
-                f"{self.dp_replicate} ranks that work do not divide into workers of "
+                f"{self.dp_replicate} worker ranks do not divide into workers of "
                 f"{self.worker_devices} devices. Use a divisor of {self.dp_replicate}"
             )
         self._check_product()
@@ -158,21 +159,21 @@ class Plan(Record):
                 own = " and ".join(SPLITS[self.strategy])
                 raise ValueError(
                     f"strategy {self.strategy} {f'splits {own}' if own else 'is one process'}, "
-                    f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axes"
+                    f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axis"
                 )
         return self
 
     def _check_product(self) -> None:
-        """Check the options that only products of axes and pipelines of several stages have."""
+        """Check the options that only combined axes and pipelines with several stages have."""
         if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
             raise ValueError(
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
-                f"{self.strategy}. Use 3d with them, or zero{self.zero} for shards alone"
+                f"{self.strategy}. Use 3d with them, or zero{self.zero} to shard only"
             )
         if self.dp_shard * self.cp * self.tp % self.ep:
             raise ValueError(
                 f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp} × tp "
-                f"{self.tp}, whose ranks share out the experts. Use a divisor"
+                f"{self.tp}, over whose ranks the experts are divided. Use a divisor"
             )
         schedule = SCHEDULES.get(self.schedule)
         own = 1 if schedule is None else schedule.stages_per_rank
@@ -186,42 +187,44 @@ class Plan(Record):
 
     @property
     def expert_tp(self) -> int:
-        """Ranks of tp that each have a part of an expert; 1: `ep` takes them in, experts whole."""
+        """Ranks of tp that each hold a part of an expert; 1: `ep` includes them, and experts are
+        whole.
+        """
         return self.tp if self.dp_shard * self.cp % self.ep == 0 else 1
 
     @property
     def training_obstacle(self) -> str | None:
-        """Reason for which outpace plans with it, but does not train it; None where it does."""
+        """Return why outpace can plan with this but not train with it; None if it can."""
         if self.async_tp and self.tp > 1:
-            return "async_tp: outpace waits for the collectives of tensor parallelism"
+            return "async_tp: outpace does not overlap the collectives of tensor parallelism"
         if self.ep > 1:
-            return f"ep {self.ep}: outpace does not share out experts"
+            return f"ep {self.ep}: outpace does not divide experts over ranks"
         if self.strategy == "3d" and self.dp_shard > 1 and self.zero != 3:
-            return f"zero {self.zero} beside other axes: outpace shards parameters too there"
+            return f"zero {self.zero} with other axes: outpace also shards parameters there"
         schedule = SCHEDULES.get(self.schedule)
         if schedule is None:
             return None
         if self.stage_split != "cost":
-            return "stages of equal numbers of blocks: outpace cuts where the slowest is fast"
+            return "stages of equal numbers of blocks: outpace balances the stages by time"
         if self.stages_per_rank != schedule.stages_per_rank:
             return f"{self.stages_per_rank} virtual stages: outpace has {schedule.stages_per_rank}"
         if self.strategy == "3d" and schedule.splits_backward:
-            return f"schedule {self.pp_schedule} beside other axes"
+            return f"schedule {self.pp_schedule} with other axes"
         return None
 
     def _check_offload(self) -> None:
         if self.offload_parameters == "cpu" and self.strategy not in GATHERS:
             raise ValueError(
-                f"offload_parameters cpu: strategy {self.strategy} computes with parameters where "
-                f"they lie, none is gathered before its use. Use strategy {' or '.join(GATHERS)}, "
-                "or offload_optimizer, which works here too"
+                f"offload_parameters cpu: strategy {self.strategy} computes with parameters in "
+                f"place and gathers none before use. Use strategy {' or '.join(GATHERS)}, or "
+                "offload_optimizer, which works here too"
             )
         elsewhere = self.offload_optimizer != "none" or self.offload_parameters != "none"
         if elsewhere and (self.optimizer_in_backward or self.precision in MASTERS):
             what = "optimizer_in_backward" if self.optimizer_in_backward else self.precision
             raise ValueError(
-                f"{what} does not go with offloading: the step is taken unit by unit, on weights "
-                "that the optimizer keeps itself. Use one of the two"
+                f"{what} cannot be combined with offloading: the optimizer steps unit by unit, "
+                "on weights that it keeps itself. Use one of the two"
             )
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
@@ -231,9 +234,9 @@ class Plan(Record):
         known = self.strategy in _OFFLOAD_FROM_COMPILED
         if self.offload_activations != "none" and self.compile and not known:
             raise ValueError(
-                f"offload_activations {self.offload_activations} from compiled blocks was proved "
-                f"for strategy {', '.join(_OFFLOAD_FROM_COMPILED)}, not for {self.strategy}. Use "
-                "one of the two"
+                f"offload_activations {self.offload_activations} from compiled blocks is "
+                f"proved for strategy {', '.join(_OFFLOAD_FROM_COMPILED)}, not for "
+                f"{self.strategy}. Use one of these, or leave one option out"
             )
         if self.offload_parameters == "disk" and self.compile:
             raise ValueError(
@@ -253,30 +256,33 @@ class Plan(Record):
             )
         if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
             raise ValueError(
-                "compress_gradients powersgd keeps what it left out for the next step, and in fp16 "
-                "an overflow would stay there for good. Use precision bf16 or fp32"
+                "compress_gradients powersgd keeps what it left out for the next step, so an "
+                "fp16 overflow would never leave it. Use precision bf16 or fp32"
             )
 
     def _check_checkpointing(self) -> None:
         every, layers = self.checkpoint_every, self.checkpoint_layers
         if every > 1 and self.checkpointing == "none":
             raise ValueError(
-                f"checkpoint_every is {every}, but checkpointing is none: no block would be "
+                f"checkpoint_every is {every}, but checkpointing is none, so no block would be "
                 "recomputed. Use checkpointing full or selective with it, or leave it out"
             )
         if layers and (every > 1 or self.checkpointing != "none"):
             raise ValueError(
-                "checkpoint_layers says for each block what is recomputed; checkpointing "
-                f"{self.checkpointing} and checkpoint_every {every} say it too. Use one of the two"
+                "checkpoint_layers sets what is recomputed for each block, and so do "
+                f"checkpointing {self.checkpointing} and checkpoint_every {every}. Use one of "
+                "the two"
             )
 
     @property
     def recomputes(self) -> bool:
-        """Whether any block computes activations again."""
+        """Return whether any block recomputes activations."""
         return self.checkpointing != "none" or any(m != "none" for m in self.checkpoint_layers)
 
     def modes(self, layers: int) -> tuple[Checkpointing, ...]:
-        """The mode of each of `layers` blocks. Raises BadInputError where the plan has others."""
+        """Return the mode of each of `layers` blocks. Raises BadInputError if the numbers
+        differ.
+        """
         if not self.checkpoint_layers:
             every = self.checkpoint_every
             return tuple("none" if i % every else self.checkpointing for i in range(layers))
@@ -290,7 +296,7 @@ class Plan(Record):
     @field_validator("lora_targets", mode="before")
     @classmethod
     def _split_targets(cls, value: Any) -> Any:
-        """Split a command line's single word: "q+v"."""
+        """Split a value from the command line: "q+v"."""
         return tuple(value.split("+")) if isinstance(value, str) else value
 
     def _check_lora(self) -> None:
@@ -307,18 +313,19 @@ class Plan(Record):
             raise ValueError("lora_targets names no matrix. Use some of q, k, v, …, or all")
         if self.tp > 1 and self.base == "nf4":
             raise ValueError(
-                "base nf4 does not go with tp: a block of 64 values with a common scale runs over "
-                "the edge of a rank's part of a matrix. Use zero3, which shards it, or base fp32"
+                "base nf4 cannot be combined with tp: a block of 64 values with a common "
+                "scale would cross the boundary between ranks' parts of a matrix. Use zero3, "
+                "which shards it, or base fp32"
             )
         if self.tp > 1 and self.lora_dropout:
             raise ValueError(
-                f"lora_dropout {self.lora_dropout} does not go with tp: ranks would drop different "
-                "inputs of one matrix. Use lora_dropout 0, or zero3"
+                f"lora_dropout {self.lora_dropout} cannot be combined with tp: ranks would "
+                "drop different inputs of one matrix. Use lora_dropout 0, or zero3"
             )
 
     @property
     def lora_scale(self) -> float:
-        """Factor of an adapter's product: α/r, with α the rank where none was given.
+        """Factor of an adapter's product: α/r, with α = r if none is given.
 
         Hu et al., arXiv 2106.09685, §4.1: they set α to the first rank tried and leave it.
         """
@@ -329,65 +336,67 @@ class Plan(Record):
     def _check_optimizer(self) -> None:
         if self.precision in PURE and self.optimizer not in LOW:
             raise ValueError(
-                f"precision {self.precision} keeps weights in 16 bits only, where optimizer "
-                f"{self.optimizer} loses updates and moments. Use optimizer {' or '.join(LOW)}"
+                f"precision {self.precision} keeps weights in 16 bits only, so optimizer "
+                f"{self.optimizer} would lose updates and moments. Use optimizer "
+                f"{' or '.join(LOW)}"
             )
         if self.precision == "fp8" and (self.tp > 1 or self.strategy == "tp"):
             raise ValueError(
-                "precision fp8 scales each matrix by its largest value, which ranks of tp that "
-                "have parts of it do not know. Use precision bf16, or zero3 in place of tp"
+                "precision fp8 scales each matrix by its largest value, which tp ranks with "
+                "parts of it do not know. Use precision bf16, or zero3 instead of tp"
             )
         if self.precision == "fp8" and self.lora_rank is not None:
             raise ValueError(
-                "precision fp8 puts its own products in the place of the blocks' linear layers, "
-                "adapters and all. Use precision bf16 with a lora_rank"
+                "precision fp8 replaces the blocks' linear layers, including adapters. Use "
+                "precision bf16 with a lora_rank"
             )
         if not self.optimizer_in_backward:
             return
         if self.strategy not in IN_BACKWARD:
             raise ValueError(
-                f"optimizer_in_backward steps a parameter when its gradient is whole, but strategy "
-                f"{self.strategy} keeps all gradients until the end of backward (in buckets that "
-                "are reduced, or to add micro-batches up). Use strategy "
+                "optimizer_in_backward steps a parameter as soon as its gradient is complete, "
+                f"but strategy {self.strategy} keeps all gradients until the end of backward "
+                "(in buckets to reduce, or to accumulate micro-batches). Use strategy "
                 f"{' or '.join(IN_BACKWARD)}, or leave it out"
             )
         if self.precision in SCALED:
             raise ValueError(
-                f"optimizer_in_backward has stepped some parameters before precision "
-                f"{self.precision} sees an overflow in others. Use precision bf16, or leave it out"
+                "optimizer_in_backward would step some parameters before precision "
+                f"{self.precision} detects an overflow in others. Use precision bf16, or leave "
+                "it out"
             )
 
     @property
     def schedule(self) -> str:
-        """The pipeline's, by its strategy's name; for a plan without a pipeline the strategy."""
+        """Name of the pipeline's schedule; for a plan without a pipeline, the strategy."""
         return schedule_of(self.strategy, self.pp, self.pp_schedule)
 
     @property
     def world_size(self) -> int:
-        """The number of processes that this plan is for."""
+        """The number of processes that this plan needs."""
         on_axes: int = math.prod(getattr(self, axis) for axis in AXES)
         return on_axes + self.servers
 
     @property
     def data_parallel(self) -> int:
-        """The number of shares that a global batch is cut into."""
+        """The number of shares of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fully_shards(self) -> bool:
-        """Whether ranks hold shards of parameters, which are gathered for their use."""
+        """Return whether ranks hold shards of parameters that are gathered before use."""
         product = self.strategy == "3d" and self.data_parallel * self.cp > 1
         split = product or self.strategy in FULLY_SHARDED
         return split or self.offload_parameters == "cpu"
 
     @property
     def samples_per_pass(self) -> int:
-        """Samples that a share of the data puts through the model before it has a gradient."""
+        """Samples of a data share that go through the model before it has a gradient."""
         return self.micro_batch * self.pp_microbatches
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages of a pipeline on each rank; 1 where there is none."""
+        """Pipeline stages on each rank; 1 without a pipeline."""
         schedule = SCHEDULES.get(self.schedule)
         if schedule is None:
             return 1
@@ -395,17 +404,17 @@ class Plan(Record):
 
     @property
     def stages(self) -> int:
-        """The parts that a pipeline cuts the model into."""
+        """Number of pipeline stages."""
         return self.pp * self.stages_per_rank
 
     @property
     def readers(self) -> int:
-        """The number of ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return 1 if self.strategy == "dp" else self.data_parallel
 
     @property
     def samples_read(self) -> int:
-        """Samples that a reader reads at once; under dp those of all ranks."""
+        """Samples that a reader reads at once; under dp, those of all ranks."""
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
@@ -425,7 +434,7 @@ class Plan(Record):
 
     @property
     def mesh(self) -> str:
-        """The axes that are split: "dp_replicate 2 × dp_shard 2"."""
+        """Return the split axes: "dp_replicate 2 × dp_shard 2"."""
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.servers:
             updates = " (update)" if self.server_updates else ""
@@ -435,7 +444,9 @@ class Plan(Record):
         return " × ".join(split) or "one process"
 
     def accumulation(self, global_batch: int) -> int:
-        """Forwards per data-parallel rank and step. Raises BadInputError when they don't divide."""
+        """Forward passes per data-parallel rank and step. Raises BadInputError if they do not
+        divide.
+        """
         per_pass = self.samples_per_pass * self.data_parallel
         if global_batch % per_pass:
             lower = global_batch // per_pass * per_pass
@@ -448,7 +459,7 @@ class Plan(Record):
         return global_batch // per_pass
 
     def _other_parts(self, share: int) -> str:
-        """Name the other values that could be changed so that a rank's samples divide."""
+        """Suggest other values to change so that a rank's samples divide."""
         if share % self.pp_microbatches == 0:
             return "another micro-batch"
         fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]
@@ -465,19 +476,19 @@ class Plan(Record):
         return " × ".join([*parts, f"data-parallel {self.data_parallel}"])
 
     def identity(self, global_batch: int) -> str:
-        """The batch identity with its numbers, as always shown."""
+        """Return the batch equation with its numbers, as it is always shown."""
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
 
 
 def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:
-    """The name of the pipeline's schedule; where there is no pipeline, the strategy's."""
+    """Return the name of the pipeline's schedule; without a pipeline, the strategy."""
     return pp_schedule if strategy == "3d" and pp > 1 else strategy
 
 
 def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int:
-    """The number of parameter servers among `world_size` ranks: as asked, or one.
+    """Return the number of parameter servers among `world_size` ranks: as requested, or one.
 
-    Raises BadInputError where the strategy has none, or no rank would be left to work.
+    Raises BadInputError if the strategy has none, or if no rank would be left to work.
     """
     if strategy != "ps":
         if asked is not None:
@@ -485,7 +496,7 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
         return 0
     servers = asked or 1
     if servers >= world_size:
-        fewer = f", or ask for {world_size - 1} or less" if world_size > 1 else ""
+        fewer = f", or ask for {world_size - 1} or fewer" if world_size > 1 else ""
         raise BadInputError(
             f"parameter servers: {servers} of {world_size} processes leave no worker. Start "
             f"{servers + 1} or more{fewer}."
@@ -498,8 +509,8 @@ def fill_axes(
 ) -> dict[str, int]:
     """Return the size of every axis on `world_size` ranks, parameter servers not counted.
 
-    `asked` has what the user set, −1 for the ranks left over. What was not set is 1, or the
-    strategy's own. Raises BadInputError when the axes do not make up the world.
+    `asked` has the user's values, with −1 for the remaining ranks. Other axes are 1, or the
+    strategy's default. Raises BadInputError if the product differs from the world size.
     """
     given = any(asked.get(axis) is not None for axis in AXES)
     # Of 3d's axes dp_shard takes what is left; if none is given, pp and tp are split as well.
@@ -517,7 +528,7 @@ def fill_axes(
             sizes[axis] = 2
     if len(open_axes) > 1:
         raise BadInputError(
-            f"{' and '.join(open_axes)} are both -1; one axis can take the ranks left over"
+            f"{' and '.join(open_axes)} are both -1, but only one axis can take the remaining ranks"
         )
     fixed = math.prod(size for axis, size in sizes.items() if axis not in open_axes)
     for axis in open_axes:
@@ -546,20 +557,20 @@ def fill_axes(
 
 
 class PlanFile(Plan):
-    """A plan as plan.json has it, with the length and the batch that it was made for.
+    """A plan as in plan.json, with the length and the batch that it was made for.
 
-    None where they are not known, as in files from before they were kept.
+    These are None if unknown, as in files written before they were saved.
     """
 
-    seq_len: PositiveInt | None = Field(default=None, description="tokens of a sample")
-    global_batch: PositiveInt | None = Field(default=None, description="samples of a step")
+    seq_len: PositiveInt | None = Field(default=None, description="tokens per sample")
+    global_batch: PositiveInt | None = Field(default=None, description="samples per step")
 
     @classmethod
     def from_plan(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:
-        """The file of a plan for sequences of this length and this global batch."""
+        """Return the file content of a plan for this sequence length and global batch."""
         return cls(**plan.model_dump(), seq_len=seq_len, global_batch=global_batch)
 
     @property
     def plan(self) -> Plan:
-        """The plan alone."""
+        """Return the plan alone."""
         return Plan(**self.model_dump(include=set(Plan.model_fields)))

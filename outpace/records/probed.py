@@ -14,10 +14,10 @@ SectionName = Literal[
 
 
 class Shown(Protocol):
-    """Is told how far a section is."""
+    """Receiver of a section's progress."""
 
     def __call__(self, section: str, share: float) -> None:
-        """`share` of the section's time has passed."""
+        """Show that a `share` of the section's time has passed."""
 
     def show_stopping(self) -> None:
         """Say that the probe was asked to stop, which takes a moment."""
@@ -26,25 +26,25 @@ class Shown(Protocol):
 class LinkFit(Record):
     """A collective's time on an axis of ranks: latency + traffic / bandwidth, fitted over sizes.
 
-    Traffic is as nccl-tests counts it for busbw, so that the bandwidth is the link's whatever the
-    collective and the number of ranks.
+    Traffic is counted as by nccl-tests for busbw, so that the bandwidth is that of the link,
+    whatever the collective and the number of ranks.
     """
 
     collective: str = Field(description="all-reduce, all-gather, reduce-scatter, …")
-    axis: str = Field(description="all, node, across, pair 0-1: which ranks")
+    axis: str = Field(description="ranks: all, node, across, pair 0-1")
     backend: str
-    device: str = Field(description="type of the device that the tensors are on")
-    ranks: PositiveInt = Field(description="in each group of the axis")
+    device: str = Field(description="device type of the tensors")
+    ranks: PositiveInt = Field(description="ranks in each group of the axis")
     latency: Figure
     bandwidth: Figure
     residual: float = Field(description="median distance of the points from the fit, as a share")
 
 
 def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
-    """The fit of all-reduce that tells of the network between hosts; None where none does.
+    """Return the all-reduce fit that describes the network between hosts; None if there is none.
 
-    That of "across", of which each local rank has a group, all at the same time. With one rank on
-    each host there is no such axis, and all ranks together are on the network.
+    It is that of the axis "across", where each local rank has a group and all communicate at once.
+    With one rank per host that axis does not exist, and all ranks together use the network.
     """
     if hosts < 2:
         return None
@@ -54,9 +54,9 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 
 
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
-    """Return a host's bandwidth, from `network_fit` and the local ranks in groups.
+    """Return a host's bandwidth, from `network_fit` and the number of local ranks in groups.
 
-    All of these sent at the same time, so it carried what each did, together. None where the fit
+    All groups sent at the same time, so the network carried the sum of their rates. None if the fit
     was not steady enough.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
@@ -68,22 +68,25 @@ class Advice(Record):
     about: str = Field(description="vocabulary, heads, loader, …")
     text: str = Field(description="what to change, with the figures")
     gain: float | None = Field(default=None, description="0.03: 3 % faster; None: unknown")
-    low: float | None = Field(default=None, description="of the gain, with what its figures say")
+    low: float | None = Field(
+        default=None,
+        description="lower end of the gain's interval, from the intervals of its figures",
+    )
     high: float | None = None
-    of: tuple[Key, ...] = Field(default=(), description="the figures that it rests on")
+    of: tuple[Key, ...] = Field(default=(), description="the figures that it is based on")
 
 
 class Steadiness(Record):
-    """Other load of the machine while it was measured. None: not known here."""
+    """Other load on the machine during the measurement. None: unknown."""
 
-    other_cores: float | None = Field(default=None, description="used by others, in the mean")
+    other_cores: float | None = Field(default=None, description="cores used by others, on average")
     stolen: float | None = Field(default=None, description="share of time the hypervisor took")
-    throttled: tuple[str, ...] = Field(default=(), description="devices that slowed, and why")
+    throttled: tuple[str, ...] = Field(default=(), description="devices that slowed down, and why")
     warnings: tuple[str, ...] = ()
 
 
 class Probed(Record):
-    """A probe: what was measured, when, with what, and everything that came out."""
+    """A probe: what was measured, when, with which versions, and all results."""
 
     date: str
     versions: dict[str, str]
@@ -100,14 +103,14 @@ class Probed(Record):
     steadiness: Steadiness = Steadiness()
 
     def all_figures(self) -> Iterator[Figure]:
-        """Return all figures, with those that were fitted."""
+        """Return all figures, including the fitted ones."""
         yield from self.figures
         for fit in self.fits:
             yield fit.latency
             yield fit.bandwidth
 
     def find(self, kind: str, what: str, **of: str | int) -> Figure | None:
-        """The first figure of this kind that is of all that is named."""
+        """Return the first figure of this kind with all of these values."""
         for figure in self.figures:
             if (figure.key.kind, figure.key.what) == (kind, what) and figure.key.has(**of):
                 return figure
@@ -119,13 +122,13 @@ class Probed(Record):
 
     @property
     def ranks_per_host(self) -> int | None:
-        """None where hosts had unlike numbers of ranks."""
+        """Ranks per host; None if hosts had different numbers of ranks."""
         return None if self.world_size % self.hosts else self.world_size // self.hosts
 
     def node_network_bytes_per_s(self) -> float | None:
         """Bandwidth of all network cards of a host together, in one direction.
 
-        None where it was not measured, or not steady, or hosts had unlike numbers of ranks.
+        None if it was not measured or not steady, or if hosts had different numbers of ranks.
         """
         fit, ranks = network_fit(self.fits, self.hosts), self.ranks_per_host
         return None if fit is None or ranks is None else node_bytes_per_s(fit, ranks)

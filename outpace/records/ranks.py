@@ -1,4 +1,4 @@
-"""Ranks: this process's place among those that train together."""
+"""Ranks: this process's position among those that train together."""
 
 from typing import Self
 

@@ -1,4 +1,4 @@
-"""RunRecord: everything that determined a run; run.json. And why one ended early."""
+"""RunRecord: everything that determined a run (run.json); and why a run ended early."""
 
 import shlex
 from pathlib import Path
@@ -19,19 +19,20 @@ def resume_command(run: Path) -> str:
 
 
 def explain_removed_checkpoint(path: Path) -> str:
-    """Return what to know of a checkpoint's folder that is not there any more; "" of all else."""
+    """Return a note if the path is a checkpoint that was removed; otherwise ""."""
     if path.exists() or path.parent.name != "checkpoints" or not path.parent.is_dir():
         return ""
     kept = [one.name for one in path.parent.glob("step-*") if one.name[5:].isdecimal()]
     listed = ", ".join(sorted(kept, key=lambda name: int(name[5:]))) or "none"
     return (
-        f" Older checkpoints are removed when newer ones are saved, and {listed} of this run "
-        f"{'is' if len(kept) < 2 else 'are'} there; --keep N of outpace train keeps the N newest."
+        f" Older checkpoints are removed when newer ones are saved; {listed} of this run "
+        f"{'is' if len(kept) < 2 else 'are'} left. --keep N of outpace train keeps the N "
+        "newest."
     )
 
 
 class RunRecord(Record):
-    """Inputs and surroundings of a run, so that it can be resumed, repeated and compared."""
+    """Inputs and environment of a run, so that it can be resumed, repeated and compared."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -43,7 +44,7 @@ class RunRecord(Record):
     identity: str
     model: ModelSpec | None
     model_code: str | None = Field(
-        default=None, description="hash of a custom model's file, without its comments"
+        default=None, description="hash of a custom model's file, without comments"
     )
     parameters: int
     total_steps: int
@@ -55,15 +56,17 @@ class RunRecord(Record):
     versions: dict[str, str]
     commit: str | None
     uncommitted_changes: bool | None
-    changes: str | None = Field(default=None, description="hash of those; None: there are none")
+    changes: str | None = Field(
+        default=None, description="hash of the uncommitted changes; None: there are none"
+    )
     machine: Machine
     device: str
     threads: int
     environment: dict[str, str] = Field(
-        default={}, description="variables that change how it computes or communicates"
+        default={}, description="variables that affect computation or communication"
     )
     load_before: float | None = Field(
-        default=None, description="processes that wanted a core in the minute before"
+        default=None, description="processes waiting for a core in the minute before"
     )
     started: str
     resumes: tuple[dict[str, Any], ...] = ()
@@ -77,5 +80,5 @@ class Failure(Record):
     reason: str
     ended: str = Field(description="UTC, ISO 8601")
     checkpoint_step: int | None = Field(
-        default=None, description="of the newest checkpoint then; None: there was none"
+        default=None, description="the newest checkpoint then; None: there was none"
     )

@@ -1,4 +1,4 @@
-"""TrainSettings: everything you can ask of `outpace train`.
+"""TrainSettings: all options of `outpace train`.
 
 One field is one flag (`--global-batch`), one TOML key (`global-batch` or `global_batch`) and one
 keyword of `outpace.train`. Its description is the flag's help.
@@ -56,20 +56,20 @@ def _field(group: str, help_text: str, default: Any = None) -> Any:
 
 
 def _axis(help_text: str) -> Any:
-    described = f"{help_text}; -1: the ranks left over"
+    described = f"{help_text}; -1: all remaining ranks"
     return Field(
         default=None, ge=-1, description=described, json_schema_extra={"group": "computation"}
     )
 
 
 def _types_of(annotation: Any) -> set[Any]:
-    """The plain types in an annotation."""
+    """Return the plain types in an annotation."""
     inner = get_args(annotation)
     return {annotation}.union(*(_types_of(one) for one in inner)) if inner else {annotation}
 
 
 class TrainSettings(Record):
-    """Model, data, length and output of a run. None means: chosen for you."""
+    """Model, data, length and output of a run. None: outpace chooses."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -79,44 +79,45 @@ class TrainSettings(Record):
         "outpace-small",
     )
     init: Literal["pretrained", "random"] | None = _field(
-        "model", "weights to start from (default: pretrained where the model has weights)"
+        "model", "weights to start from (default: pretrained if the model has weights)"
     )
     dropout: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="dropout (default: the model's)",
+        description="dropout probability (default: the model's)",
         json_schema_extra={"group": "model"},
     )
 
     data: tuple[str, ...] = _field(
         "data",
         "file, directory, glob, .txt/.jsonl/.parquet, nanoGPT .bin, Megatron .bin/.idx, "
-        "hf:NAME[:CONFIG[:SPLIT]] or 'stdlib' (Python's own source); repeat for a mixture",
+        "hf:NAME[:CONFIG[:SPLIT]] or 'stdlib' (Python's own source); may be repeated for a "
+        "mixture",
         ("stdlib",),
     )
     data_weights: tuple[PositiveFloat, ...] | None = _field(
         "data", "share of each --data in a mixture, comma-separated (default: by size)"
     )
     eval_data: tuple[str, ...] | None = _field(
-        "data", "validation data, as --data (default: a part of the documents is held out)"
+        "data", "validation data, in the form of --data (default: held-out documents)"
     )
     eval_fraction: float = Field(
         default=0.05,
         gt=0,
         lt=1,
-        description="share of documents held out for validation, chosen by content hash",
+        description="share of documents to hold out for validation, chosen by content hash",
         json_schema_extra={"group": "data"},
     )
     task: Task = _field(
         "data",
-        "what to learn: text, what the assistant says in conversations, or labels of texts",
+        "what to learn: text, the assistant's messages in conversations, or labels of texts",
         "pretrain",
     )
     text_fields: tuple[str, ...] | None = _field(
-        "data", "columns of the one or two texts to classify (default: found by name)"
+        "data", "columns with the one or two texts to classify (default: found by name)"
     )
-    label_field: str | None = _field("data", "column of their label (default: found by name)")
+    label_field: str | None = _field("data", "column with their label (default: found by name)")
     text_field: str = _field("data", "key of the text in .jsonl, .parquet and datasets", "text")
     tokenizer: str | None = _field(
         "data",
@@ -124,32 +125,34 @@ class TrainSettings(Record):
         "vocab.bpe, or vocab.txt (default: the model's own, else a BPE trained on the data)",
     )
     document_attention: bool = _field(
-        "data", "keep attention inside documents that are packed together", False
+        "data",
+        "restrict attention to the document of each token when documents are packed together",
+        False,
     )
     cache_dir: Path | None = _field("data", "token cache (default: ~/.cache/outpace)")
-    workers: NonNegativeInt = _field("data", "background processes that load data", 0)
-    pin_memory: bool | None = _field("data", "page-locked host memory (default: on CUDA)")
+    workers: NonNegativeInt = _field("data", "background processes for loading data", 0)
+    pin_memory: bool | None = _field("data", "use page-locked host memory (default: on CUDA)")
 
     seq_len: PositiveInt | None = _field(
         "batch", "tokens per sample (default: 256, or the model's positions if fewer)"
     )
     padding: Literal["dynamic", "fixed"] | None = _field(
         "batch",
-        "of a task's samples: to the longest of a micro-batch, or to --seq-len; both rounded up to "
-        "8 (default: dynamic where batches may differ in shape)",
+        "pad a task's samples to the longest of the micro-batch (dynamic), or to --seq-len; "
+        "both rounded up to 8 (default: dynamic if the strategy allows different shapes)",
     )
-    global_batch: PositiveInt = _field("batch", "samples per optimizer step, all ranks", 16)
+    global_batch: PositiveInt = _field("batch", "samples per optimizer step, over all ranks", 16)
     micro_batch: PositiveInt | Literal["auto"] | None = _field(
         "batch",
-        "samples per rank and forward, or auto: the most that fit (default: the rank's share, no "
-        "accumulation)",
+        "samples per rank and forward pass, or auto: as many as fit (default: the rank's "
+        "share, without accumulation)",
     )
     steps: PositiveInt | None = _field(
-        "length", "optimizer steps (default: 70; of a task 3 epochs)"
+        "length", "optimizer steps (default: 70, or 3 epochs of a task's data)"
     )
-    tokens: PositiveInt | None = _field("length", "train on this many tokens instead")
+    tokens: PositiveInt | None = _field("length", "train on this many tokens, instead of --steps")
     epochs: PositiveFloat | None = _field(
-        "length", "train on this many times the samples of the data instead"
+        "length", "pass over the data this many times, instead of --steps"
     )
 
     lr: PositiveFloat | None = _field(
@@ -157,7 +160,7 @@ class TrainSettings(Record):
         "peak learning rate (default: 1e-3, or 5e-5 from stored weights, 2e-4 with LoRA)",
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = _field(
-        "optimization", "learning rate after warm-up", "cosine"
+        "optimization", "learning rate schedule after warm-up", "cosine"
     )
     warmup: NonNegativeInt | None = _field(
         "optimization", "steps of linear warm-up (default: a twentieth of the steps)"
@@ -166,181 +169,187 @@ class TrainSettings(Record):
         default=0.1,
         ge=0,
         le=1,
-        description="final over peak learning rate",
+        description="final learning rate as a share of the peak",
         json_schema_extra={"group": "optimization"},
     )
     optimizer: OptimizerName | None = _field(
         "optimization",
-        "AdamW in three implementations, or with moments in 16, 8 or 4 bits; Adafactor; Muon for "
-        "hidden matrices and AdamW for the rest; SGD with momentum (default: adamw-fused, or "
-        "adamw-bf16 for weights in 16 bits)",
+        "AdamW in three implementations, or with moments in 16, 8 or 4 bits; Adafactor; Muon "
+        "for hidden matrices with AdamW for the rest; SGD with momentum (default: "
+        "adamw-fused, or adamw-bf16 for weights in 16 bits)",
     )
     optimizer_in_backward: bool = _field(
         "optimization",
-        "step each parameter in backward and drop its gradient; needs --clip 0 (single, zero2, "
-        "zero3, hsdp)",
+        "step each parameter during the backward and free its gradient; needs --clip 0 "
+        "(single, zero2, zero3, hsdp)",
         False,
     )
     weight_decay: NonNegativeFloat = _field(
         "optimization",
-        "decoupled, but for sgd; not on biases, norms and embeddings of one dimension",
+        "weight decay, decoupled except for sgd; not applied to biases, norms and "
+        "embeddings of one dimension",
         0.1,
     )
     beta1: float = Field(
         default=0.9,
         ge=0,
         lt=1,
-        description="AdamW's first moment; SGD's momentum",
+        description="decay of AdamW's first moment; momentum of SGD",
         json_schema_extra={"group": "optimization"},
     )
     beta2: float = Field(
         default=0.95,
         ge=0,
         lt=1,
-        description="AdamW's second moment",
+        description="decay of AdamW's second moment",
         json_schema_extra={"group": "optimization"},
     )
-    clip: NonNegativeFloat = _field("optimization", "largest gradient norm; 0 = no clipping", 1.0)
+    clip: NonNegativeFloat = _field("optimization", "maximum gradient norm; 0 = no clipping", 1.0)
 
     lora_rank: PositiveInt | None = _field(
-        "adapters", "train adapters of this rank and freeze the weights (LoRA)"
+        "adapters", "freeze the weights and train adapters of this rank (LoRA)"
     )
     lora_alpha: PositiveFloat | None = _field(
-        "adapters", "adapters are scaled by this over their rank (default: the rank)"
+        "adapters", "scale adapters by this over their rank (default: the rank)"
     )
     lora_targets: tuple[LoraTarget, ...] = _field(
-        "adapters", "matrices of each block that get an adapter", ("all",)
+        "adapters", "matrices of each block with an adapter", ("all",)
     )
     lora_dropout: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="dropout before adapters",
+        description="dropout probability before adapters",
         json_schema_extra={"group": "adapters"},
     )
     base: Base = _field(
         "adapters",
-        "form of the frozen weights; nf4: the blocks' matrices in 4 bits (QLoRA)",
+        "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)",
         "fp32",
     )
 
     precision: AskedPrecision | None = _field(
         "computation",
-        "of matrix products (default: bf16 where the device has it, on a GPU bf16-master, else "
-        "fp32); tf32: fp32 rounded for tensor cores; bf16-pure and fp16-pure: of weights too; "
-        "bf16-master and fp16-master: with fp32 copies of weights in the optimizer besides; fp8: "
-        "in blocks, on hardware that has it; O0 to O3: Apex's levels",
+        "precision of matrix products (default: bf16 if the device has it, on a GPU "
+        "bf16-master, else fp32); tf32: fp32 rounded for tensor cores; bf16-pure and "
+        "fp16-pure: weights as well; bf16-master and fp16-master: also fp32 copies of the "
+        "weights in the optimizer; fp8: in blocks, on hardware that has it; O0 to O3: Apex's "
+        "levels",
     )
     autocast_cache: bool | None = _field(
         "computation",
-        "keep each weight's cast until the forward's end (default: for custom models, which "
-        "may use a weight twice)",
+        "keep each weight's cast until the end of the forward pass (default: for custom "
+        "models, which may use a weight twice)",
     )
     checkpointing: Checkpointing = _field(
         "computation",
-        "activations to recompute: full keeps a block's input only, attention also its attention's "
-        "output, selective those of matrix products too",
+        "activations to recompute: full keeps only a block's input, attention also the output "
+        "of its attention, selective also those of matrix products",
         "none",
     )
     checkpoint_every: PositiveInt = _field(
-        "computation", "checkpoint each K-th block, from the first", 1
+        "computation", "checkpoint every K-th block, from the first", 1
     )
     checkpoint_layers: tuple[Checkpointing, ...] = _field(
-        "computation", "in the place of checkpointing, each block's own, comma-separated", ()
+        "computation",
+        "checkpointing of each block, comma-separated, instead of --checkpointing",
+        (),
     )
     memory_budget: Size | None = _field(
         "computation",
-        "recompute as little as lets each rank's memory stay within this, such as 8GiB",
+        "recompute as little as possible while each rank's memory stays within this, such as 8GiB",
     )
     memory_limit: Size | None = _field(
         "computation",
-        "end the run, and say what would fit, when a rank needs more than this, such as 8GiB "
-        "(default on a CPU: the control group's limit)",
+        "end the run when a rank needs more memory than this, such as 8GiB, and say what "
+        "would fit (default on a CPU: the control group's limit)",
     )
     offload: Literal["none", "cpu", "disk"] | None = _field(
-        "computation", "short for --offload-parameters and --offload-optimizer"
+        "computation", "same as --offload-parameters and --offload-optimizer"
     )
     offload_activations: Offload = _field(
-        "computation", "keep what blocks save for backward in host memory (CUDA) or on disk", "none"
+        "computation",
+        "keep what blocks save for the backward in host memory (CUDA) or on disk",
+        "none",
     )
     offload_parameters: Offload | None = _field(
         "computation",
-        "keep parameters in host memory, gradients too (single, zero2, zero3, hsdp, 3d), or on "
-        "disk (default: none)",
+        "keep parameters and gradients in host memory (single, zero2, zero3, hsdp, 3d), or "
+        "parameters on disk (default: none)",
     )
     offload_optimizer: Offload | None = _field(
         "computation",
         "keep optimizer states in host memory or on disk, and step on the CPU (default: none)",
     )
     offload_dir: Path | None = _field(
-        "computation", "a directory on the disk to offload to (default: the run's)"
+        "computation", "directory on the disk to offload to (default: the run's)"
     )
-    empty_cache: bool = _field("computation", "free cached memory between a step's phases", False)
+    empty_cache: bool = _field(
+        "computation", "free cached memory between the phases of a step", False
+    )
     compile: bool | None = _field(
-        "computation", "torch.compile the forward (default: on CUDA, if it pays back in the run)"
+        "computation",
+        "torch.compile the forward pass (default: on CUDA, if it saves time over the run)",
     )
     cuda_graphs: bool | None = _field(
         "computation",
-        "replay forward and backward of one CUDA device as graphs, so that the host does not "
-        "launch each kernel (default: with compile, where memory suffices)",
+        "replay forward and backward passes of one CUDA device as graphs, so that the host "
+        "does not launch each kernel (default: with compile, if memory suffices)",
     )
     loss: Literal["auto", "plain", "chunked"] = _field(
-        "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
+        "computation", "compute the cross-entropy over the vocabulary at once or in chunks", "auto"
     )
     plan: str | None = _field(
         "computation",
-        "auto: the fastest plan that fits this machine (with machine.json here, as measured); or "
-        "a plan.json",
+        "auto: the fastest plan that fits this machine (using machine.json here, if there is "
+        "one); or a plan.json",
     )
     strategy: Strategy | None = _field(
         "computation", "parallel strategy (default: single, or ddp on several processes)"
     )
-    dp_replicate: int | None = _axis("groups of ranks that hold the same parameters")
-    dp_shard: int | None = _axis("ranks that parameters and their states are split over")
-    cp: int | None = _axis("ranks that sequences are split over")
-    tp: int | None = _axis("ranks that each layer's matrices are split over")
-    pp: int | None = _axis("ranks that layers are split over")
+    dp_replicate: int | None = _axis("number of groups of ranks with the same parameters")
+    dp_shard: int | None = _axis("number of ranks to shard parameters and their states over")
+    cp: int | None = _axis("number of ranks to split sequences over")
+    tp: int | None = _axis("number of ranks to split each layer's matrices over")
+    pp: int | None = _axis("number of ranks to split the layers over")
     pp_microbatches: PositiveInt | None = _field(
-        "computation", "micro-batches under way in a pipeline (default: one a stage)"
+        "computation", "micro-batches in flight in a pipeline (default: one per stage)"
     )
     pp_schedule: ProductSchedule | None = _field(
-        "computation", "of a pipeline that is given by its axis (default: 1f1b)"
+        "computation", "schedule of a pipeline that is given by its axis (default: 1f1b)"
     )
     sequence_parallel: bool = _field(
-        "computation", "split the sequence between tp's layers too", True
+        "computation", "also split the sequence between the layers that tp splits", True
     )
     servers: PositiveInt | None = _field(
-        "computation", "parameter servers of strategy ps, the last ranks (default: 1)"
+        "computation", "number of parameter servers of strategy ps, the last ranks (default: 1)"
     )
     server_updates: bool = _field(
-        "computation", "parameter servers step the optimizer, rather than the workers", False
+        "computation", "let parameter servers step the optimizer, rather than the workers", False
     )
-    worker_devices: PositiveInt = _field(
-        "computation", "processes behind each worker of strategy ps", 1
-    )
+    worker_devices: PositiveInt = _field("computation", "processes per worker of strategy ps", 1)
     compress_gradients: Compression = _field(
         "computation",
-        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as matrices of low rank (not ring)",
+        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as low-rank matrices (not ring)",
         "none",
     )
     powersgd_rank: PositiveInt = _field("computation", "rank of powersgd's matrices", 1)
     powersgd_start: int | None = Field(
         default=None,
         ge=POWERSGD_LEAST_START,
-        description="steps before powersgd begins (default: a tenth of all, or the warm-up)",
+        description="steps before powersgd starts (default: a tenth of all, or the warm-up)",
         json_schema_extra={"group": "computation"},
     )
     bucket_mib: PositiveInt = _field(
         "computation", "MiB of gradients that ddp, zero1 and ring reduce at once", 25
     )
-    nproc: PositiveInt | None = _field("computation", "processes to start on this host")
+    nproc: PositiveInt | None = _field("computation", "number of processes to start on this host")
     device: Literal["auto", "cpu", "cuda", "mps"] = _field(
-        "computation", "where to compute", "auto"
+        "computation", "device to compute on", "auto"
     )
     backend: Literal["auto", "gloo", "nccl", "mpi"] = _field(
         "computation",
-        "what carries tensors between processes (auto: nccl on CUDA, else gloo; mpi: where torch "
-        "was built with it)",
+        "communication backend (auto: nccl on CUDA, else gloo; mpi: if torch was built with it)",
         "auto",
     )
     threads: PositiveInt | None = _field(
@@ -348,37 +357,39 @@ class TrainSettings(Record):
     )
     comm_timeout_s: Annotated[PositiveFloat, Field(le=_MOST_TIMEOUT_S)] = _field(
         "computation",
-        "seconds: a collective of a step that takes longer ends the run, and so does a rank that "
-        "is lost for so long at any time",
+        "seconds after which a collective of a step, or a lost rank, ends the run",
         300.0,
     )
 
-    eval_every: NonNegativeInt = _field("run", "steps between evaluations; 0 = start and end", 0)
+    eval_every: NonNegativeInt = _field(
+        "run", "steps between evaluations; 0 = only at the start and end", 0
+    )
     eval_batches: NonNegativeInt | None = _field(
-        "run", "global batches per evaluation, 0 for none (default: 128 samples; to classify all)"
+        "run",
+        "global batches per evaluation, 0 for none (default: 128 samples, or all when classifying)",
     )
     measure_only: bool = _field("run", "write neither checkpoints nor the model", False)
     expect_step_time_s: PositiveFloat | None = _field(
-        "run", "what a step should take: said where the first 100 are more than 3 % off"
+        "run", "expected step time; warn if the first 100 steps differ from it by more than 3 %"
     )
     save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
-    keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
+    keep: PositiveInt = _field("run", "number of checkpoints to keep, newest first", 2)
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
     resume: bool = _field(
-        "run", "resume from the newest whole checkpoint in --out; --resume DIR says both", False
+        "run", "resume from the newest complete checkpoint in --out; --resume DIR gives both", False
     )
-    seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
+    seed: NonNegativeInt = _field("run", "random seed for weights, data order and dropout", 0)
     check: Literal["on", "model", "off"] = _field(
         "run",
-        "before step 1 of a model of your own on several processes: on or model compares a batch "
-        "with the plain module, and refuses a strategy that computes something else; on compares "
-        "a few samples of the ranks' data sets, too",
+        "check a custom model on several processes before step 1: model compares a batch with "
+        "the plain module, and refuses a strategy that computes something else; on also "
+        "compares a few samples of the ranks' data sets",
         "on",
     )
     deterministic: bool = _field(
         "run",
-        "on a GPU, only kernels that give the same bits each time, so that runs and resumed runs "
-        "are equal; slower (a CPU's always do)",
+        "use only kernels that give the same bits each time on a GPU, so that repeated and "
+        "resumed runs are equal; slower (a CPU's always do)",
         False,
     )
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _field(
@@ -394,7 +405,7 @@ class TrainSettings(Record):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
-        """`lr = true` would be a rate of 1."""
+        """Refuse booleans for numbers: `lr = true` would be a rate of 1."""
         name = info.field_name
         if not isinstance(value, bool) or name is None:
             return value
@@ -409,16 +420,17 @@ class TrainSettings(Record):
             raise ValueError(f"give one of steps, tokens, epochs, not {' and '.join(lengths)}")
         for axis in AXES:
             if getattr(self, axis) == 0:
-                raise ValueError(f"{axis} is 0; it is at least 1, or -1 for the ranks left over")
+                raise ValueError(f"{axis} is 0. Use 1 or more, or -1 for the remaining ranks")
         if self.memory_budget is not None and self.micro_batch == "auto":
             raise ValueError(
-                "memory_budget and micro_batch auto each take what memory the other leaves. Give "
-                "the micro-batch as a number"
+                "memory_budget and micro_batch auto each use the memory that the other "
+                "leaves. Give the micro-batch as a number"
             )
         if self.optimizer_in_backward and self.micro_batch == "auto":
             raise ValueError(
-                "micro_batch auto tries smaller micro-batches, of which a step adds up more, and "
-                "optimizer_in_backward works with one. Give the micro-batch as a number"
+                "micro_batch auto tries smaller micro-batches, of which a step accumulates "
+                "more, but optimizer_in_backward works with one per step. Give the "
+                "micro-batch as a number"
             )
         recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
         for name, default in recomputing.items():
@@ -441,19 +453,19 @@ class TrainSettings(Record):
     def _check_task(self) -> None:
         """Check the settings that belong to one task only."""
         if self.task != "classify" and (self.text_fields or self.label_field):
-            raise ValueError("text_fields and label_field are of task classify. Leave them out")
+            raise ValueError("text_fields and label_field apply to task classify. Leave them out")
         if self.task == "pretrain":
             if self.padding is not None:
                 raise ValueError(
-                    f"padding {self.padding}: samples of text are all of seq_len and need none. "
-                    "Leave it out"
+                    f"padding {self.padding}: samples of text all have seq_len tokens and need "
+                    "no padding. Leave it out"
                 )
             return
         for name in ("tokens", "document_attention", "data_weights"):
             if getattr(self, name):
                 raise ValueError(f"task {self.task} has no {name}. Leave it out")
         if self.task == "classify" and self.loss == "chunked":
-            raise ValueError("loss chunked is over a vocabulary. Leave it out of task classify")
+            raise ValueError("loss chunked applies to a vocabulary. Leave it out of task classify")
 
 
 # What a run does beside training, and where to: it is another's where the same is trained again.

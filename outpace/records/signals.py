@@ -10,10 +10,10 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *ANNOUNCEMENTS)
 
 
 def may_handle(number: signal.Signals) -> bool:
-    """Whether outpace may handle a signal that asks to end.
+    """Return whether outpace may handle a signal that asks it to end.
 
-    Not what the parent asked to be ignored (nohup, a background job), nor an announcement that a
-    user's own code handles (submitit's requeue).
+    Not if the parent asked to ignore it (nohup, a background job), or if the user's code handles it
+    as an announcement (submitit's requeue).
     """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN:

@@ -1,6 +1,7 @@
 """Strategies: what each of them splits, gathers, compresses and allows, in one table.
 
-What the planner, the layouts and the messages know of a strategy by its name is derived from here.
+Everything that the planner, the layouts and the messages know about a strategy by name is derived
+from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ Regions = Literal["whole", "blocks", "sends", "split"]
 
 @dataclass(frozen=True)
 class StrategyTraits:
-    """Traits of a strategy, on all of its ranks.
+    """Traits of a strategy, the same on all of its ranks.
 
     `module` of outpace.parallel lays a model out, `custom_module` one of the user's own. `axes`:
     those that it splits; the last takes the ranks that are left, the others two each. `zero`: what
@@ -76,7 +77,7 @@ def _make_sharded(
 
 
 def _pipelines() -> dict[Strategy, StrategyTraits]:
-    """Return the traits of each schedule; mp is a pipeline of one micro-batch."""
+    """Return the traits of each schedule; mp is a pipeline with one micro-batch."""
     names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
     return {
         names[name]: StrategyTraits(
@@ -144,7 +145,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
 
 
 def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ...]:
-    """Return the strategies whose traits are so, in the table's order."""
+    """Return the strategies with these traits, in the table's order."""
     return tuple(name for name, traits in TRAITS.items() if has(traits))
 
 

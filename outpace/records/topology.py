@@ -1,4 +1,4 @@
-"""Topology: how devices of a host are joined, and what its processors are made of."""
+"""Topology: how a host's devices are connected, and its processors."""
 
 from itertools import combinations
 from typing import Annotated, Literal, Self
@@ -14,10 +14,10 @@ LEGEND = {
     "NV#": "a bond of # NVLinks",
     "PIX": "at most one PCIe bridge",
     "PXB": "several PCIe bridges, not the CPU's",
-    "PHB": "a PCIe host bridge, which is the CPU as a rule",
+    "PHB": "a PCIe host bridge, which is usually the CPU",
     "NODE": "between PCIe host bridges of one NUMA node",
     "SYS": "between NUMA nodes, through the link between CPUs",
-    "SOC": "between CPU sockets, as old drivers name SYS",
+    "SOC": "between CPU sockets, the name for SYS in old drivers",
 }
 # Best first; NVLinks are before all of them.
 _ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
@@ -39,7 +39,9 @@ def nvlinks(link: str | None) -> int:
 
 
 def goodness(link: str | None) -> int:
-    """A number that is higher for a better link: more NVLinks, then fewer bridges; None is 0."""
+    """Return a number that is higher for a better link: more NVLinks, then fewer bridges; None is
+    0.
+    """
     if link is None:
         return 0
     if nvlinks(link):
@@ -48,7 +50,9 @@ def goodness(link: str | None) -> int:
 
 
 def cpu_set(text: str) -> frozenset[int]:
-    """CPUs of a list as the kernel writes it: "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
+    """Parse a list of CPUs as the kernel writes it: "0-3,8" -> {0, 1, 2, 3, 8}. Raises
+    ValueError.
+    """
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -57,7 +61,7 @@ def cpu_set(text: str) -> frozenset[int]:
 
 
 def cpu_list(cpus: frozenset[int] | set[int]) -> str:
-    """The kernel's way to write a set of CPUs: {0, 1, 2, 3, 8} -> "0-3,8"."""
+    """Format a set of CPUs as the kernel does: {0, 1, 2, 3, 8} -> "0-3,8"."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and cpu == parts[-1][1] + 1:
@@ -68,25 +72,25 @@ def cpu_list(cpus: frozenset[int] | set[int]) -> str:
 
 
 class Endpoint(Record):
-    """A GPU or a network card of the matrix, and where its memory and interrupts are near."""
+    """A GPU or network card of the matrix, with its nearest CPUs and NUMA node."""
 
     name: str
     kind: Literal["gpu", "nic"]
-    label: str | None = Field(default=None, description="a card's name by the NIC legend")
-    cpu_affinity: str | None = Field(default=None, description="CPUs, as in 0-31,64-95")
+    label: str | None = Field(default=None, description="a card's name in the NIC legend")
+    cpu_affinity: str | None = Field(default=None, description="CPUs, such as 0-31,64-95")
     numa_affinity: str | None = None
     gpu_numa_id: str | None = None
 
 
 class Topology(Record):
-    """The matrix of links: `links[a][b]` joins devices a and b; None where it could not be read."""
+    """The matrix of links: `links[a][b]` connects devices a and b; None if it could not be read."""
 
     devices: tuple[Endpoint, ...]
     links: tuple[tuple[Link | None, ...], ...]
     source: str
-    notes: tuple[str, ...] = Field(default=(), description="what in the source was damaged")
+    notes: tuple[str, ...] = Field(default=(), description="what was damaged in the source")
     pcie_only: bool = Field(
-        default=False, description="of topo -mp, which leaves NVLinks out: there may be some"
+        default=False, description="from topo -mp, which leaves NVLinks out, so there may be some"
     )
 
     @model_validator(mode="after")
@@ -97,7 +101,7 @@ class Topology(Record):
             raise ValueError(f"{count} devices, but {len(self.links)} rows of {sizes} links")
         names = [device.name for device in self.devices]
         if len(set(names)) != count:
-            raise ValueError(f"a device is there twice: {', '.join(names)}")
+            raise ValueError(f"a device is listed twice: {', '.join(names)}")
         for a in range(count):
             for b in range(count):
                 if (self.links[a][b] == "X") != (a == b):
@@ -120,14 +124,14 @@ class Topology(Record):
         return tuple(device.name for device in self.devices if device.kind == "nic")
 
     def device(self, name: str) -> Endpoint:
-        """The device of that name. Raises KeyError."""
+        """Return the device with this name. Raises KeyError."""
         for device in self.devices:
             if device.name == name:
                 return device
         raise KeyError(name)
 
     def link_between(self, one: str, other: str) -> str | None:
-        """The link between two devices by name. Raises KeyError."""
+        """Return the link between two devices by name. Raises KeyError."""
         names = [device.name for device in self.devices]
         for name in (one, other):
             if name not in names:
@@ -136,7 +140,9 @@ class Topology(Record):
 
     @property
     def nvlink_groups(self) -> tuple[tuple[str, ...], ...]:
-        """GPUs that NVLinks join, directly or through each other; one alone is in no group."""
+        """Return groups of GPUs that NVLinks connect, directly or through each other; without
+        single GPUs.
+        """
         groups = [[gpu] for gpu in self.gpus]
         for one, other in combinations(self.gpus, 2):
             mine, theirs = (next(g for g in groups if gpu in g) for gpu in (one, other))
@@ -147,39 +153,42 @@ class Topology(Record):
 
 
 class Grouping(Record):
-    """GPUs in groups of one size, such that the worst link within a group is the best possible."""
+    """GPUs in groups of one size, chosen so that the worst link within a group is the best
+    possible.
+    """
 
     size: PositiveInt
     groups: tuple[tuple[str, ...], ...]
     worst_link: str | None
     left_out: tuple[str, ...] = Field(default=(), description="GPUs that are in no group")
     link_bytes_per_s: float | None = Field(
-        default=None, description="of the worst link, one direction; only of NVLinks of known rate"
+        default=None,
+        description="of the worst link, one direction; only for NVLinks with a known rate",
     )
 
 
 class MissingNvlinks(Record):
-    """GPUs and pairs with fewer NVLinks than nearly all of the host's: a fault, as a rule.
+    """GPUs and pairs with fewer NVLinks than nearly all of the host's, which is usually a fault.
 
-    `gpus` lack them towards all others, `pairs` between two that have them towards others.
+    `gpus` lack links to all others; `pairs` lack them between two GPUs that have them to others.
     """
 
     usual: str = Field(description="the link of the other pairs")
-    links: tuple[str, ...] = Field(description="what these have instead, the best first")
+    links: tuple[str, ...] = Field(description="what these have instead, best first")
     gpus: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
 
 
 class SlowPairs(Record):
-    """Pairs of GPUs that are joined by no more than `link`.
+    """Pairs of GPUs that are connected by `link` at best.
 
-    `times_slower`: communication of such a pair takes at least that many times as long as over the
-    best NVLinks of the host, if it is much: they share a PCIe slot's rate at best.
+    `times_slower`: communication between such a pair takes at least this many times as long as over
+    the host's best NVLinks, if the difference is large; at best, they share a PCIe slot's rate.
     """
 
     link: str
     pairs: tuple[tuple[str, str], ...]
-    times_slower: float | None = Field(default=None, description="None without rates of both")
+    times_slower: float | None = Field(default=None, description="None unless both rates are known")
 
 
 class NearNics(Record):
@@ -191,20 +200,20 @@ class NearNics(Record):
 
 
 class Placement(Record):
-    """Consequences of a topology for parallelism: see `outpace.probing.hardware.gpu_placement`."""
+    """Consequences of a topology for parallelism; see `outpace.probing.hardware.gpu_placement`."""
 
     groupings: tuple[Grouping, ...] = Field(description="by size of tensor parallelism")
-    tensor_parallel: Grouping | None = Field(description="the largest that is worth it")
+    tensor_parallel: Grouping | None = Field(description="the largest useful size")
     missing: MissingNvlinks | None = None
     bottleneck: str | None = Field(
-        description="what anything over all GPUs has to cross; None where NVLinks are not told"
+        description="link that communication over all GPUs crosses; None if NVLinks are unknown"
     )
     slow: tuple[SlowPairs, ...]
     nics: tuple[NearNics, ...]
 
 
 class NumaNode(Record):
-    """A NUMA node: its CPUs, its memory, and how far other nodes are (10 is here)."""
+    """A NUMA node: its CPUs, its memory, and the distances to other nodes (10 is itself)."""
 
     number: NonNegativeInt
     cpus: str
@@ -213,7 +222,7 @@ class NumaNode(Record):
 
 
 class Cache(Record):
-    """One kind of cache: how large one is, how many there are, how many CPUs share one."""
+    """One kind of cache: its size, the number of them, and how many CPUs share one."""
 
     level: PositiveInt
     kind: Literal["Data", "Instruction", "Unified"]
@@ -223,7 +232,7 @@ class Cache(Record):
 
 
 class CpuTopology(Record):
-    """The processors of a host; CPUs are what the kernel schedules on, two to a core with SMT."""
+    """The processors of a host; CPUs are what the kernel schedules on, two per core with SMT."""
 
     cpus: str = Field(description="online")
     packages: PositiveInt | None = None
@@ -234,15 +243,15 @@ class CpuTopology(Record):
 
     @property
     def cpu_count(self) -> int:
-        """CPUs online."""
+        """Number of CPUs online."""
         return len(cpu_set(self.cpus))
 
     def cores_of(self, cpus: frozenset[int]) -> int:
-        """Return the number of cores of these CPUs, or of CPUs where that is unknown."""
+        """Return the number of cores of these CPUs, or of CPUs if that is unknown."""
         if not self.siblings:
             return len(cpus)
         return sum(1 for core in self.siblings if cpu_set(core) & cpus)
 
     def numa_of(self, cpus: frozenset[int]) -> tuple[int, ...]:
-        """The NUMA nodes that these CPUs are of."""
+        """Return the NUMA nodes of these CPUs."""
         return tuple(node.number for node in self.numa if cpu_set(node.cpus) & cpus)

@@ -1,4 +1,4 @@
-"""Training runs as logs tell of them, and a machine that such runs corrected."""
+"""Training runs as described by logs, and a machine that such runs corrected."""
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -25,19 +25,18 @@ MemoryKind = Literal["allocated", "reserved", "resident"]
 
 
 class LoggedRun(Record):
-    """A run as a trainer's log tells of it. None: it does not say.
+    """A run as described by a trainer's log. None: the log does not say.
 
-    `steps` were averaged, those of the warm-up left out. Memory is that of the fullest rank that
-    the log is of.
+    `steps` were averaged, leaving out the warm-up. Memory is that of the fullest rank in the log.
     """
 
     trainer: TrainerName
-    log: str = Field(description="name of the file, of a folder's the folder's")
+    log: str = Field(description="name of the file or the run's folder")
     steps: PositiveInt
     step_time_s: PositiveFloat | None = None
     tokens_per_s_per_device: PositiveFloat | None = None
     clock_step_s: tuple[NonNegativeFloat, PositiveFloat] | None = Field(
-        default=None, description="least and most of a step, by the times of the log's lines"
+        default=None, description="shortest and longest step, by the times of the log's lines"
     )
     samples_per_s: PositiveFloat | None = None
     peak_memory_bytes: NonNegativeInt | None = None
@@ -53,14 +52,14 @@ class LoggedRun(Record):
     cp: PositiveInt | None = None
     ep: PositiveInt | None = None
     expert_tp: PositiveInt | None = None
-    zero: NonNegativeInt | None = Field(default=None, description="stage; 0: none")
+    zero: NonNegativeInt | None = Field(default=None, description="ZeRO stage; 0: none")
     checkpointing: Checkpointing | None = None
     pp_schedules_all: bool = Field(
-        default=False, description="whether a pipeline takes all of a step's micro-batches"
+        default=False, description="whether a pipeline takes all micro-batches of a step"
     )
     parameters: PositiveInt | None = None
-    plan: Plan | None = Field(default=None, description="outpace's runs have one")
-    notes: tuple[str, ...] = Field(default=(), description="of what the log leaves open")
+    plan: Plan | None = Field(default=None, description="set for outpace's runs")
+    notes: tuple[str, ...] = Field(default=(), description="for what the log does not say")
 
 
 class ObservedRun(Record):
@@ -77,7 +76,7 @@ class ObservedRun(Record):
     memory_kind: MemoryKind = "allocated"
 
     def same_run(self, other: "ObservedRun") -> bool:
-        """Whether both are of one log: of its name, model, layout, length and batch."""
+        """Return whether both are from one log: with its name, model, layout, length and batch."""
         names = ("trainer", "log", "outline", "seq_len", "global_batch", "plan")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -96,12 +95,14 @@ class CorrectedMachine(Record):
     @model_validator(mode="after")
     def _check_base(self) -> Self:
         if (self.node is None) == (self.machine is None):
-            raise ValueError("a corrected machine is either of the catalog (node) or a probed one")
+            raise ValueError(
+                "a corrected machine is either from the catalog (node) or a probed one"
+            )
         return self
 
 
 def is_corrected(path: Path) -> bool:
-    """Whether a file is a corrected machine, not one as `outpace probe` writes it."""
+    """Return whether a file is a corrected machine, rather than one that `outpace probe` wrote."""
     if path.suffix != ".json" or not path.is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""A tuning: what was tried of the planner's proposals, what each took, and which is fastest."""
+"""A tuning: which of the planner's proposals were tried, their step times, and the fastest."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
@@ -20,49 +20,52 @@ TUNING_FILE = "tuning.json"
 
 
 class PlanTrial(Record):
-    """A plan that was trained by for a few steps, in processes of its own."""
+    """A plan that was trained with for a few steps, in its own processes."""
 
     number: PositiveInt
-    why: str = Field(description="it was tried")
+    why: str = Field(description="when it was tried")
     title: str
     plan: Plan
-    first_predicted_s: PositiveFloat = Field(description="of a step, before any trial")
-    predicted_s: PositiveFloat = Field(description="of a step, when it was chosen")
+    first_predicted_s: PositiveFloat = Field(description="predicted step time, before any trial")
+    predicted_s: PositiveFloat = Field(description="predicted step time, when it was chosen")
     step_time_s: PositiveFloat | None = Field(
-        default=None, description="median, measured; None: it failed"
+        default=None, description="measured median; None: it failed"
     )
     undisturbed_s: PositiveFloat | None = Field(
-        default=None, description="a quarter of its steps took no longer; None: not known"
+        default=None, description="first quartile of its step times; None: unknown"
     )
-    raced: bool = Field(default=False, description="at the end, in turn with those before or after")
+    raced: bool = Field(default=False, description="at the end, in turn with neighbouring trials")
     tokens_per_s: PositiveFloat | None = Field(
-        default=None, description="median, of all processes; None: it failed, or has no tokens"
+        default=None, description="median over all processes; None: it failed, or has no tokens"
     )
     samples_per_s: PositiveFloat | None = Field(
-        default=None, description="median, of all processes; None: it failed, or is older"
+        default=None, description="median over all processes; None: it failed, or is older"
     )
     peak_memory_bytes: NonNegativeInt | None = Field(
-        default=None, description="of tensors, of the fullest process"
+        default=None, description="bytes of tensors, of the fullest process"
     )
     other_cores: PositiveFloat | None = Field(
         default=None,
-        description="that other processes kept busy meanwhile; None: few, or not known",
+        description="cores that other processes kept busy meanwhile; None: few, or unknown",
     )
     failure: str | None = None
     exit_code: int | None = Field(
-        default=None, description="of one that failed; None: it was stopped, or did not fail"
+        default=None,
+        description="exit code of a failed trial; None: it was stopped, or did not fail",
     )
-    took_s: NonNegativeFloat = Field(description="with starting and ending")
-    run: str = Field(description="its directory, in the tuning's")
+    took_s: NonNegativeFloat = Field(description="including start and end")
+    run: str = Field(description="its directory, within the tuning's")
 
     @property
     def compared_s(self) -> float | None:
-        """Step time to compare plans by: other load of the machine only makes steps longer."""
+        """Return the step time to compare plans by; other load on the machine only makes steps
+        longer.
+        """
         return self.undisturbed_s or self.step_time_s
 
 
 def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
-    """The field by which trials' speed is shown: samples, where there are no tokens."""
+    """Return the field that shows the speed of trials: samples, if there are no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
     tokens = any(one.tokens_per_s for one in done) or not by_samples
@@ -74,20 +77,22 @@ class Tuning(Record):
 
     has_checksum: ClassVar[bool] = True
 
-    settings: dict[str, Any] = Field(description="of outpace train, as they were given")
+    settings: dict[str, Any] = Field(description="settings of outpace train, as the user gave them")
     trials: tuple[PlanTrial, ...]
     best: PositiveInt | None = Field(description="number of the fastest trial; None: all failed")
-    default: PositiveInt | None = Field(description="number of the trial of outpace train's plan")
+    default: PositiveInt | None = Field(
+        description="number of the trial with outpace train's default plan"
+    )
     step_time_s: PositiveFloat | None = Field(
         description="of the fastest plan: the median of its last trial"
     )
     gain: float | None = Field(description="0.2: the fastest takes 20 % less than the default")
     stopped: str = Field(description="why no further trial was made")
-    considered: NonNegativeInt = Field(description="plans, by the planner")
+    considered: NonNegativeInt = Field(description="number of plans considered")
     took_s: NonNegativeFloat
     machine: Machine
     started: str
-    command: tuple[str, ...] = Field(description="that repeats it")
+    command: tuple[str, ...] = Field(description="command that repeats it")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -106,11 +111,11 @@ class Tuning(Record):
         return self.trials[number - 1]
 
     def same_before(self, trial: PlanTrial) -> int | None:
-        """The number of the first trial of the same plan, where that is an earlier one."""
+        """Return the number of an earlier first trial of the same plan, if there is one."""
         first = next(one.number for one in self.trials if one.plan == trial.plan)
         return first if first < trial.number else None
 
     @property
     def fastest(self) -> PlanTrial | None:
-        """The trial whose plan is the result; None where all failed."""
+        """Return the trial whose plan is the result; None if all failed."""
         return None if self.best is None else self.trial(self.best)

@@ -7,7 +7,7 @@ _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def show_bytes(count: float | None) -> str:
-    """Memory, binary: 1536 -> '1.50 KiB'. None -> 'n/a'."""
+    """Format memory in binary units: 1536 -> '1.50 KiB'. None -> 'n/a'."""
     if count is None:
         return "n/a"
     for factor, name in _BINARY:
@@ -17,12 +17,12 @@ def show_bytes(count: float | None) -> str:
 
 
 def show_size(count: int) -> str:
-    """A size that was chosen: 65536 -> '64 KiB'; one that is not round as `show_bytes` has it."""
+    """Format a chosen size: 65536 -> '64 KiB'; sizes that are not round as `show_bytes` does."""
     return show_bytes(count).replace(".00 ", " ")
 
 
 def show_count(count: float | None, unit: str = "") -> str:
-    """A count or a rate, decimal: 1.5e12, 'FLOP/s' -> '1.50 TFLOP/s'. None -> 'n/a'."""
+    """Format a count or a rate, decimal: 1.5e12, 'FLOP/s' -> '1.50 TFLOP/s'. None -> 'n/a'."""
     if count is None:
         return "n/a"
     for factor, prefix in _DECIMAL:
@@ -32,12 +32,12 @@ def show_count(count: float | None, unit: str = "") -> str:
 
 
 def show_share(share: float | None) -> str:
-    """A share of one, in percent: 0.417 -> '41.7 %'. None -> 'n/a'."""
+    """Format a share in percent: 0.417 -> '41.7 %'. None -> 'n/a'."""
     return "n/a" if share is None else f"{100 * share:.1f} %"
 
 
 def show_seconds(seconds: float | None) -> str:
-    """A duration: 0.0123 -> '12.3 ms', 95 -> '1 min 35 s'. None -> 'n/a'."""
+    """Format a duration: 0.0123 -> '12.3 ms', 95 -> '1 min 35 s'. None -> 'n/a'."""
     if seconds is None:
         return "n/a"
     if seconds < 1e-3:
@@ -58,7 +58,7 @@ _UNITS |= {f"{p}b": 10 ** (3 * n) for n, p in enumerate("kmgt", 1)}
 
 
 def read_bytes(text: str) -> int:
-    """Bytes from words: '8GiB', '900 MiB', '8 GB', '2e9'. Raises ValueError with a sentence."""
+    """Parse bytes: '8GiB', '900 MiB', '8 GB', '2e9'. Raises ValueError with a sentence."""
     found = _SIZE.fullmatch(text.strip())
     factor = _UNITS.get(found[2].lower()) if found else None
     try:
@@ -67,13 +67,13 @@ def read_bytes(text: str) -> int:
         count = 0.0
     if not 1 <= count < 2**63:
         raise ValueError(
-            f"{text!r} is no number of bytes: write 8GiB or 900MiB (powers of 1024), 8GB or 2e9"
+            f"{text!r} is not a number of bytes. Write 8GiB or 900MiB (powers of 1024), 8GB or 2e9"
         )
     return round(count)
 
 
 def write_bytes(count: int) -> str:
-    """A size that `read_bytes` reads as exactly this: 8589934592 -> '8GiB'."""
+    """Format a size so that `read_bytes` reads exactly this: 8589934592 -> '8GiB'."""
     for factor, name in _BINARY:
         if count % factor == 0:
             return f"{count // factor}{name}"
@@ -81,5 +81,5 @@ def write_bytes(count: int) -> str:
 
 
 def show_number(count: int, one: str, many: str | None = None) -> str:
-    """A count with its noun: (1, "step") -> '1 step', (2000, "step") -> '2,000 steps'."""
+    """Format a count with its noun: (1, "step") -> '1 step', (2000, "step") -> '2,000 steps'."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -1,4 +1,4 @@
-"""Utilisation of a host and its devices during training: moments, and a series of them."""
+"""Utilisation of a host and its devices during training: single moments, and a series of them."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -26,20 +26,20 @@ def _time(text: str) -> str:
     except ValueError:
         known = False
     if not known:
-        raise ValueError(f"{text!r} is no time with its zone, as in 2026-11-22T12:00:00+00:00")
+        raise ValueError(f"{text!r} is not a time with its zone, such as 2026-11-22T12:00:00+00:00")
     return text
 
 
 Time = Annotated[str, AfterValidator(_time)]
 
 _UTILISATION = "share of time in which the device computed, 0 to 1"
-_OF_RUN = "of the run's own processes; None where they cannot be told from others"
+_OF_RUN = "used by the run's processes; None if they cannot be told from others"
 
 
 class DeviceLoad(Record):
-    """One accelerator over a stretch of time. Without `run_`: all that anybody does on it."""
+    """One accelerator over a period of time. Fields without `run_` include all processes."""
 
-    index: NonNegativeInt = Field(description="the driver's, over all devices of the host")
+    index: NonNegativeInt = Field(description="the driver's index, over all devices of the host")
     name: str
     memory_total_bytes: int | None = None
     utilisation: float | None = Field(default=None, description=_UTILISATION)
@@ -47,7 +47,7 @@ class DeviceLoad(Record):
     memory_bytes: int | None = Field(default=None, description="highest seen")
     run_memory_bytes: int | None = Field(default=None, description=_OF_RUN)
     power_w: float | None = None
-    clock_hz: float | None = Field(default=None, description="of its multiprocessors")
+    clock_hz: float | None = Field(default=None, description="share of its multiprocessors")
     pcie_rx_bytes_per_s: float | None = Field(default=None, description="into the device")
     pcie_tx_bytes_per_s: float | None = None
     nvlink_rx_bytes_per_s: float | None = Field(default=None, description="all its links")
@@ -55,7 +55,7 @@ class DeviceLoad(Record):
 
 
 class HostLoad(Record):
-    """Processor and memory over a stretch of time. Without `run_`: all that anybody does there."""
+    """Processor and memory over a period of time. Fields without `run_` include all processes."""
 
     cores: Values = Field(default=(), description="share of time in which each core was busy")
     run_cores: float | None = Field(
@@ -64,33 +64,36 @@ class HostLoad(Record):
     memory_total_bytes: int | None = None
     memory_bytes: int | None = Field(default=None, description="highest seen")
     run_memory_bytes: int | None = Field(
-        default=None, description="resident and neither shared nor of files; highest seen"
+        default=None,
+        description="resident memory that is neither shared nor backed by files; maximum",
     )
-    power_w: float | None = Field(default=None, description="of the processors, by RAPL")
+    power_w: float | None = Field(default=None, description="power of the processors, by RAPL")
     clock_hz: float | None = Field(default=None, description="mean over the cores")
 
     @property
     def other_cores(self) -> float | None:
-        """Cores that processes other than the run's kept busy; None where it is not known."""
+        """Return the cores that other processes kept busy; None if unknown."""
         if self.run_cores is None or not self.cores or None in self.cores:
             return None
         return max(sum(core for core in self.cores if core is not None) - self.run_cores, 0.0)
 
     @property
     def disturbing_cores(self) -> float | None:
-        """Cores that other processes kept busy, where enough to slow a run; None elsewhere."""
+        """Return the cores that other processes kept busy, if enough to slow a run; otherwise
+        None.
+        """
         used = self.other_cores
         return used if used is not None and used > _DISTURBING * len(self.cores) else None
 
     @property
     def utilisation(self) -> float | None:
-        """Mean share of busy time over the cores."""
+        """Return the mean share of busy time over the cores."""
         known = [core for core in self.cores if core is not None]
         return sum(known) / len(known) if known else None
 
 
 class Load(Record):
-    """A host and its devices over `duration_s`. Also what an average over a series is."""
+    """Load of a host and its devices over `duration_s`; also the average over a series."""
 
     node: NonNegativeInt = Field(default=0, description="which host of the job")
     duration_s: PositiveFloat
@@ -99,9 +102,9 @@ class Load(Record):
 
 
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
-    """Return the mean over the devices that a run used; None where it is not known.
+    """Return the mean over the devices that a run used; None if unknown.
 
-    Where nothing tells which devices these were, all count, if they are no more than processes.
+    If nothing says which devices these were, all count, provided there are no more than processes.
     """
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
     told = all(one.run_memory_bytes is not None for one in used)
@@ -112,10 +115,10 @@ def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
 
 
 def average(loads: Sequence[Load]) -> Load:
-    """One load for the whole time of several, which follow each other on one host.
+    """Average consecutive loads of one host over their whole time.
 
-    Rates are means weighted by time, over the moments when they were known; memory is the highest.
-    Hence averages of averages are averages, and a series can be thinned.
+    Rates are means weighted by time, over the moments when they were known; memory is the maximum.
+    Averages of averages are therefore averages, and a series can be thinned.
     """
     if not loads:
         raise ValueError("no loads to average")
@@ -132,7 +135,7 @@ def average(loads: Sequence[Load]) -> Load:
 
 
 def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, float | None]:
-    """Combine several loads of one thing, field by field."""
+    """Combine several loads of one device or host, field by field."""
     found = {}
     for name in _columns(type(loads[0])):
         values = [getattr(load, name) for load in loads]
@@ -145,7 +148,7 @@ def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, flo
 
 
 def _columns(kind: type[Record]) -> tuple[str, ...]:
-    """The fields of a load that change with time, but for `cores`."""
+    """Return the fields of a load that change with time, except `cores`."""
     fixed = ("index", "name", "memory_total_bytes", "cores")
     return tuple(name for name in kind.model_fields if name not in fixed)
 
@@ -156,7 +159,7 @@ def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | N
 
 
 class DeviceSeries(Record):
-    """A device's figures, one value a point. Fields are as in DeviceLoad."""
+    """A device's figures, one value per point. Fields are as in DeviceLoad."""
 
     index: NonNegativeInt
     name: str
@@ -174,7 +177,9 @@ class DeviceSeries(Record):
 
 
 class HostSeries(Record):
-    """A host's figures, one value a point; of `cores` one series a core. Fields as in HostLoad."""
+    """A host's figures, one value per point; `cores` has one series per core. Fields as in
+    HostLoad.
+    """
 
     cores: tuple[Values, ...]
     run_cores: Values
@@ -186,15 +191,15 @@ class HostSeries(Record):
 
 
 class Utilisation(Record):
-    """The time series of one host; a file of a run's folder. Averages are derived from it."""
+    """The time series of one host; a file in a run's folder. Averages are derived from it."""
 
     has_checksum: ClassVar[bool] = True
 
     node: NonNegativeInt = Field(default=0, description="which host of the job")
     started: Time = Field(description="UTC, ISO 8601")
-    period_s: PositiveFloat = Field(description="from point to point, as intended")
-    ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point since the start")
-    sampler_cpu_s: NonNegativeFloat = Field(description="processor time that the recording took")
+    period_s: PositiveFloat = Field(description="intended time between points")
+    ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point, from the start")
+    sampler_cpu_s: NonNegativeFloat = Field(description="processor time of the recording itself")
     devices: tuple[DeviceSeries, ...]
     host: HostSeries
 
@@ -206,7 +211,7 @@ class Utilisation(Record):
         if lengths - {points}:
             raise ValueError(f"series of {sorted(lengths)} values for {points} points")
         if any(b <= a for a, b in zip(self.ends_s, self.ends_s[1:], strict=False)):
-            raise ValueError("ends_s do not rise")
+            raise ValueError("ends_s is not increasing")
         return self
 
     @property
@@ -216,7 +221,7 @@ class Utilisation(Record):
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Points in order of time."""
+        """Return the points in order of time."""
         begins_s = (0.0, *self.ends_s)
         return tuple(
             Load(
@@ -231,18 +236,20 @@ class Utilisation(Record):
         )
 
     def average(self) -> Load | None:
-        """The whole time as one load; None where nothing was seen."""
+        """Return the whole time as one load; None if nothing was recorded."""
         return average(self.loads) if self.ends_s else None
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, whole or not at all; in few lines, for it has many numbers."""
+        """Write the record as JSON, completely or not at all; in few lines, since it has many
+        numbers.
+        """
         write_atomic(path, self.model_dump_json() + "\n")
 
 
 def series(
     loads: Sequence[Load], *, started: str, period_s: float, sampler_cpu_s: float
 ) -> Utilisation:
-    """The record of loads that followed each other. Raises ValueError when there are none."""
+    """Make a record of consecutive loads. Raises ValueError if there are none."""
     if not loads:
         raise ValueError("no loads to make a series of")
     ends_s, end_s = [], 0.0
@@ -285,7 +292,7 @@ def _transpose_loads(loads: Sequence[Record]) -> dict[str, Any]:
 
 
 def _short(value: float | None, name: str) -> float | None:
-    """Keep as many digits as mean something: a file of a thousand points stays small."""
+    """Round to significant digits, so that a file with a thousand points stays small."""
     if value is None:
         return None
     if "bytes" in name or name == "clock_hz":
@@ -308,7 +315,9 @@ def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
 
 
 class Thinned:
-    """Keeps loads as they come: at `most` points, pairs are averaged and the period doubles."""
+    """Series of loads that stays short: at `most` points, pairs are averaged and the period
+    doubles.
+    """
 
     def __init__(self, period_s: float, most: int = 1000) -> None:
         self.base_period_s = period_s
@@ -319,17 +328,17 @@ class Thinned:
 
     @property
     def period_s(self) -> float:
-        """Present time from point to point."""
+        """Present time between points."""
         return self.base_period_s * self._each
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """All points; the last one may be shorter than the others."""
+        """Return all points; the last one may be shorter than the others."""
         rest = [average(self._waiting)] if self._waiting else []
         return (*self._points, *rest)
 
     def add(self, load: Load) -> None:
-        """Take the next load."""
+        """Add the next load."""
         self._waiting.append(load)
         if len(self._waiting) < self._each:
             return

@@ -1,3 +1,3 @@
-"""The version of outpace, which is there without metadata of an installation."""
+"""The version of outpace, available without the metadata of an installation."""
 
 __version__ = "0.1.0"

@@ -97,8 +97,8 @@ def test_the_next_plan_starts_from_what_was_measured(
     ]  # fmt: skip
     # Runs of two networks, or of other numbers of devices, are not one machine's.
     said = refusal(capsys, *again, "--network=8xinfiniband-hdr")
-    assert "was corrected by had the network that the machine is sold with" in said
-    assert "was corrected by had 8. Leave it out" in refusal(capsys, *again, "--devices-per-node=4")
+    assert "used the network that the machine is sold with" in said
+    assert "had 8. Leave it out" in refusal(capsys, *again, "--devices-per-node=4")
 
 
 def test_what_it_says(capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str], log: Path, tmp_path: P
     assert main(["calibrate", str(log), *WORDS, f"--out={out}"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "titan.log (torchtitan, ZeRO-3" in text and "measured 1.00 s a step" in text
-    assert "memory, reserved: measured 47.50 GiB" in text and "it is not corrected" in text
+    assert "memory, reserved: measured 47.50 GiB" in text and "memory is not corrected" in text
     assert "outpace plan --machine" in text
 
 
@@ -123,12 +123,12 @@ def test_a_run_of_outpace(capsys: pytest.CaptureFixture[str], run: Path) -> None
 def test_what_no_flag_supplies(
     capsys: pytest.CaptureFixture[str], log: Path, tmp_path: Path
 ) -> None:
-    assert "of which machine are the logs?" in refusal(capsys, str(log), WORDS[0])
+    assert "which machine are the logs from?" in refusal(capsys, str(log), WORDS[0])
     said = refusal(capsys, str(log), *WORDS, "--nodes=2")
-    assert "its layout has 8 devices, but 2 × 8 = 16 are there" in said
+    assert "its layout has 8 devices, but 2 × 8 = 16 are given" in said
     log.write_text("\n".join(line for line in LOG.splitlines() if "step:" in line))
     said = refusal(capsys, str(log), *WORDS[:2], "--layout=strategy=zero3,dp_shard=8")
-    assert "titan.log does not say how many tokens of a sequence there were. Give --seq-len" in said
+    assert "titan.log does not say the number of tokens per sequence. Give --seq-len" in said
     notes = log.with_name("notes.txt")
     notes.write_text("step 1 went well")
     assert "write settings of a plan as name=value" in refusal(
@@ -205,7 +205,7 @@ def test_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path
     words = (state, "--model=llama-3.1-8b", "--machine=rtx-4090", "--seq-len=512", f"--out={out}")
     said = refusal(capsys, *words)
     assert "llama-3.1-8b in this layout does not fit" in said
-    assert "LoRA" in said and "quantised" in said and "--model" in said
+    assert "LoRA" in said and "quantized" in said and "--model" in said
     # Closed forms do not count adapters: such a run was compared with the training of all weights.
     said = refusal(capsys, *words, "--layout=lora_rank=16,base=nf4,checkpointing=full")
     assert "a run with adapters (lora_rank) cannot correct a machine" in said
@@ -236,7 +236,7 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert (other["before_s"], other["assumed"]) == (row["before_s"], row["assumed"])
     assert main(["calibrate", state, *CARD, "--layout=checkpointing=full,optimizer=sgd"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "assumed, as the log does not say: precision=bf16 (--layout)" in text
+    assert "assumed, since the log does not say: precision=bf16 (--layout)" in text
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_batch_that_the_logs_own_clock_contradicts(
     words = (str(log), *WORDS[:2], f"--out={out}")
     layout = "--layout=strategy=zero3,checkpointing=full,micro_batch=1"
     said = refusal(capsys, *words, layout, f"--global-batch={batch}", f"--seq-len={seq_len}")
-    assert f"sequences of {seq_len} tokens takes {step}; by the log's own clock it took" in said
+    assert f"sequences of {seq_len} tokens takes {step}, but by the log's clock it took" in said
     assert "--global-batch" in said and not out.exists()
     (row,) = told(capsys, *words, layout, "--global-batch=8", "--seq-len=4096")
     assert row["step_time_s"] == pytest.approx(1.0)

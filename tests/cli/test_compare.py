@@ -64,7 +64,7 @@ def test_an_arm_that_fails_is_a_result(capsys, tmp_path):
     shown = " ".join(printed.out.split())
     assert "failed: exit code 3: broken" in shown and "in 2 rounds, too few to claim" in shown
     assert "echo t=2 is 100.0 % higher than echo t=1 in 2 rounds" in shown
-    assert "it takes 11 or more" in shown  # of three arms
+    assert "at least 11 are needed" in shown  # of three arms
 
 
 def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):
@@ -82,7 +82,7 @@ def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):
     assert "--resume" in capsys.readouterr().err
     other = ["--command=echo t=1", "--command=echo t=3", METRIC]
     assert main(["compare", *other, f"--out={tmp_path / 'c'}", "--resume"]) == 2
-    assert "another experiment" in capsys.readouterr().err
+    assert "a different experiment" in capsys.readouterr().err
     outcomes.write_text("{\n")
     assert main(["compare", *words, f"--out={tmp_path / 'c'}", "--resume"]) == 2
     assert "is damaged" in capsys.readouterr().err
@@ -106,7 +106,9 @@ def test_a_stored_comparison_is_repeated_and_stood_beside(capsys, tmp_path, monk
     assert len(list((tmp_path / "comparisons").iterdir())) == 1
     capsys.readouterr()
     assert main([*first.command[1:], "--rounds=3", "--no-compile", "--out=c"]) == 2
-    assert "repeated as it was: leave out --rounds, --compile" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "a repeated comparison takes its arms" in refused
+    assert "Leave out --rounds, --compile" in refused
     other = compared(capsys, tmp_path, *words, "--rounds=1")
     assert other.experiment.seed != first.experiment.seed
 
@@ -136,7 +138,7 @@ def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
         ("[grid]\nseed = 1", "seed needs a list of values"),
         ('[[arm]]\nstrategy = "ddp"\nenvironment = 3', "environment: write it as a table"),
         ('metric = "(t)"\n[[arm]]\ncommand = "a"\n[grid]\nseed = [1, 2]', "seed would do nothing"),
-        ('metric = "(t)"\n[grid]\nseed = [1, 2]', "no arm is one. Leave it out"),
+        ('metric = "(t)"\n[grid]\nseed = [1, 2]', "no arm is a command. Leave it out"),
     ],
 )
 def test_a_bad_experiments_file_is_refused(text, said, capsys, tmp_path):
@@ -161,7 +163,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(capsys, tmp_path, monke
     (folder,) = (tmp_path / "comparisons").iterdir()
     name = folder.relative_to(tmp_path)
     first, *_, last = [line for line in said.splitlines() if "interrupted" not in line]
-    assert "at most 2 rounds, none begun after 600 s" in first and str(name) in first
+    assert "at most 2 rounds, none started after 600 s" in first and str(name) in first
     assert shlex.split(last) == ["outpace", *words, "--out", str(name), "--resume"]
     kept = Comparison.load(folder / "comparison.json")
     assert kept.stopped == "it was interrupted"
@@ -169,7 +171,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(capsys, tmp_path, monke
     assert main([*shlex.split(last)[1:], "--json"]) == 0
     assert len(Comparison.load(folder / "comparison.json").outcomes) == 4
     assert main([*words, "--resume"]) == 2
-    assert "--resume: which comparison? Name its directory" in capsys.readouterr().err
+    assert "--resume: which comparison? Give its directory" in capsys.readouterr().err
 
 
 def test_strategies_on_one_process_are_compared_only_where_that_is_asked_for(
@@ -182,7 +184,7 @@ def test_strategies_on_one_process_are_compared_only_where_that_is_asked_for(
     words = ["compare", "ddp", "zero3", "--rounds=1", "--data=nowhere", f"--out={tmp_path / 'c'}"]
     assert main([*words, "--nproc=1"]) == 0
     said = capsys.readouterr().err
-    assert "ddp, zero3: on one process every strategy computes alike" in said
+    assert "ddp, zero3: on one process all strategies compute the same thing" in said
     assert "ddp on 1 process, zero3 on 1 process: at most 1 round," in said
     assert "round 1 of at most 1: ddp takes 20.0 ms a step" in said
     assert (
@@ -207,7 +209,7 @@ def test_one_that_is_interrupted_before_its_first_run_says_how_to_go_on(
 def test_help_says_what_its_own_folder_is(capsys):
     assert main(["compare", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "directory of the comparison" in shown and "directory of the run" not in shown
+    assert "directory for the comparison" in shown and "directory of the run" not in shown
     assert "resume the comparison" in shown and "checkpoint in --out" not in shown
 
 
@@ -274,10 +276,10 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     [
         (["ddp"], "nothing to compare ddp with: name at least two arms, as in outpace compare"),
         ([], "nothing to compare: name at least two"),
-        (["ddp", "zero3"], "ddp, zero3: on one process every strategy computes alike"),
+        (["ddp", "zero3"], "ddp, zero3: on one process all strategies compute the same thing"),
         (["single", "zero3"], "Add --nproc 2 or more"),
-        (["ddp", "zero4"], "'zero4' is no strategy. Did you mean 'zero"),
-        (["ddp", "micro_bach=2"], "'micro_bach' is no setting. Did you mean 'micro_batch'"),
+        (["ddp", "zero4"], "'zero4' is not a strategy. Did you mean 'zero"),
+        (["ddp", "micro_bach=2"], "'micro_bach' is not a setting. Did you mean 'micro_batch'"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),
         (["ddp", "ddp"], "two arms are called ddp"),
         (["single", "ddp,zero3"], "arm 'ddp,zero3' has two values of strategy"),
@@ -290,7 +292,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
         (["missing.toml"], "cannot read missing.toml"),
         (["ddp", "zero3", "--steps=3"], "arm ddp: 3 steps are warm-up only"),
-        (["ddp", "zero3", "--metric=(t)"], "no arm is one. Leave it out"),
+        (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave it out"),
         (["--command=a", "--command=b", "--metric=(t)", "--steps=9"], "steps would do nothing"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_module_of_your_own_is_traced_too(capsys, plan_file, tmp_path):
 @pytest.mark.parametrize(
     ("values", "words", "sentence"),
     [
-        ({"dp_replicate": 4}, [], "is for 4 devices, but 1 × 2 = 2 are there"),
+        ({"dp_replicate": 4}, [], "is for 4 devices, but 1 × 2 = 2 are given"),
         ({"micro_batch": 3}, [], "is not a multiple of"),
         ({"strategy": "zero3"}, [], "strategy zero3 splits dp_shard"),
         ({"tp": 0}, [], "tp"),
@@ -131,8 +131,8 @@ def test_a_module_of_your_own_is_traced_too(capsys, plan_file, tmp_path):
         ({"strategy": "3d", "dp_replicate": 1, "pp": 2, "pp_microbatches": 1}, [], "1f1b"),
         ({"checkpoint_layers": ["full"]}, [], "checkpoint_layers has 1 modes"),
         ({"strategy": "3d", "dp_replicate": 1, "dp_shard": 2, "zero": 1}, ["--depth=trace"],
-         "--depth trace runs what outpace trains, but zero 1"),
-        ({}, ["--model=mixtral-8x7b", "--depth=trace"], "--depth trace runs what outpace trains"),
+         "--depth trace runs the model as outpace trains it, but zero 1"),
+        ({}, ["--model=mixtral-8x7b", "--depth=trace"], "runs the model as outpace trains it"),
         ({}, ["--machine=foo"], "machine 'foo' is not in the catalog"),
         ({}, ["--plan=nowhere.json"], "nowhere.json"),
     ],

@@ -11,7 +11,7 @@ WORDS = ["--model", "outpace-tiny", "--seq-len", "32", "--global-batch", "4", "-
 
 @pytest.mark.parametrize("name", BEGUN)
 def test_what_is_kept_can_be_resumed(tmp_path, name):
-    assert "nothing is kept" in format_interruption(tmp_path / "out", "tune", "--model", "gpt2")
+    assert "nothing was saved" in format_interruption(tmp_path / "out", "tune", "--model", "gpt2")
     (tmp_path / name).write_text("{}")
     assert "--resume" in format_interruption(tmp_path, "tune", "--model", "gpt2")
 
@@ -30,5 +30,5 @@ def test_a_tuning_that_had_not_begun_is_not_in_its_own_way(
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             tune.run(words, {})
-        assert "nothing is kept" in capsys.readouterr().err
+        assert "nothing was saved" in capsys.readouterr().err
     assert not out.exists()

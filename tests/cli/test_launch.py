@@ -26,7 +26,8 @@ def test_a_script_for_slurm_goes_on_by_itself(
     words.append("--sbatch=qos=high")
     assert main([*words, *TRAIN]) == 0
     assert (
-        capsys.readouterr().out == "big.sbatch: send it with sbatch big.sbatch, or with --submit\n"
+        capsys.readouterr().out
+        == "big.sbatch: submit it with sbatch big.sbatch, or with --submit\n"
     )
     text = (here / "big.sbatch").read_text()
     assert "#SBATCH --ntasks-per-node=8\n" in text and "#SBATCH --qos=high\n" in text
@@ -49,7 +50,7 @@ def test_it_is_sent(
     assert json.loads(capsys.readouterr().out) == {"file": "outpace.sbatch", "job": "712"}
     monkeypatch.setenv("REFUSE", "yes")
     assert main(["launch", "slurm", "--submit", *TRAIN]) == 2
-    assert "sbatch did not take outpace.sbatch: --parsable -- outpace" in capsys.readouterr().err
+    assert "sbatch rejected outpace.sbatch: --parsable -- outpace" in capsys.readouterr().err
 
 
 def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,16 +70,19 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
     [
         (["slurn", *TRAIN], "no scheduler 'slurn'. Did you mean 'slurm'"),
         (["slurm"], "but there is none. Write outpace launch"),
-        (["slurm", "--", "plan"], "what every rank runs, not 'plan'"),
+        (["slurm", "--", "plan"], "the command that every rank runs, not 'plan'"),
         (["slurm", "--", "train", "--sequence", "3"], "outpace train has no option '--sequence'"),
         (["slurm", "--", "train", "--nproc", "2"], "--nproc 2: the scheduler starts the ranks"),
-        (["slurm", "--name", "a b", *TRAIN], "small letters, digits and hyphens"),
-        (["slurm", "--time", "1:00 #", *TRAIN], "is not a time as sbatch takes it"),
+        (["slurm", "--name", "a b", *TRAIN], "lower-case letters, digits and hyphens"),
+        (["slurm", "--time", "1:00 #", *TRAIN], "is not a time in sbatch's notation"),
         (["slurm", "--sbatch", "a=b\n#SBATCH --c", *TRAIN], "is not of the form partition=gpu"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
-        (["slurm", *TRAIN, "--max-restarts", "3"], "--max-restarts: the cluster starts the ranks"),
-        (["slurm", "--name", "7b", *TRAIN], "beginning with a letter"),
-        (["slurm", "--time", "2", *TRAIN], "--time 2 is 120 s, and --save-s 120"),
+        (
+            ["slurm", *TRAIN, "--max-restarts", "3"],
+            "--max-restarts: the cluster's scheduler starts and restarts the ranks",
+        ),
+        (["slurm", "--name", "7b", *TRAIN], "starting with a letter"),
+        (["slurm", "--time", "2", *TRAIN], "--time 2 is 120 s, of which --save-s 120"),
         (["slurm", "--time", "0-0:1:30", *TRAIN], "is 90 s"),
         (["kubernetes", *TRAIN], "required: --image"),
         (["kubernetes", "--image=x", "--nodes=2", *TRAIN], "Name its claim with --claim"),

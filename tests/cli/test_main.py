@@ -50,7 +50,7 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("export", "a run is a Hugging Face folder already"),
+        ("export", "a run is a Hugging Face folder"),
         ("chat", "outpace generate --run RUN --chat"),
         ("resume", "outpace train --resume DIR"),
         ("presets", "outpace models"),
@@ -140,7 +140,7 @@ def test_a_copy_of_the_package_runs_from_pythonpath_alone(
         (InterruptedRunError("saved at step 7"), 75, "saved at step 7"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 2, "disk is full"),
-        (OSError(errno.EFBIG, "File too large", "runs/x"), 2, "runs/x may not become as large"),
+        (OSError(errno.EFBIG, "File too large", "runs/x"), 2, "runs/x exceeds the allowed size"),
         (SystemExit(5), 5, ""),
     ],
 )

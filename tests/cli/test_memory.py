@@ -136,8 +136,8 @@ def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
         (["--nproc=3", "--tp=2"], "tp 2, but there are 3 processes"),
         (["--measure", "--machine=hgx-h100"], "--measure runs on this host"),
         (["--measure", "--device=cuda"], "outpace train --memory measures a run"),
-        (["--nodes=2"], "--nodes 2: of which machine? Name it with --machine"),
-        (["--nproc=2", "--machine=hgx-h100"], "--nodes says how many of these machines"),
+        (["--nodes=2"], "--nodes 2: which machine? Name it with --machine"),
+        (["--nproc=2", "--machine=hgx-h100"], "how many of these machines there are with --nodes"),
         (["--machine=RTX 4090", "--offload-activations=disk"], "is for training on the CPU"),
         (["--machine=dgx-a100", "--precision=fp8"], "which A100 SXM 80 GB has not"),
     ],
@@ -193,11 +193,11 @@ def test_what_does_not_fit_names_the_command_that_finds_what_does(capsys):
 def test_what_was_not_asked_for_is_named_before_the_figures(capsys):
     assert main(["memory", "--model=outpace-tiny", "--micro-batch=2"]) == 0
     head = " ".join(capsys.readouterr().out.split()).split("memory at the peak")[0]
-    assert "By default: --seq-len 256 (of outpace plan: up to 2048), --global-batch 2" in head
+    assert "By default: --seq-len 256 (outpace plan uses at most 2048), --global-batch 2" in head
     assert "--precision" in head and "--micro-batch" not in head
     assert main(["plan", "--model=outpace-tiny", "--machine=rtx-4090", "--global-batch=8"]) == 0
     head = " ".join(capsys.readouterr().out.split()).split("step")[0]
-    assert "By default: --seq-len 256 (of outpace train and memory: 256), --precision" in head
+    assert "By default: --seq-len 256 (outpace train and memory use 256), --precision" in head
     assert "--global-batch" not in head
 
 
@@ -212,8 +212,8 @@ def test_a_plan_file_is_what_is_traced(capsys, tmp_path):
     assert (said["seq_len"], said["global_batch"], said["world_size"]) == (16, 8, 2)
     assert said["plan"] == plan.model_dump(mode="json")
     for other, sentence in (
-        (["--machine=RTX 4090"], "is for 2 devices, but 1 × 1 = 1 are there"),
-        (["--plan=auto"], "--plan auto: outpace memory traces a plan as it is given"),
+        (["--machine=RTX 4090"], "is for 2 devices, but 1 × 1 = 1 are given"),
+        (["--plan=auto"], "--plan auto: outpace memory traces a plan as given"),
         (["--plan=nosuch.json"], "nosuch.json"),
         (["--micro-batch=4"], "--micro-batch 4, but --plan"),
     ):

@@ -281,14 +281,17 @@ def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
 def test_a_plan_for_another_number_of_devices_is_refused(capsys, tmp_path):
     Plan(strategy="ddp", dp_replicate=4).save(tmp_path / "plan.json")
     assert main([*TINY, f"--plan={tmp_path / 'plan.json'}"]) == 2
-    assert "is for 4 devices, but 1 × 8 = 8 are there" in capsys.readouterr().err
+    assert "is for 4 devices, but 1 × 8 = 8 are given" in capsys.readouterr().err
 
 
 def test_a_batch_that_cannot_be_shared_out_is_said(capsys):
     words = ["network", "--model=llama-3-8b", "--machine=dgx-h100", "--nodes=4"]
     assert main([*words, "--global-batch=7"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--global-batch 7 cannot be shared out by all plans; taken are 8 by TP8 × DP4" in shown
+    assert (
+        "--global-batch 7 cannot be divided by all plans. These are used instead: 8 by TP8 × DP4"
+        in shown
+    )
     assert said(capsys, *words, "--global-batch=32")["notes"] == []
 
 

@@ -46,7 +46,7 @@ def test_what_cannot_be_written_any_more_is_kept_elsewhere(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    with pytest.raises(BadInputError, match="It is kept in") as caught:
+    with pytest.raises(BadInputError, match="The output is saved in") as caught:
         write_output(tmp_path / "gone" / "machine.json", "what was measured")
     (kept,) = temporary.iterdir()
     assert str(kept) in str(caught.value) and kept.read_text() == "what was measured"

@@ -55,7 +55,7 @@ def test_the_data_set_of_ones_own_model_is_what_is_loaded(tmp_path, capsys):
     assert {(f.key.kind, f.key.what) for f in figures} == {("loader", "samples"),
                                                            ("loader", "start")}  # fmt: skip
     assert main([*loader, "--data", str(tmp_path)]) == 2
-    assert "own.py:build brings its own data set" in capsys.readouterr().err
+    assert "own.py:build comes with its own data set" in capsys.readouterr().err
     assert main(["probe", "matmul", "--quick", "--model", f"{own}:build"]) == 2
     assert "outpace probe loader" in capsys.readouterr().err
 

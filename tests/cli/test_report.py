@@ -132,7 +132,7 @@ def test_a_report_of_two_runs_begins_with_what_they_differ_in(run, capsys, tmp_p
 
 def test_a_run_and_a_strategy_are_not_compared(run, capsys):
     assert main(["compare", str(run), "zero3"]) == 2
-    assert "'zero3' is no finished run" in capsys.readouterr().err
+    assert "'zero3' is not a finished run" in capsys.readouterr().err
 
 
 def copied(run, folder):
@@ -159,13 +159,13 @@ def test_what_is_nothing_to_report_on_is_refused_with_what_would_be(capsys, tmp_
     path.write_text("{")
     assert "is not JSON" in refused(capsys, path)
     path.write_text('{"a": 1}')
-    assert "is none of what is reported on" in refused(capsys, path)
+    assert "is not a file that can be reported on" in refused(capsys, path)
     for base in ('"node": "hgx-h100"', '"machine": {"host_cores": 2}'):
         path.write_text(f'{{{base}, "runs": [{{}}]}}')
         said = refused(capsys, path)
         assert "calibrate corrected" in said and f"outpace plan --machine {path}." in said
     path.write_text('{"host_cores": 2, "host_memory_bytes": 1024, "cpu": "a"}')
-    assert "was not probed" in refused(capsys, path)
+    assert "describes a machine without measurements" in refused(capsys, path)
     path.write_text('{"host_cores": 0, "host_memory_bytes": 1024, "cpu": "a"}')
     assert "host_cores = 0" in refused(capsys, path)
     assert "the following arguments are required: PATH" in refused(capsys)

@@ -51,7 +51,7 @@ def test_resume_takes_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["train", "--print-config", "--json", *same]) == 0
     capsys.readouterr()
     assert main(["train", "--print-config", "--resume", str(run), "--out=other"]) == 2
-    assert "and --out other are two runs" in capsys.readouterr().err
+    assert "and --out other are different runs" in capsys.readouterr().err
     assert main(["train", "--print-config", "--resume"]) == 2
     assert "--resume DIR" in capsys.readouterr().err
 
@@ -81,8 +81,8 @@ def test_giving_the_run_s_own_values_is_fine(run: Path, capsys: pytest.CaptureFi
         (["--global-batch", "16"], "was started with --global-batch 8"),
         (["--seed", "1"], "was started with --seed 0"),
         (["--seq-len", "128"], "was started with --seq-len 256"),
-        (["--dropout", "0.1"], "was started with --dropout left to outpace"),
-        (["--lora-rank", "8"], "was started with --lora-rank left to outpace"),
+        (["--dropout", "0.1"], "was started with --dropout chosen by outpace"),
+        (["--lora-rank", "8"], "was started with --lora-rank chosen by outpace"),
         (["--base", "nf4"], "was started with --base fp32"),
     ],
 )
@@ -95,12 +95,12 @@ def test_what_makes_the_run_what_it_is_may_not_change(
 def test_a_run_has_to_be_named_and_be_there(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "Name its directory: --resume DIR" in refusal(capsys)
+    assert "Give its directory: --resume DIR" in refusal(capsys)
     assert "there is no directory" in refusal(capsys, "--out", str(tmp_path / "none"))
     assert "holds no run" in refusal(capsys, "--out", str(tmp_path))
     (run / "checkpoints" / "step-8").mkdir(parents=True)
     within = refusal(capsys, "--out", str(run / "checkpoints"))
-    assert f"It lies in a run: give --resume {run}" in within and "--out" not in within
+    assert f"It is inside a run: give --resume {run}" in within and "--out" not in within
     removed = refusal(capsys, "--out", str(run / "checkpoints" / "step-1"))
     assert "Older checkpoints are removed" in removed and "step-8 of this run" in removed
     (run / "run.json").write_text("{")
@@ -114,8 +114,8 @@ def test_what_the_run_read_is_looked_for_where_it_was(run, tmp_path, monkeypatch
     resume = ["train", "--resume", str(run)]
     assert main(resume) == 2
     error = capsys.readouterr().err
-    assert "the run read --data corpus/ from the folder where it was started, and not in" in error
-    assert "add --data with its new place" in error
+    assert "the run read --data corpus/ from the folder in which it was started, not from" in error
+    assert "add --data with the new place" in error
     with pytest.raises(BadInputError, match="the run read --data corpus/"):
         outpace.train(resume=True, out=run)
     (tmp_path / "new").mkdir()
@@ -131,9 +131,9 @@ def test_half_a_run_file_is_told_with_what_is_left(run, capsys):
     text = (run / "run.json").read_text(encoding="utf-8")
     (run / "run.json").write_text(text[: len(text) // 2], encoding="utf-8")
     error = refusal(capsys, "--out", str(run))
-    assert f"Bring {run / 'run.json'} back from a copy" in error
+    assert f"Restore {run / 'run.json'} from a copy" in error
     assert f"--model {model}." in error
-    assert f"dcp_to_torch {step} weights.pt" in error and "step 12 are whole" in error
+    assert f"dcp_to_torch {step} weights.pt" in error and "step 12 are intact" in error
 
 
 def test_what_repeats_a_run_that_went_on_is_what_began_it(
@@ -196,7 +196,7 @@ def test_what_a_resumed_run_does_otherwise_is_said_with_its_learning_rate(
     ):  # fmt: skip
         assert part in said, (part, said)
     code, said = said_by(capsys, resume, "--steps=8")
-    assert code == 2 and "done already" in said
+    assert code == 2 and "already" in said
     code, said = said_by(capsys, resume, "--steps=9", "--precision=bf16", "--schedule=constant",
                          "--eval-batches=1")  # fmt: skip
     assert "--eval-batches was 0, is 1" in said
@@ -216,7 +216,7 @@ def test_a_run_is_resumed_with_its_data_and_model_elsewhere(
     (home / "moved" / "e.jsonl").write_text(json.dumps({"text": "others " * 2000}) + "\n")
     code, said = said_by(capsys, resume, "--steps=6", *moved)
     assert code == 2 and "cannot be resumed: the t" in said
-    assert "has changed since it began" in said
+    assert "changed since it started" in said
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_another_code_of_your_model_is_refused(
     assert said_by(capsys, resume, "--steps=2")[0] == 0
     (home / "mine.py").write_text(OWN.format(layer="Tanh"))
     code, said = said_by(capsys, resume, "--steps=3")
-    assert code == 2 and "the code of your model has changed" in said
+    assert code == 2 and "the code of your model changed" in said

@@ -83,7 +83,7 @@ def test_those_of_experiments_are_listed_where_they_are_asked_for(home, monkeypa
         assert main(["runs", *words]) == 0
         shown = capsys.readouterr().out
         assert ("zero3-000" in shown) is names
-        assert ("1 more of comparisons and tunings: outpace runs --all" in shown) is not names
+        assert ("1 more from comparisons and tunings: outpace runs --all" in shown) is not names
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -201,7 +201,7 @@ def test_a_row_names_the_settings_in_which_the_listed_runs_differ(
 def test_where_there_is_nothing_it_says_so(tmp_path, monkeypatch, capsys, home):
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
-    assert "no runs in a folder runs of this one" in capsys.readouterr().out
+    assert "no runs in a subfolder runs of this one" in capsys.readouterr().out
     assert main(["runs", str(home), "--where", "strategy=tp"]) == 0
     assert "none of the 6 runs" in capsys.readouterr().out
 
@@ -295,19 +295,19 @@ def test_no_damage_ends_the_listing(spoil, run, listed, tmp_path):
     ("words", "said"),
     [
         (["nowhere"], "there is no folder nowhere"),
-        (["show"], "takes one run, and got 0"),
-        (["show", "runs/new", "runs/old"], "takes one run, and got 2"),
+        (["show"], "takes one run, but got 0"),
+        (["show", "runs/new", "runs/old"], "takes one run, but got 2"),
         (["show", "runs"], "runs holds no run"),
-        (["diff", "runs/new", "runs/old"], "outpace compare runs/new runs/old says what runs"),
-        (["--where", "fast"], "'fast' is no condition"),
-        (["--where", "final_los<2"], "runs have no 'final_los'. Did you mean 'final_loss'"),
-        (["--where", "final_loss<low"], "final_loss is a number; 'low' is not"),
+        (["diff", "runs/new", "runs/old"], "outpace compare runs/new runs/old shows how runs"),
+        (["--where", "fast"], "'fast' is not a condition"),
+        (["--where", "final_los<2"], "runs have no field 'final_los'. Did you mean 'final_loss'"),
+        (["--where", "final_loss<low"], "final_loss has to be a number; 'low' is not"),
         (["--where", "peak_memory_bytes<2 apples"], "a number, such as 900MiB; '2 apples' is not"),
         (["--where", "strategy=dpp"], "Did you mean 'dp' or 'ddp'"),
-        (["--where", "strategy<ddp"], "strategy has no order"),
-        (["--where", "data<a"], "data has no order"),
+        (["--where", "strategy<ddp"], "strategy cannot be ordered"),
+        (["--where", "data<a"], "data cannot be ordered"),
         (["--where", "compile=perhaps"], "compile is one of true, on"),
-        (["--sort", "speed"], "--sort: runs have no 'speed'"),
+        (["--sort", "speed"], "--sort: runs have no field 'speed'"),
     ],
 )
 def test_mistakes_are_said(words, said, home, monkeypatch, capsys):

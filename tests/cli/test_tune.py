@@ -54,7 +54,7 @@ def test_what_is_close_runs_in_turn_at_the_end(tuned, capsys, tmp_path, monkeypa
     words = [*tuned[1], "--nproc=2", "--within=0", "--trials=5", f"--out={tmp_path / 't'}"]
     assert main(["tune", *words]) == 0
     told = capsys.readouterr()
-    assert "outpace: in turn, to tell them apart: " in told.err
+    assert "outpace: measured in turn, to tell them apart: " in told.err
     tuning = Tuning.load(tmp_path / "t" / "tuning.json")
     assert [trial.raced for trial in tuning.trials] == [False] * 3 + [True] * 2
     fastest = min(tuning.trials[3:], key=lambda trial: trial.compared_s)
@@ -90,7 +90,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
     assert kept.stopped == "it was interrupted" and len(kept.trials) == 2
     assert PlanFile.load(tmp_path / "t" / "plan.json").plan == kept.fastest.plan
     assert main(asked) == 2
-    assert "--resume: which tuning? Name its directory" in capsys.readouterr().err
+    assert "--resume: which tuning? Give its directory" in capsys.readouterr().err
 
 
 def test_training_by_the_plan_checks_the_promise(tuned, capfd, tmp_path):
@@ -104,7 +104,7 @@ def test_training_by_the_plan_checks_the_promise(tuned, capfd, tmp_path):
     assert promise["kept"] == (abs(off) <= 0.03)
     short = [*plan, "--steps=3", f"--out={tmp_path / 'short'}"]
     assert main(["train", *short]) == 0
-    assert "which will not be checked: the first 3 steps are warm-up" in capfd.readouterr().err
+    assert "which cannot be checked: the first 3 steps are warm-up" in capfd.readouterr().err
     other = [*plan, "--global-batch=16", f"--out={tmp_path / 'other'}", "--json"]
     assert main(["train", *other]) == 0
     assert json.loads(capfd.readouterr().out)["promise"] is None
@@ -123,7 +123,7 @@ def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_
     ("words", "said"),
     [
         (["--plan=auto"], "Leave it out"),
-        (["--micro-batch=auto"], "tries sizes itself"),
+        (["--micro-batch=auto"], "searches micro-batch sizes itself"),
         (["--memory-budget=2GiB"], "Use --memory-limit"),
         (["--data=nowhere/at/all"], "nowhere/at/all"),
         (["--trials=0"], "0"),

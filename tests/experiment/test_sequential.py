@@ -99,13 +99,13 @@ def test_an_interval_that_is_not_enough_for_a_claim_is_told_as_it_is():
     found = verdict(times, [1.0] * 12, 0.01, 0.95)
     assert not found.claimed and found.low > 0
     said = found.words("b", "a")
-    assert said.startswith("b and a: not told apart at 1 %: between +1.0 % and +")
+    assert said.startswith("b and a: no difference at 1 %: between +1.0 % and +")
 
 
 def test_an_interval_of_rounds_that_are_too_few_for_a_claim_says_so():
     found = verdict([1.1] * 8, [1.0] * 8, 0.01, 0.95)
     assert found.low is not None and not found.claimed
-    assert "too few to claim anything: it takes 10 or more" in found.words("b", "a")
+    assert "too few to claim anything: at least 10 are needed" in found.words("b", "a")
 
 
 def test_of_runs_that_are_over_nothing_is_claimed():
@@ -113,7 +113,7 @@ def test_of_runs_that_are_over_nothing_is_claimed():
     assert not found.claimed
     assert found.words("b", "a").startswith(
         "b took 10.0 % less time than a in these two runs (-10.0 % to -10.0 % over parts of the "
-        "runs). Two runs alike may differ as much: a claim takes runs in turn"
+        "runs). Two identical runs may differ as much: to claim a difference, run them in turn"
     )
 
 
@@ -123,7 +123,7 @@ def test_so_few_rounds_that_nothing_could_be_claimed_say_how_many_it_takes():
         said = verdict([1.5, 1.6], [1.0, 1.0], alpha, 0.95).words("b", "a")
         assert said.startswith("b is 54.9 % slower than a in 2 rounds, too few to claim anything")
         enough = fewest_rounds(alpha)
-        assert said.endswith(f"it takes {enough} or more")
+        assert said.endswith(f"at least {enough} are needed")
         assert verdict([1.5] * enough, [1.0] * enough, alpha, 0.95).claimed
         assert not verdict([1.5] * (enough - 1), [1.0] * (enough - 1), alpha, 0.95).claimed
     assert fewest_rounds(0.01) == 10

@@ -109,7 +109,7 @@ def test_a_host_that_is_lost_is_gone_on_without_and_taken_in_again(cluster, tmp_
     _, rest = process.communicate(timeout=200)
     errors += rest
     assert process.returncode == 0, errors
-    assert "host-b was lost" in errors and "host-b is back, and is taken in" in errors
+    assert "host-b was lost" in errors and "host-b is back and rejoins" in errors
     assert "(restart 1 of 3)" in errors
     found = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in found] == list(range(1, count + 1))
@@ -159,7 +159,7 @@ def test_fewer_hosts_than_asked_for_are_begun_with(cluster, tmp_path):
         cwd=tmp_path,
     )  # fmt: skip
     assert code == 0, errors
-    assert "host-c: cannot be reached" in errors and "Beginning without it" in errors
+    assert "host-c: cannot be reached" in errors and "Starting without it" in errors
     assert steps(tmp_path / "run") == 3
 
 
@@ -175,8 +175,8 @@ def test_what_is_not_seen_by_all_is_refused_where_hosts_may_go(cluster, tmp_path
     ("words", "said"),
     [
         (("--hosts", BOTH, "--min-nodes", 3, "--out", "x"), "--min-nodes 3"),
-        (("--hosts", BOTH, "--min-nodes", 1), "name its directory with --out"),
-        (("--min-nodes", 1, "--out", "x"), "is about hosts"),
+        (("--hosts", BOTH, "--min-nodes", 1), "Name the run's directory with --out"),
+        (("--min-nodes", 1, "--out", "x"), "applies to several hosts"),
     ],
 )
 def test_what_contradicts_itself_is_refused(cluster, tmp_path, words, said):
@@ -192,4 +192,4 @@ def test_a_clock_a_minute_off_is_said(cluster, tmp_path):
         code, _, errors = cluster.run(*TINY, "--hosts", BOTH, "--out", "run", cwd=tmp_path)
     finally:
         cluster.shift("host-b", None)
-    assert code == 2 and re.search(r"host-b: its clock is (5\d|6\d) s off; set it by NTP", errors)
+    assert code == 2 and re.search(r"host-b: its clock is (5\d|6\d) s off. Set it by NTP", errors)

@@ -55,7 +55,7 @@ def test_what_stands_against_it_is_said_of_every_host(cluster, tmp_path):
         "train", *TINY, "--hosts", f"{BOTH},host-c:1", "--out", out, cwd=tmp_path
     )
     assert code == 2
-    assert "the hosts are not ready, and nothing was started" in errors
+    assert "the hosts are not ready, so nothing was started" in errors
     assert f"host-b: it does not see {out}" in errors
     assert "host-c: cannot be reached: ssh: Could not resolve hostname host-c" in errors
     assert "host-a" not in errors
@@ -66,7 +66,7 @@ def test_an_output_that_cannot_be_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     assert main(["train", "--hosts", BOTH, "--out", "file/run"]) == 2
-    assert "--out file/run: nothing can be written there" in capsys.readouterr().err
+    assert "--out file/run: cannot write there" in capsys.readouterr().err
 
 
 def test_data_that_one_host_lacks_is_named(cluster, tmp_path):
@@ -102,7 +102,7 @@ def test_a_host_that_does_not_reach_the_port_is_to_blame(cluster, tmp_path):
             "train", *TINY, "--steps", 4, "--hosts", BOTH, "--out", "run", cwd=tmp_path
         )
     assert code != 0
-    assert "host-b: " in errors and "where all meet, is not reached from here" in errors
+    assert "host-b: " in errors and "where all meet, within" in errors
     assert "host-a: stopped" not in errors
     assert ended_everywhere(cluster, tmp_path)
 
@@ -185,10 +185,10 @@ def test_a_launcher_that_is_gone_leaves_nothing_behind(cluster, tmp_path):
     [
         (("--hosts", "a;rm -rf x:4"), "'a;rm -rf x' is not the name of a host"),
         (("--hosts=-oProxyCommand=x:4",), "is not the name of a host"),
-        (("--hosts", "a"), "'a' does not say how many ranks; write a:4"),
+        (("--hosts", "a"), "'a' does not give a number of ranks. Write a:4"),
         (("--hosts", "a:0"), "'0' is not a number of ranks"),
         (("--hosts", "a:1,a:1"), "names a twice"),
-        (("--hosts", "a:1", "--nproc", 2), "--hosts, and --nproc"),
+        (("--hosts", "a:1", "--nproc", 2), "--hosts and --nproc cannot be combined"),
         (("--hostfile", "none.txt"), "cannot be read: No such file"),
     ],
 )

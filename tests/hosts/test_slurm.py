@@ -167,7 +167,7 @@ def goes_on(slurm, name, job):
     # whatever it is told of the job to be revoked.
     time.sleep(3)
     slurm("scontrol", "update", f"jobid={job}", "starttime=now")
-    slurm.until(lambda: slurm.state(job) == "RUNNING", job, "begun again")
+    slurm.until(lambda: slurm.state(job) == "RUNNING", job, "restarted")
     slurm.until(lambda: slurm.steps(name)[-1] > saved + 3, job, "gone on")
     steps = slurm.steps(name)
     assert steps == list(range(1, len(steps) + 1))

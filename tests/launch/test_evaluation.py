@@ -87,8 +87,8 @@ def test_more_batch_than_data_is_said(home):
 
     train(settings, RunContext(callbacks=[Listener()]))
     assert any("256 is more than the" in hint and "up to" in hint for hint in said), said
-    assert any("held.jsonl is gone through" in hint for hint in said)
-    assert not any("train.jsonl is gone through" in hint for hint in said)
+    assert any("held.jsonl is repeated" in hint for hint in said)
+    assert not any("train.jsonl is repeated" in hint for hint in said)
 
 
 def test_the_part_that_is_too_little_is_named(home):

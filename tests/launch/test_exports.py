@@ -145,7 +145,7 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
     source = folder / "source"
     found = merge_adapter(adapter, tmp_path / "a", model=source, base=None, dtype="fp32")
     (note,) = found.notes
-    assert "names org/another as its base, and was added to" in note
+    assert "names org/another as its base, and was merged into" in note
     same = {**config, "base_model_name_or_path": str(source)}
     (adapter / "adapter_config.json").write_text(json.dumps(same))
     found = merge_adapter(adapter, tmp_path / "b", model=None, base=None, dtype="fp32")
@@ -160,7 +160,7 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
     ]  # fmt: skip
     (adapter / "tokenizer.json").write_text(json.dumps(longer))
     for model in (None, source):
-        with pytest.raises(BadInputError, match="trained beside longer embeddings"):
+        with pytest.raises(BadInputError, match="trained with a larger embedding"):
             merge_adapter(adapter, tmp_path / "c", model=model, base=None, dtype="fp32")
     with pytest.raises(BadInputError, match="the tokenizer has a vocabulary of"):
         generate(adapter, "a", max_new_tokens=1, temperature=0.0, top_k=None, seed=0, device="cpu")

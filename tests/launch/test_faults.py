@@ -126,7 +126,7 @@ def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
     code, _, errors = run(*words, "--max-restarts", 1, "--out", "run", cwd=tmp_path)
     assert code == 1, errors
     assert "rank 1 failed: RuntimeError: a broken fan. Resuming from the last checkpoint" in errors
-    assert "It has begun again 1 time, which is all that --max-restarts 1 allows" in errors
+    assert "It has restarted 1 time, which is the limit of --max-restarts 1" in errors
     code, _, errors = run(
         *TINY, "--nproc", 2, "--tp", 3, "--max-restarts", 3, "--out", "no", cwd=tmp_path
     )
@@ -210,11 +210,11 @@ def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
     more = (*TINY, "--steps", 8, "--nproc", 1, "--out", "run", "--auto-resume", "--json")
     code, output, errors = run(*more, cwd=tmp_path)
     assert code == 0, errors
-    assert "the run had 2 ranks and resumes with 1: it is planned again" in errors
+    assert "the run had 2 ranks and resumes with 1: the layout is planned again" in errors
     assert json.loads(output)["strategy"] == "single" and steps(tmp_path / "run") == 8
     code, _, errors = run(*words, "--steps", 12, "--auto-resume", cwd=tmp_path)
     assert code == 0, errors
-    assert "the run had 1 ranks and resumes with 2: the layout stays as it was asked for" in errors
+    assert "the run had 1 ranks and resumes with 2: the requested layout is kept" in errors
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path):
     assert [one.state for one in found.ranks] == ["waits", "silent"]
     assert "step.py" in found.ranks[0].stacks
     page = (tmp_path / "run" / "standstill.html").read_text()
-    assert "is stopped" in page and "how all ranks stood: run/standstill.html" in errors
+    assert "is stopped" in page and "what each rank was doing: run/standstill.html" in errors
 
 
 def test_a_rank_that_hangs_is_named_with_its_line(tmp_path):

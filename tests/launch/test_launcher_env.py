@@ -64,7 +64,7 @@ def test_what_srun_sets_for_mpis_as_well_is_srun_s() -> None:
     [
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            "not PMI_LOCAL_RANK and PMI_LOCAL_SIZE, so it is open",
+            "not PMI_LOCAL_RANK and PMI_LOCAL_SIZE, so it is unknown",
         ),
         (HYDRA, "not MASTER_ADDR and MASTER_PORT.* with mpiexec -genv MASTER_ADDR"),
         ({"PMIX_RANK": "3"}, "PMIX_RANK = '3': this is one of several processes"),
@@ -87,7 +87,7 @@ def test_torchrun_under_mpirun_is_nearer() -> None:
     [
         ("MASTER_PORT", "has OMPI_COMM_WORLD_RANK but not MASTER_PORT.* with mpirun -x"),
         ("OMPI_COMM_WORLD_SIZE", "Open MPI sets both"),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "open which of the 8 processes share a host"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "unknown which of the 8 processes share a host"),
     ],
 )
 def test_what_open_mpi_leaves_open_is_refused(missing: str, said: str) -> None:

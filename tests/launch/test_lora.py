@@ -54,7 +54,7 @@ def test_a_run_of_adapters_learns_is_evaluated_and_merged(start, corpus, tmp_pat
     assert main(["merge", str(run), "--out", str(tmp_path / "whole"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == str(tmp_path / "whole")
     assert main(["merge", str(run), "--out", str(tmp_path / "whole")]) == 2
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     opened = open_model(str(tmp_path / "whole"))
     assert opened.adapter is None and opened.tokenizer is not None
     tokens = torch.arange(8).view(1, 8)
@@ -91,7 +91,7 @@ def test_random_weights_are_taken_where_that_is_said(start, tmp_path):
 
 
 def test_what_is_refused(start, tmp_path):
-    with pytest.raises(BadInputError, match=r"would begin with random ones.* --init random"):
+    with pytest.raises(BadInputError, match=r"would start with random ones.* --init random"):
         start("none", model="outpace-tiny", lora_rank=4)
     assert not (tmp_path / "none").exists()
     run, _ = start("stacked", steps=1, lora_rank=2)
@@ -109,7 +109,7 @@ def test_other_weights_under_the_same_name_are_noticed(start, tmp_path):
     data[-4:] = b"\0\0\0\0"
     path.write_bytes(bytes(data))
     (path.parent / "checksums.json").unlink()  # on purpose
-    with pytest.raises(BadInputError, match="what the adapters are trained beside has changed"):
+    with pytest.raises(BadInputError, match="the adapters' base weights changed"):
         start("beside", model=str(base), steps=4, lora_rank=2, resume=True)
     with pytest.raises(BadInputError, match="are not those that the adapter"):
         evaluate(run, None, batches=1, batch_size=2, device="cpu")

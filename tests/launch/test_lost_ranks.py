@@ -214,7 +214,7 @@ def rank_alone(words, cwd, rank=1, **environ):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        pytest.param(None, "does not answer as rank 0 does", id="silent",
+        pytest.param(None, "does not answer like rank 0", id="silent",
                      marks=pytest.mark.slow),
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program", id="http"),
     ],

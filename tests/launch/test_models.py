@@ -192,7 +192,7 @@ def test_tokens_of_another_vocabulary_are_refused(start, corpus, tmp_path):
         start("again", data=(str(tokens),), tokenizer=own)
     with pytest.raises(BadInputError, match=r"largest token id needs a vocabulary of 64988"):
         evaluate(tmp_path / "run", (str(tokens),), batches=1, batch_size=1, device="cpu")
-    with pytest.raises(BadInputError, match=r"x\.bin holds the ids of some tokenizer.*--tokenizer"):
+    with pytest.raises(BadInputError, match=r"x\.bin holds the ids of a tokenizer.*--tokenizer"):
         start("mixed", data=(str(corpus), str(tokens)))
 
 

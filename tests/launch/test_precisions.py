@@ -148,6 +148,6 @@ def test_what_does_nothing_or_hardly_trains_is_said(run):
     heard = StopAt(-1)
     run(strategy="zero3", lr=3.0, steps=1, global_batch=3, precision="bf16", callbacks=[heard])
     said = "\n".join(heard.hints)
-    assert "--strategy zero3 on one process splits nothing: --nproc N starts several" in said
+    assert "--strategy zero3 on one process splits nothing. Start several with --nproc N" in said
     assert "--lr 3 is large" in said
     assert "multiple of 8" not in said  # which a CPU does not want

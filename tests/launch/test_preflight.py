@@ -36,7 +36,7 @@ def test_another_version_stands_against_it(answer, name, tmp_path):
     (problem,) = found.problems
     assert not found.ready
     assert problem == (
-        f"localhost: it has {name} {facts.versions[name]}, and other has 0.1; install the same"
+        f"localhost: it has {name} {facts.versions[name]}, but other has 0.1. Install the same"
     )
 
 
@@ -49,7 +49,7 @@ def test_a_path_that_is_not_there_is_named(tmp_path):
 
 def test_where_nothing_can_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInputError, match="nothing can be written there"):
+    with pytest.raises(BadInputError, match="cannot write there"):
         check_hosts([HERE], HostQuery(folder=str(Path.cwd())), tmp_path / "file" / "run")
 
 

@@ -99,7 +99,7 @@ def test_torchrun_under_srun_is_nearer() -> None:
         ("SLURM_NODEID", "3", "SLURM_NODEID = '3' is not one of the 3 nodes"),
         ("SLURM_PROCID", "x", "RANK = 'x' is not a whole number"),
         ("SLURM_LOCALID", "3", "local rank 3 of 3"),
-        ("SLURM_JOB_ID", "1_2", "are no numbers; set MASTER_PORT"),
+        ("SLURM_JOB_ID", "1_2", "are not numbers. Set MASTER_PORT"),
     ],
 )
 def test_what_is_damaged_is_refused(name: str, value: str, said: str) -> None:

@@ -144,9 +144,9 @@ def test_what_sbatch_reads_is_as_asked() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"name": "a; rm"}, "small letters, digits and hyphens"),
-        ({"command": ("train", "a\nrm")}, "holds a line's end"),
-        ({"folder": "/a\n#SBATCH"}, "holds a line's end"),
+        ({"name": "a; rm"}, "lower-case letters, digits and hyphens"),
+        ({"command": ("train", "a\nrm")}, "contains a line break"),
+        ({"folder": "/a\n#SBATCH"}, "contains a line break"),
         ({"ranks_per_node": 5}, "5 ranks for 4 GPUs"),
         ({"nodes": 0}, "nodes"),
     ],

@@ -143,11 +143,11 @@ def test_accumulation_does_not_change_the_mathematics(run):
 def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_steps(run, tmp_path):
     run(steps=3)
     result = (tmp_path / "run" / "result.json").read_text()
-    with pytest.raises(BadInputError, match="has 3 of 3 steps done already"):
+    with pytest.raises(BadInputError, match="has done 3 of 3 steps already"):
         run(steps=3, resume=True)
     assert (tmp_path / "run" / "result.json").read_text() == result
     record = (tmp_path / "run" / "run.json").read_text()
-    with pytest.raises(BadInputError, match="has 3 of 2 steps done already"):
+    with pytest.raises(BadInputError, match="has done 3 of 2 steps already"):
         run(steps=2, resume=True)
     assert (tmp_path / "run" / "run.json").read_text() == record
     further = run(steps=5, resume=True)
@@ -191,7 +191,7 @@ def test_a_run_does_not_go_on_with_other_data(run, corpus, tmp_path):
     given = {"data": (str(data),), "tokenizer": str(run("first", steps=1) / "model")}
     run(steps=1, **given)
     (data / "more.txt").write_text("x = 1\n" * 500)
-    said = r"the training data has changed since it began.*--model"
+    said = r"the training data changed since it started.*--model"
     with pytest.raises(BadInputError, match=said):
         run(steps=2, resume=True, **given)
 

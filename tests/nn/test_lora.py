@@ -88,7 +88,7 @@ def test_what_is_refused():
         ({"lora_rank": 4, "lora_targets": ()}, "names no matrix"),
         ({"lora_rank": 4, "strategy": "tp", "tp": 2, "base": "nf4"}, "Use zero3"),
         ({"lora_rank": 4, "strategy": "tp", "tp": 2, "lora_dropout": 0.1}, "Use lora_dropout 0"),
-        ({"lora_rank": 4, "precision": "fp8"}, "adapters and all. Use precision bf16"),
+        ({"lora_rank": 4, "precision": "fp8"}, "including adapters. Use precision bf16"),
     ]:
         with pytest.raises(BadInputError, match=said):
             Plan.parse(values, "test")

@@ -103,7 +103,7 @@ def test_a_record_is_read_as_it_was_written_however_it_is_laid_out(sealed: Path)
 def test_a_record_that_was_changed_is_refused_or_that_is_said(sealed: Path) -> None:
     values = {**json.loads(sealed.read_text()), "value": 2e-5}
     sealed.write_text(json.dumps(values))
-    with pytest.raises(BadInputError, match="checksum does not fit") as caught:
+    with pytest.raises(BadInputError, match="checksum does not match") as caught:
         Sealed.load(sealed)
     assert "'xxh3_128'" in str(caught.value)
     said: list[str] = []

@@ -52,5 +52,5 @@ def test_a_mark_of_the_byte_order_is_no_part_of_a_name(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInputError, match="it is no text"):
+    with pytest.raises(BadInputError, match="it is not text"):
         read_hosts(path)

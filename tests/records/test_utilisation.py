@@ -93,5 +93,5 @@ def test_series_of_unequal_lengths_are_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match=r"series of \[2, 3\] values for 3 points"):
         Utilisation.parse(values, "a.json")
     values = made.model_dump() | {"ends_s": (1.0, 3.0, 2.0)}
-    with pytest.raises(BadInputError, match="do not rise"):
+    with pytest.raises(BadInputError, match="is not increasing"):
         Utilisation.parse(values, "a.json")

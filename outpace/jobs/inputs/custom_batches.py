@@ -10,7 +10,7 @@ _TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # of each batch that strategies are verif
 
 
 def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
-    """Return samples of a user's data set, or of `seq_len` tokens, which are all 0."""
+    """Return samples of a user's data set, or `seq_len` tokens, which are all 0."""
     import torch
 
     if model.dataset is not None:
@@ -22,11 +22,11 @@ def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
 
 
 def _samples_of(dataset: Any, first: int, count: int) -> Any:
-    """A batch of a user's data set, from its beginning again where it ends."""
+    """Return a batch of a user's data set, starting over at its end."""
     from outpace.data.loader import collate
 
     if not len(dataset):
-        raise BadInputError("the model's own data set is empty, so there is nothing to run it on")
+        raise BadInputError("the model's data set is empty, so there is nothing to run it on")
     keys = [index % len(dataset) for index in range(first, first + count)]
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(keys))
@@ -34,24 +34,23 @@ def _samples_of(dataset: Any, first: int, count: int) -> Any:
 
 
 def _require_tokens(module: Any) -> int:
-    """The vocabulary of a module that reads tokens."""
+    """Return the vocabulary of a module that reads tokens."""
     from outpace.interop.custom_model import read_vocab
 
     vocab = read_vocab(module)
     if vocab is None:
         raise BadInputError(
-            f"a {type(module).__name__} has no embedding of tokens, and its function returned no "
-            "data set, so what it is to be run on is not known; return (module, loss, dataset)"
+            f"a {type(module).__name__} has no token embedding, and its function returned no "
+            "data set, so it is unknown what to run it on. Return (module, loss, dataset)"
         )
     return vocab
 
 
 def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
-    """Small global batches of a user's model for `ranks` processes, by the step from 1.
+    """Return small global batches of a user's model for `ranks` processes, by step from 1.
 
-    Of a number of samples that `ranks` and `multiple` divide.
-
-    Of its data set, or of random tokens, of which the ends of samples are padding, unevenly.
+    The number of samples is a multiple of `ranks` and `multiple`. They come from its data set, or
+    are random tokens with uneven padding at the end.
     """
     import torch
 

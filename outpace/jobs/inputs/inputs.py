@@ -55,7 +55,7 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Inputs of a run. `spec` is None for a custom model; `seq_len` for a user's data set."""
+    """Inputs of a run. `spec` is None for a custom model, and `seq_len` for a user's data set."""
 
     name: str
     opened: OpenedModel | None
@@ -72,7 +72,7 @@ class TrainingInputs:
     hints: tuple[str, ...] = ()
 
     def starts_from_stored(self, settings: TrainSettings) -> bool:
-        """Whether training begins with weights that were trained before."""
+        """Return whether training starts from trained weights."""
         return self.opened is not None and (
             _starts_pretrained(self.opened, settings)
             if self.custom_model is None
@@ -81,12 +81,14 @@ class TrainingInputs:
 
     @property
     def is_transformer(self) -> bool:
-        """Whether it is a transformer with its vocabulary, not a classifier or a custom model."""
+        """Return whether it is a transformer with its vocabulary, not a classifier or a custom
+        model.
+        """
         return self.custom_model is None and self.labels is None
 
     @property
     def targets_per_sample(self) -> int | None:
-        """Targets in every sample, None where they differ (masked tokens, the user's data)."""
+        """Targets per sample; None if they differ (masked tokens, the user's data)."""
         if isinstance(self.train_data, PaddedDataset):
             return None if self.labels is None else 1
         causal = self.spec is not None and self.spec.causal
@@ -94,7 +96,7 @@ class TrainingInputs:
 
     @property
     def likely_targets(self) -> int:
-        """Estimated targets of a sample: those that are masked, or one."""
+        """Estimated targets of a sample: the masked tokens, or one."""
         if isinstance(self.train_data, PaddedDataset):
             return self.train_data.mean_targets
         if self.spec is None or self.seq_len is None:
@@ -121,14 +123,12 @@ def gather(
     name = opened.name if opened is not None else "own"
     if custom_model is not None and settings.init is not None:
         raise BadInputError(
-            f"--init {settings.init}: the weights of a custom model come from its own "
-            "function. Leave --init out; to start from stored weights, name a run's directory."
+            f"--init {settings.init}: a custom model gets its weights from its own function. "
+            "Leave --init out; to start from stored weights, give a run's directory."
         )
     if custom_model is not None and custom_model.dataset is not None:
         if settings.data != ("stdlib",) or settings.task != "pretrain":
-            raise BadInputError(
-                f"{name} brings its own data set, so --data and --task cannot be given too."
-            )
+            raise BadInputError(f"{name} comes with its own data set. Leave out --data and --task.")
         return TrainingInputs(
             name,
             opened,
@@ -199,9 +199,9 @@ def gather(
 
 
 def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
-    """Fill the cache with what training with these settings reads. Raises BadInputError.
+    """Fill the cache with the data that training with these settings reads. Raises BadInputError.
 
-    Not for a custom model, whose code is run where it trains.
+    Not for a custom model, whose code runs only where it trains.
     """
     cache_dir = cache_folder(settings.cache_dir, os.environ)
     if open_model(settings.model, cache_dir).build is not None:
@@ -214,21 +214,21 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
 
 
 def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[str, ...]:
-    """Return notes on how the model's folder was understood."""
+    """Return notes on how the model's folder was read."""
     if opened is None:
         return ()
     if opened.kind != "huggingface" or opened.weights is not None or settings.init is not None:
         return opened.notes
     return (
         *opened.notes,
-        f"{opened.folder} has no weights: the model begins with random ones (--init random)",
+        f"{opened.folder} has no weights: the model starts with random ones (--init random)",
     )
 
 
 def _other_tokenizer_hints(
     opened: OpenedModel | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Say that stored weights are to learn from the ids of another tokenizer than their own."""
+    """Note that stored weights would train on ids of a tokenizer other than their own."""
     if settings.tokenizer is None or tokenizer is None or opened is None:
         return []
     if opened.weights is None or settings.init == "random":
@@ -241,9 +241,9 @@ def _other_tokenizer_hints(
     if not others:
         return []
     return [
-        f"--tokenizer {settings.tokenizer} has other tokens than {opened.name}'s own under "
-        f"{others:,} of {len(known):,} ids, which mean something else to the stored weights. Leave "
-        "--tokenizer out to learn with its own"
+        f"--tokenizer {settings.tokenizer} assigns other tokens than {opened.name}'s tokenizer "
+        f"to {others:,} of {len(known):,} ids, which the stored weights have not learnt. Leave "
+        "--tokenizer out to train with the model's tokenizer"
     ]
 
 
@@ -254,7 +254,9 @@ def _class_hints(
     cache_dir: Path,
     exported: bool = True,
 ) -> list[str]:
-    """Say where transformers reads the tokenizer, or the exported one, otherwise than outpace."""
+    """Note where transformers reads the tokenizer, or the exported one, differently than
+    outpace.
+    """
     folder = settings.tokenizer or (None if opened is None else opened.tokenizer)
     if tokenizer is None:
         return []
@@ -265,7 +267,7 @@ def _class_hints(
 
 
 def _shared_file_hints(settings: TrainSettings) -> list[str]:
-    """Say that files to validate on are trained on, too."""
+    """Note that some validation files are also training files."""
     if settings.eval_data is None:
         return []
     train, held_out = (map(open_source, names) for names in (settings.data, settings.eval_data))
@@ -277,46 +279,47 @@ def _shared_file_hints(settings: TrainSettings) -> list[str]:
         f" and {len(found) - 1} more of --eval-data are" if len(found) > 1 else " of --eval-data is"
     )
     return [
-        f"{found[0]}{more} in --data, too: the validation loss is of text that is trained on. "
-        "Leave it out of one of them"
+        f"{found[0]}{more} also in --data, so the validation loss would be of text that is "
+        "trained on. Leave it out of one of them"
     ]
 
 
 def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:
-    """Refuse a folder with weights in files that are not read, where random ones are not meant."""
+    """Refuse a folder whose weight files are not read, unless random weights are requested."""
     if opened is None or opened.folder is None or opened.weights is not None:
         return
     found = unread_weights(opened.folder)
     if found and settings.init != "random":
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise BadInputError(
-            f"{opened.folder} has weights in {found[0]}{more}, and none of the files that are read "
-            "(model.safetensors or pytorch_model.bin, or their .index.json with the parts that it "
-            "names). Bring the model there as transformers' save_pretrained writes it; or begin "
-            "with random weights: --init random."
+            f"{opened.folder} has weights in {found[0]}{more}, but none of the files that are "
+            "read (model.safetensors or pytorch_model.bin, or their .index.json with its "
+            "parts). Save the model with transformers' save_pretrained, or start with random "
+            "weights: --init random."
         )
 
 
 def _require_base(
     settings: TrainSettings, opened: OpenedModel | None, custom_model: CustomModel | None
 ) -> None:
-    """Refuse what adapters cannot be trained beside."""
+    """Refuse a base model with which adapters cannot be trained."""
     asked = f"--lora-rank {settings.lora_rank}"
     if custom_model is not None or opened is None:
         raise BadInputError(
-            f"{asked} is for outpace's and Hugging Face models. In a model of your own, freeze "
-            "what is not to be trained (requires_grad)."
+            f"{asked} applies to outpace's and Hugging Face models. In a custom model, freeze "
+            "the weights that are not to be trained (requires_grad)."
         )
     if not _starts_pretrained(opened, settings) and settings.init != "random":
         raise BadInputError(
-            f"{asked} trains adapters of weights that were trained before, and {opened.name} "
-            "would begin with random ones, which stay as they are. Name a Hugging Face directory "
-            "or a run with --model; to measure speed or memory alone, add --init random."
+            f"{asked} trains adapters of trained weights, but {opened.name} would start with "
+            "random ones, which stay frozen. Give a Hugging Face directory or a run with "
+            "--model; to measure only speed or memory, add --init random."
         )
     if opened.adapter is not None:
         raise BadInputError(
-            f"{asked}: {opened.name} is an adapter already, and another cannot be stacked on it. "
-            f"Merge it first: outpace merge {opened.adapter} --out DIR, then --model DIR."
+            f"{asked}: {opened.name} is an adapter already, and another one cannot be stacked "
+            f"on it. Merge it first: outpace merge {opened.adapter} --out DIR, then --model "
+            "DIR."
         )
     if settings.base == "nf4":
         require_nf4()
@@ -331,7 +334,7 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
 def _custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> CustomModel | None:
-    """Return the user's model, whose function draws the same weights from a seed on every rank."""
+    """Return the user's model; its function draws the same weights from a seed on every rank."""
     if isinstance(live, nn.Module):
         return build_custom_model(lambda: live)
     seed_generators(seed)
@@ -379,23 +382,23 @@ def _corpus(
 
 
 def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
-    """Refuse ids that the model's embedding does not have. Raises BadInputError."""
+    """Refuse ids for which the model has no embedding. Raises BadInputError."""
     if vocab is None:
         return
     over = next((stream for stream in corpus.streams if stream.largest() >= vocab), None)
     if over is not None:
         path, place, found = over.first_above(vocab - 1)
         raise BadInputError(
-            f"the data's largest token id needs a vocabulary of {corpus.vocab_needed}, but {name} "
-            f"has {vocab}: token {place:,} of {path} is {found}. Use a model with a vocabulary at "
-            "least as large, or data of its own tokenizer."
+            f"the data's largest token id needs a vocabulary of {corpus.vocab_needed}, but "
+            f"{name} has {vocab}: token {place:,} of {path} is {found}. Use a model with a "
+            "vocabulary at least as large, or data tokenized for this model."
         )
     if tokenizer is not None:
         check_tokenizer(tokenizer, vocab, name)
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
-    """Refuse a tokenizer with tokens that the model's embedding lacks. Raises BadInputError."""
+    """Refuse a tokenizer with tokens for which the model has no embedding. Raises BadInputError."""
     if tokenizer.vocab_size > vocab:
         raise BadInputError(
             f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but {name} has {vocab}. "
@@ -404,7 +407,9 @@ def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
 
 
 def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
-    """The tokenizer beside a model, which data of ids may be of; None for one not understood."""
+    """Return the tokenizer beside a model, which may have encoded the data; None if not
+    readable.
+    """
     if opened is None or opened.tokenizer is None:
         return None
     try:
@@ -414,13 +419,13 @@ def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Say in a sentence that data of ids hold some which the tokenizer does not have."""
+    """Note that the data contain ids that the tokenizer does not have."""
     if tokenizer is None or corpus.vocab_needed <= tokenizer.vocab_size:
         return []
     return [
-        f"the data holds token ids up to {corpus.vocab_needed - 1}, and the model's tokenizer has "
-        f"{tokenizer.vocab_size} tokens: it was made with another tokenizer, whose ids mean other "
-        "texts, unless these are ids of your own. Give texts, or ids of this tokenizer"
+        f"the data have token ids up to {corpus.vocab_needed - 1}, but the model's tokenizer "
+        f"has {tokenizer.vocab_size} tokens. They were probably made with another tokenizer, "
+        "whose ids stand for other texts. Give texts, or ids of this tokenizer"
     ]
 
 
@@ -431,10 +436,10 @@ def build_objective(
     compute_dtype: torch.dtype | None,
     device: torch.device,
 ) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
-    """The model with its loss, on the device, with the weights to start from, in fp32.
+    """Build the model with its loss on the device, with its initial weights in fp32.
 
-    `compute_dtype` is that of a language model's products (see `LanguageModelObjective`). Where no
-    rank has the whole model it has no memory: lay it out, and `fill` it then.
+    `compute_dtype` is that of a language model's matrix products (see `LanguageModelObjective`). If
+    no rank holds the whole model, it has no memory yet: lay it out, then `fill` it.
     """
     if inputs.custom_model is not None:
         return CustomObjective(inputs.custom_model).to(device)
@@ -453,9 +458,9 @@ def build_objective(
 
 
 def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
-    """Return where and in which dtype random weights are drawn: where they live, if that is a GPU.
+    """Return where and in which dtype random weights are drawn: on their device, if that is a GPU.
 
-    Weights that are made into 4 bits lie in host memory before.
+    Weights that will be quantized to 4 bits are drawn in host memory.
     """
     if device.type != "cuda" or plan.base == "nf4":
         return DrawingPlace()
@@ -466,7 +471,7 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 def weights_of(
     inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """The weights to start from, whole, by their names: stored ones, or drawn on `device`."""
+    """Return the initial weights, whole, by name: stored ones, or drawn on `device`."""
     spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed
@@ -485,7 +490,7 @@ def weights_of(
 
 @dataclass(frozen=True)
 class DrawingPlace:
-    """The device and the dtype that random weights are drawn in."""
+    """Device and dtype in which random weights are drawn."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
     dtype: torch.dtype = torch.float32
@@ -494,7 +499,7 @@ class DrawingPlace:
 def initial_model(
     opened: OpenedModel, spec: ModelSpec, settings: TrainSettings, place: DrawingPlace
 ) -> Transformer:
-    """The model with its stored weights, or with weights drawn from the seed."""
+    """Return the model with its stored weights, or with weights drawn from the seed."""
     if not _starts_pretrained(opened, settings):
         return drawn_transformer(spec, settings.seed, place.device, place.dtype)
     return load_model(opened, spec)
@@ -507,7 +512,7 @@ def _initial_classifier(
     settings: TrainSettings,
     place: DrawingPlace,
 ) -> Classifier:
-    """Make a model as `initial_model` does, with a layer over the labels."""
+    """Build a model as `initial_model` does, with a layer over the labels."""
     if not _starts_pretrained(opened, settings):
         model = drawn_transformer(spec, settings.seed, place.device, place.dtype)
         return Classifier(model, len(labels), settings.seed)
@@ -516,7 +521,7 @@ def _initial_classifier(
 
 
 def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
-    """Stored weights in our model, without drawing random ones first."""
+    """Load stored weights into our model, without drawing random ones first."""
     with torch.device("meta"):
         model = Transformer(spec)
     model.load_state_dict(stored_weights(opened, spec), assign=True)
@@ -524,7 +529,7 @@ def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
 
 
 def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return the stored weights by our names; an adapter is merged in."""
+    """Return the stored weights by our names, with an adapter merged in."""
     assert opened.weights is not None
     weights = read_weights(opened.weights, spec)
     if opened.adapter is not None:

@@ -45,14 +45,17 @@ from outpace.training.callbacks import Callback, tell
 # What knows next-token losses only; each with what to use instead.
 NOT_CLASSIFY: dict[Strategy, str] = {
     "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
-    "cp": "has no masks for padding, and one rank alone would have the token that is read. Use ddp",
+    "cp": (
+        "has no masks for padding, and a single rank would hold the token that is "
+        "classified. Use ddp"
+    ),
     "3d": "splits models with a head over the vocabulary. Use zero3 or hsdp",
 }
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """Samples of a task. `labels` are those of a classifier; `hints` are for the user."""
+    """Samples of a task. `labels` are those of a classifier; `hints` are notes for the user."""
 
     tokenizer: Tokenizer
     train: PaddedDataset
@@ -65,7 +68,7 @@ class TaskData:
 
 
 def check_task(settings: TrainSettings, plan: Plan) -> None:
-    """Refuse a strategy that cannot do the task. Raises BadInputError."""
+    """Refuse a strategy that cannot train the task. Raises BadInputError."""
     task = settings.task
     if task == "classify" and plan.strategy in NOT_CLASSIFY:
         raise BadInputError(
@@ -73,8 +76,9 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
         )
     if task == "classify" and plan.lora_rank is not None:
         raise BadInputError(
-            f"--lora-rank {plan.lora_rank} --task classify: a classifier's new layers are trained "
-            "whole, which an adapter does not hold. Leave --lora-rank out, or use --task chat."
+            f"--lora-rank {plan.lora_rank} --task classify: a classifier's new layers are "
+            "trained fully, which an adapter cannot store. Leave --lora-rank out, or use "
+            "--task chat."
         )
     if settings.padding == "dynamic" and TRAITS[plan.strategy].one_shape:
         raise BadInputError(
@@ -84,7 +88,7 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
 
 
 def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Whether all batches are of one length: as asked, else where that is needed."""
+    """Return whether all batches have one length: as requested, else if it is needed."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
     return TRAITS[plan.strategy].one_shape
@@ -92,7 +96,7 @@ def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of a task's data, in two parts, before they are tokens."""
+    """The rows of a task's data, in two parts, before tokenization."""
 
     train: list[Row]
     validation: list[Row]
@@ -168,19 +172,20 @@ def load_task_inputs(
     callbacks: Sequence[Callback],
     device_type: str = "cpu",
 ) -> TaskData:
-    """Read and encode a task's data. Raises BadInputError for whatever does not fit."""
+    """Read and encode a task's data. Raises BadInputError if something does not fit."""
     opened, spec, positions = model.opened, model.spec, model.positions
     name = opened.name if opened is not None else "own"
     if settings.task == "chat" and spec is not None and not spec.causal:
         raise BadInputError(
-            f"--task chat: {name} predicts masked tokens and cannot write. Use a causal model, or "
-            "--task classify."
+            f"--task chat: {name} predicts masked tokens and cannot generate. Use a causal "
+            "model, or --task classify."
         )
     if settings.task == "classify":
         if spec is None:
             raise BadInputError(
-                "--task classify puts a layer over classes on outpace's own and Hugging Face "
-                "models. A model of your own brings its loss and data set: leave --task out."
+                "--task classify adds a classification layer to outpace's and Hugging Face "
+                "models. A custom model comes with its own loss and data set: leave --task "
+                "out."
             )
         if opened is None or opened.kind in ("preset", "spec"):
             require_exportable(spec)  # what transformers has written is, and asking it takes time
@@ -193,7 +198,10 @@ def load_task_inputs(
     seq_len = min(seq_len, most)
     source = read_source(settings)
     if source.parts == 1 and plan is not None:  # for training, not to evaluate
-        said = "the rows to validate with are those to train on: their loss says nothing of others"
+        said = (
+            "the validation rows are also training rows, so their loss says nothing about "
+            "other data"
+        )
         source = replace(source, hints=(*source.hints, said))
     fixed = _has_fixed_length(settings, plan)
     compiled = plan is not None and plan.compile
@@ -206,14 +214,14 @@ def load_task_inputs(
 
 
 def read_source(settings: TrainSettings) -> TaskRows:
-    """The rows to train on and to validate with."""
+    """Return the rows for training and for validation."""
     if settings.task == "classify" and settings.data in (("stdlib",), (NAME,)):
         train, validation = (list(paraphrases(split)) for split in ("train", "validation"))
         if settings.eval_data is not None:
             validation = _rows(read_tables(settings.eval_data))
         return TaskRows(train, validation, Table(NAME, COLUMNS, tuple(train), {}), ())
     if settings.data == ("stdlib",):
-        raise BadInputError("--task chat needs conversations: name them with --data FILE.jsonl.")
+        raise BadInputError("--task chat needs conversations. Give them with --data FILE.jsonl.")
     train_names, found = splits_of(settings.data)
     eval_names = settings.eval_data or found
     if settings.eval_data is not None:
@@ -225,7 +233,7 @@ def read_source(settings: TrainSettings) -> TaskRows:
     hints = [hint for table in (*tables, *others) for hint in table.hints]
     hints += unread_file_hints(settings.data)
     if left_out:
-        hints.append(f"{left_out:,} lines have other columns than their header and were left out")
+        hints.append(f"{left_out:,} lines have other columns than their header and were skipped")
     if eval_names is not None and tuple(train_names) == tuple(eval_names):
         return TaskRows(rows, rows, tables[0], (*hints, *nul_hints(rows)), parts=1)
     hints += nul_hints((*rows, *_rows(others)))
@@ -241,7 +249,7 @@ def _rows(tables: Sequence[Table]) -> list[Row]:
 
 
 def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
-    """Samples of conversations; `saved`: for a training, which saves the tokenizer."""
+    """Return samples of conversations; `saved`: whether training saves the tokenizer."""
     settings, source, seq_len = request.settings, request.source, request.padding.seq_len
 
     def texts() -> list[str]:
@@ -260,7 +268,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
     hints = [*source.hints, *_chat_hints(chat, parts[: source.parts], seq_len, _count(source))]
     if plain.chat_template is None:
         kept = ", and saved with the model" if saved else ""
-        hints.append(f"the tokenizer has no chat template: outpace's own is used{kept}")
+        hints.append(f"the tokenizer has no chat template, so outpace's is used{kept}")
     train, validation = (part.samples for part in parts)
     return TaskData(
         chat.tokenizer,
@@ -274,7 +282,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
 
 
 def held_out_part(settings: TrainSettings) -> str:
-    """Return how the validation data are called, after a noun."""
+    """Return how the validation data are described, after a noun."""
     if settings.eval_data is not None:
         return f"in --eval-data {' '.join(settings.eval_data)}"
     return "held out for validation (give other data with --eval-data)"
@@ -283,7 +291,7 @@ def held_out_part(settings: TrainSettings) -> str:
 def _chat_hints(
     chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
 ) -> list[str]:
-    """Say what of conversations is not learnt, or not as it stands."""
+    """Note which parts of conversations are not learnt, or differ from the data."""
     altered = [where for part in parts for where in part.altered]
     toolless = [where for part in parts for where in part.toolless]
     marked = [where for part in parts for where in part.marked]
@@ -291,55 +299,55 @@ def _chat_hints(
     joined = [where for part in parts for where in part.joined]
     told = [
         (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
-        (sum(part.empty for part in parts), "have no answer to learn and were left out"),
+        (sum(part.empty for part in parts), "have no answer to learn and were skipped"),
         (
             sum(part.partial for part in parts),
-            "are changed by the chat template as they grow: only their last answer is learnt",
+            "are changed by the chat template as they grow, so only their last answer is learnt",
         ),
         (
             len(altered),
-            "have answers that the chat template does not write as they stand: what it leaves out "
-            f"is not learnt (first {next(iter(altered), '')})",
+            "have answers that the chat template changes: what it leaves out is not learnt "
+            f"(first {next(iter(altered), '')})",
         ),
         (
             len(toolless),
-            "have tools that the chat template does not write: answers are learnt without them "
+            "have tools that the chat template leaves out: answers are learnt without them "
             f"(first {next(iter(toolless), '')})",
         ),
         (
             len(marked),
-            "have the name of a special token in what is said, which is read as that token, as "
-            f"where an answer ends (first {next(iter(marked), '')})",
+            "contain the name of a special token, which is read as that token, such as the "
+            f"end of an answer (first {next(iter(marked), '')})",
         ),
         (
             len(wordless),
-            "have an answer without a word: to say nothing is learnt "
-            f"(first {next(iter(wordless), '')})",
+            "have an empty answer, so the model learns to say nothing (first "
+            f"{next(iter(wordless), '')})",
         ),
         (
             len(joined),
-            "have an answer whose beginning and the chat template's text before it are one token, "
-            "which is not learnt, and which no prompt ends with: let the template end before the "
-            f"blank or line break there (first {next(iter(joined), '')})",
+            "have an answer whose beginning is one token with the chat template's text before "
+            "it. That token is not learnt, and no prompt ends with it. Let the template end "
+            f"before the space or line break there (first {next(iter(joined), '')})",
         ),
     ]
     hints = [f"{found:,} of {count} conversations {what}" for found, what in told if found]
     unread = dict.fromkeys(name for part in parts for name in part.unread)
     if unread:
         hints.append(
-            f"columns that are no part of a conversation are not read: {', '.join(unread)}"
+            f"columns that are not part of a conversation are ignored: {', '.join(unread)}"
         )
     hints += _unknown_hints(chat.tokenizer, [part.samples for part in parts])
     if not chat.stops:
         hints.append(
             "the chat template ends answers without a special token (such as "
-            f"{chat.tokenizer.eos_token}): the model does not learn where to stop. Write "
-            "{{ eos_token }} behind an answer in the template"
+            f"{chat.tokenizer.eos_token}), so the model does not learn where to stop. Write "
+            "{{ eos_token }} after an answer in the template"
         )
     if chat.dated:
         hints.append(
-            "the chat template writes the date: conversations are learnt with "
-            f"{LEARNT_DATE:%d %b %Y}, on whatever day, so that runs can be repeated and resumed"
+            "the chat template writes the date: conversations always use "
+            f"{LEARNT_DATE:%d %b %Y}, so that runs can be repeated and resumed"
         )
     return hints
 
@@ -391,21 +399,23 @@ def _classify(request: TaskRequest) -> TaskData:
         *classify.examples_hints(parts[: source.parts]),
     ]  # fmt: skip
     if "-1" in labels and known is None:
-        hints.append("labels -1 and 1 are taken as two classes, in this order")
+        hints.append("labels -1 and 1 are read as two classes, in this order")
     if kept and parts[0] != unnamed:
         hints.append(
-            "labels are taken as the classes of the stored classifier: "
+            "labels are read as the classes of the stored classifier: "
             + ", ".join(f"{number} = {name}" for number, name in enumerate(labels))
         )
     if known is not None and kept is None:
         hints.append(
-            f"the stored classifier tells {', '.join(known)} apart, the data has "
-            f"{', '.join(labels)}: its layer over classes is not used, and a new one is drawn. "
-            "Label rows with its names or the numbers of its classes to keep it"
+            f"the stored classifier has the classes {', '.join(known)}, but the data has "
+            f"{', '.join(labels)}, so its classification layer is replaced by a new one. To "
+            "keep it, label rows with its names or the numbers of its classes"
         )
     hints += _unknown_hints(tokenizer, [part.samples for part in encoded])
     if cut:
-        hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
+        hints.append(
+            f"{cut:,} of {_count(source)} samples are longer than {seq_len} tokens and were cut"
+        )
     train, validation = (
         request.dataset(part.samples, once, mask=encoder, last=not encoder)
         for part, once in zip(encoded, (None, settings.global_batch), strict=True)
@@ -422,7 +432,7 @@ def _classify(request: TaskRequest) -> TaskData:
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[Ragged]) -> list[str]:
-    """Say that the tokenizer knows too little of the texts."""
+    """Note that the tokenizer knows too few of the texts' characters."""
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
     return unknown_hints("of the data", unknown, len(tokens))
@@ -450,10 +460,10 @@ def step_costs(
     peak_flops_per_s: float | None,
     adapters: int | None = None,
 ) -> Callable[[int], Costs]:
-    """Return a function of the step that gives its costs.
+    """Return a function from the step to its costs.
 
-    Tokens and the model's FLOPs are those of the samples without padding; the hardware's have it.
-    `adapters` is the number of their parameters, where only they are trained.
+    Tokens and the model's FLOPs exclude padding; the hardware's include it. `adapters` is the
+    number of their parameters, if only they are trained.
     """  # fmt: skip
 
     def costs_of(step: int) -> Costs:

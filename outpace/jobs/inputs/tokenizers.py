@@ -1,4 +1,4 @@
-"""Tokenizer of a run: the one named, the model's own, or one trained on the data."""
+"""Tokenizer of a run: the given one, the model's, or one trained on the data."""
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ def tokenizer_for(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer | None:
-    """The run's tokenizer; None where all data is tokens already and none is named."""
+    """Return the run's tokenizer; None if all data are tokens already and none is given."""
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer)
     encoded = [source for source in settings.data if is_tokens(source)]
@@ -40,7 +40,7 @@ def tokenizer_for(
         return load_tokenizer(str(opened.tokenizer))
     if encoded:
         raise BadInputError(
-            f"{encoded[0]} holds the ids of some tokenizer, and other data is text: name that "
+            f"{encoded[0]} holds the ids of a tokenizer, but other data is text. Name that "
             "tokenizer with --tokenizer."
         )
     _require_no_weights(settings, opened)
@@ -77,20 +77,20 @@ def task_tokenizer(
 
 
 def _family(opened: OpenedModel | None) -> str | None:
-    """The family that the model is exported as, None of a custom one."""
+    """Return the family that the model is exported as, None for a custom one."""
     return None if opened is None or opened.spec is None else exported_type(opened.spec)
 
 
 def _pattern_key(family: str | None) -> str:
-    """Part of the cache's key for tokenizers that are learnt with the family's own pattern."""
+    """Return the part of the cache key for tokenizers trained with the family's pattern."""
     return f"|{family}" if has_class_by_family(family) else ""
 
 
 def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> None:
     if opened is not None and opened.weights is not None and settings.init != "random":
         raise BadInputError(
-            f"{opened.name} has weights but no tokenizer, and weights mean nothing to another "
-            "tokenizer's ids. Name its own with --tokenizer, or use --init random."
+            f"{opened.name} has weights but no tokenizer, and they do not work with another "
+            "tokenizer's ids. Name its tokenizer with --tokenizer, or use --init random."
         )
 
 
@@ -102,7 +102,7 @@ def _train_on_data(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer:
-    """A tokenizer learnt from the training data, kept in the cache beside the tokens."""
+    """Return a tokenizer trained on the data, cached beside the tokens."""
     content = content_fingerprint(settings.data, settings.text_field, cache_dir)
     split: Literal["all", "train"] = "all" if settings.eval_data is not None else "train"
     held_out = f"{split}|{settings.eval_fraction!r}"
@@ -129,14 +129,16 @@ def _train_or_load(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer:
-    """The tokenizer of this key in the cache, learnt where it is not there whole."""
+    """Load the tokenizer with this key from the cache, or train it if it is missing or
+    incomplete.
+    """
     folder = cache_dir / "tokenizers" / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with entry_lock(folder.with_suffix(".lock")):
             if (known := _load_cached(folder)) is not None:
                 return known
-            tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
+            tell(callbacks, "on_stage", f"training a tokenizer of {vocab} tokens")
             pattern = cut_as_qwen2 if has_class_by_family(family) else None
             learnt = train_tokenizer(texts(), vocab, masked=masked, set_pattern=pattern)
             temporary = folder.with_suffix(".tmp")
@@ -147,8 +149,8 @@ def _train_or_load(
             temporary.replace(folder)
     except OSError as error:
         raise BadInputError(
-            f"the cache {cache_dir} cannot be written ({error.strerror}). Free some space, or name "
-            "another place with --cache-dir."
+            f"the cache {cache_dir} cannot be written ({error.strerror}). Free some space, or "
+            "choose another folder with --cache-dir."
         ) from None
     return load_tokenizer(str(folder))
 

@@ -1,1 +1,1 @@
-"""Memory of a plan: traced, predicted, made to fit."""
+"""Memory of a plan: trace it, predict it, make it fit."""

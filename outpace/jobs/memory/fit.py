@@ -1,4 +1,4 @@
-"""Whether a job fits its ranks' memory, and what would: predicted before the first step."""
+"""Whether a job fits into its ranks' memory, and what would: predicted before the first step."""
 
 import time
 from dataclasses import dataclass
@@ -30,14 +30,16 @@ SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that a rank may use, and whose limit that is, as the user knows it."""
+    """Bytes that a rank may use, and the source of the limit in the user's terms."""
 
     bytes: int
     name: str
 
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
-    """The least of what is asked for, the control group's share of a rank, and what is there."""
+    """Return the smallest of the requested limit, the control group's share, and available
+    memory.
+    """
     limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
     if settings.memory_limit is not None:
         limits.append(Limit(settings.memory_limit, "--memory-limit"))
@@ -74,10 +76,10 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> None:
 
 
 class MemoryFit:
-    """Comparison of what plans need on this job's ranks with what these have.
+    """Comparison of the memory that plans need with the memory of this job's ranks.
 
-    `account` gives the memory of a rank; None, or no `spec`, where nothing can be predicted.
-    `ahead_bytes` of what the process holds are there for what is planned.
+    `account` returns the memory of a rank; if it or `spec` is None, nothing can be predicted.
+    `ahead_bytes` of the process's memory are already allocated for what is planned.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class MemoryFit:
 
     @property
     def predict(self) -> Predict | None:
-        """Predictor of a plan's memory, with what the process held before; None if unknown."""
+        """Return a predictor of a plan's memory, with the process's prior memory; None if
+        unknown.
+        """
         if self._account is None or self._spec is None or self._seq_len is None:
             return None
         if self._predict is None:
@@ -121,13 +125,13 @@ class MemoryFit:
         return self._predict
 
     def asks(self, plan: Plan) -> list[Ask]:
-        """Return whose memory to ask for; nobody's if it cannot be traced."""
+        """Return the rank whose memory to ask for; none if it cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
 
     def with_budget(self, plan: Plan) -> Plan:
-        """The plan with what was left to outpace to find, by the memory that there is."""
+        """Return the plan with the choices left to outpace made for the available memory."""
         if self._settings.memory_budget is None:
             return plan
         return self.fit_budget(plan, self._settings.memory_budget)
@@ -136,16 +140,16 @@ class MemoryFit:
         """Choose what to recompute for a memory budget. Raises BadInputError if nothing fits."""
         if self.predict is None or self._spec is None:
             raise BadInputError(
-                "--memory-budget needs a prediction, which there is for outpace's own transformers "
+                "--memory-budget needs a prediction, which exists for outpace's transformers "
                 "on token data. Use --checkpointing selective or full."
             )
         rate = rates(plan, self._machine, self._device)
         return plan_within(plan, self._spec, budget_bytes, self.predict, rate)
 
     def shortage(self, plan: Plan) -> Shortage | None:
-        """Return what a plan lacks by the prediction; None if it fits, or nothing is known.
+        """Return a plan's predicted shortage; None if it fits, or nothing is known.
 
-        The trace is left out where a rough count says that there is plenty.
+        The trace is skipped if a rough estimate shows that there is plenty of memory.
         """
         if self.predict is None or self._spec is None or self._seq_len is None:
             return None
@@ -161,12 +165,12 @@ class MemoryFit:
         return Shortage(
             0,
             f"a step is predicted to need {show_bytes(needed)} on the fullest rank, more than "
-            f"{self.limit.name} lets it have, {show_bytes(self.limit.bytes)}",
+            f"the {show_bytes(self.limit.bytes)} of {self.limit.name}",
             needed,
         )
 
     def is_certain(self, plan: Plan) -> bool:
-        """Whether a plan's tensors alone do not fit, beside what the process holds now."""
+        """Return whether a plan's tensors alone do not fit, beside the process's present memory."""
         if self._device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
@@ -174,9 +178,9 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """The cheapest changes that fit; by as much more where the prediction was too low.
+        """Return the cheapest changes that fit, with a margin if the prediction was too low.
 
-        `resumes`: the run resumes from a checkpoint, whose optimizer's states stay as they are.
+        `resumes`: the run resumes from a checkpoint, so its optimizer state cannot change.
         """
         if self.predict is None:
             return []
@@ -197,7 +201,7 @@ class MemoryFit:
         )
 
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
-        """Return what could be changed, as far as it was left open."""
+        """Return the settings that could be changed, since the user left them open."""
         low = default_precision(self._device, self._machine) == "bf16"
         beside_host = self._device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)

@@ -1,4 +1,4 @@
-"""Costs of plans on this job's ranks, from the account of memory."""
+"""Costs of plans on this job's ranks, from memory accounts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ _STATE_BYTES = 8
 
 
 def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
-    """Return what a process takes beside the tensors that live at its peak."""
+    """Return the memory of a process besides the tensors live at its peak."""
     share = round(_SHARE * tensor_bytes)
     if device.type != "cpu":
         return share
@@ -46,7 +46,9 @@ def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class JobSite:
-    """Place of a job's ranks; `held_bytes` are what the process has beside what it trains."""
+    """Surroundings of a job's ranks; `held_bytes` is what the process holds besides what it
+    trains.
+    """
 
     device: torch.device
     accelerator: Accelerator | None
@@ -57,7 +59,9 @@ class JobSite:
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite
 ) -> Predict:
-    """Costs of plans for this model. The peak is the fullest rank's, with slack."""
+    """Return a predictor of plans' costs for this model. The peak is the fullest rank's, with
+    slack.
+    """
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:
@@ -73,7 +77,7 @@ def predictor(
 def accounts_to_ask(
     settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: JobSite
 ) -> list[Ask]:
-    """Return the ranks' accounts that a plan's is made of."""
+    """Return the ranks whose accounts determine a plan's."""
     return [
         Ask(
             spec=spec,
@@ -112,7 +116,9 @@ def _cost(
 
 
 def _save_bytes(found: Traced, plan: Plan, device: torch.device) -> int:
-    """Return what saving takes on the host: state, and a copy unless that is on disk already."""
+    """Return the host memory that saving needs: state, and a copy unless that is on disk
+    already.
+    """
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
     state = sum(found.by_kind.get(kind, 0) for kind in kinds)
     on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)
@@ -121,7 +127,7 @@ def _save_bytes(found: Traced, plan: Plan, device: torch.device) -> int:
 
 
 def _sent_bytes(plan: Plan, spec: ModelSpec, seq_len: int, global_batch: int) -> int:
-    """Return the bytes sent, by formula; recomputation sends a little more."""
+    """Return the bytes sent, by formula; recomputation adds a few."""
     plain = plan.model_copy(
         update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
     )
@@ -130,7 +136,7 @@ def _sent_bytes(plan: Plan, spec: ModelSpec, seq_len: int, global_batch: int) ->
 
 
 def _offloaded_bytes(plan: Plan, spec: ModelSpec) -> int:
-    """Optimizer state that is kept out of the device's memory, there and back."""
+    """Return the bytes of offloaded optimizer state, both ways."""
     if plan.offload_optimizer == "none":
         return 0
     return 2 * _STATE_BYTES * parameter_count(spec) // (plan.dp_shard * plan.tp * plan.pp)

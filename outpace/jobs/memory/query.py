@@ -1,4 +1,4 @@
-"""Query of `outpace memory`, made into what the trace needs; the worst rank of a world."""
+"""Query of `outpace memory`, turned into a trace; and the worst rank of a world."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from outpace.training.precision import default_precision
 
 
 class MemoryQuery(Record):
-    """Training to trace: what `ask` says of rank 0 can be asked of all."""
+    """Training to trace; `ask` describes rank 0, and can be changed for any other."""
 
     ask: Ask
     global_batch: int
@@ -41,7 +41,7 @@ class MemoryQuery(Record):
 
     @property
     def seq_len(self) -> int | None:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         return self.ask.seq_len
 
     @property
@@ -51,7 +51,7 @@ class MemoryQuery(Record):
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Accelerator whose memory it is; None for the CPU's."""
+        """Accelerator whose memory is predicted; None for the CPU."""
         return self.ask.accelerator
 
     @property
@@ -61,13 +61,13 @@ class MemoryQuery(Record):
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
+        """Trace a rank's memory. Raises BadInputError for a plan that cannot be applied."""
         return account_of(self.ask.model_copy(update={"rank": rank}))
 
 
 @dataclass(frozen=True)
 class ModuleQuestion:
-    """`MemoryQuery` of a custom model, which is built once."""
+    """`MemoryQuery` for a custom model, which is built once."""
 
     model: CustomModel
     plan: Plan
@@ -79,14 +79,14 @@ class ModuleQuestion:
 
     @property
     def seq_len(self) -> int | None:
-        """Tokens of a sample; None of a data set of the user's own."""
+        """Tokens per sample; None for a user's data set."""
         if self.model.dataset is not None:
             return None
         return resolve_seq_len(self.settings, read_positions(self.model.module))
 
     @property
     def accumulation(self) -> int:
-        """Passes of a step."""
+        """Passes per step."""
         return self.plan.accumulation(self.global_batch)
 
     @property
@@ -99,7 +99,7 @@ class ModuleQuestion:
         )
 
     def trace(self, rank: int) -> MemoryAccount:
-        """A rank's memory. Raises BadInputError for what cannot be applied, or traced."""
+        """Trace a rank's memory. Raises BadInputError for what cannot be applied or traced."""
         from outpace.trace.custom_module import account_of_module
 
         return account_of_module(
@@ -125,7 +125,7 @@ def ask_of_module(
     accelerator: Accelerator | None,
     per_host: int,
 ) -> ModuleQuestion:
-    """Build a custom model, and ask for its memory."""
+    """Build a custom model and return a query for its memory."""
 
     def build_module() -> CustomModel:
         seed_generators(settings.seed)
@@ -139,9 +139,9 @@ def ask_of_module(
 def question(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
 ) -> MemoryQuery | ModuleQuestion:
-    """Settle what was left open, as training would on that machine. Raises BadInputError.
+    """Resolve open settings as training would on that machine. Raises BadInputError.
 
-    Where no global batch was given, it is one micro-batch on each data-parallel rank.
+    Without a global batch, it is one micro-batch per data-parallel rank.
     """
     _require_traceable(settings)
     named = None if node is None else node.accelerator
@@ -181,24 +181,24 @@ def question(
 
 
 def _require_traceable(settings: TrainSettings) -> None:
-    """Refuse what is found in training only, and losses that are not over a vocabulary."""
-    said = "outpace memory traces a plan as it is given"
+    """Refuse settings that only training can resolve, and losses that are not over a vocabulary."""
+    said = "outpace memory traces a plan as given"
     if settings.micro_batch == "auto":
         raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")
     if settings.memory_budget is not None:
         raise BadInputError(
-            f"--memory-budget: {said}. Say what is recomputed with --checkpointing or "
+            f"--memory-budget: {said}. Choose what is recomputed with --checkpointing or "
             "--checkpoint-layers."
         )
     if settings.memory_limit is not None:
         raise BadInputError(
-            "--memory-limit: outpace memory compares with a --machine of the catalog. A limit is "
-            "for outpace train, which says what would fit. Leave it out."
+            "--memory-limit: outpace memory compares with a --machine of the catalog. Use a "
+            "limit with outpace train, which says what would fit. Leave it out."
         )
     if settings.task == "classify":
         raise BadInputError(
-            "--task classify: outpace memory traces models with a head over the vocabulary, which "
-            "a classifier has not. Leave --task out for a bound that is too high."
+            "--task classify: outpace memory traces models with a head over the vocabulary, "
+            "which a classifier does not have. Leave --task out for an upper bound."
         )
 
 
@@ -219,7 +219,7 @@ def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | 
 def _precision(
     settings: TrainSettings, node: Node | None, accelerator: Accelerator | None
 ) -> str | None:
-    """Return the precision asked for; else what training would choose on the device."""
+    """Return the requested precision; else the one that training would choose on the device."""
     if settings.precision is not None or node is None:
         return settings.precision
     if accelerator is None:
@@ -236,8 +236,8 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
         host = "this host" if node is None else node.name
         who = f"{host}'s CPU" if accelerator is None else accelerator.name
         raise BadInputError(
-            f"--precision fp8 needs float8 matrix products, which {who} has not. Name a --machine "
-            "that has them, such as hgx-h100, or use --precision bf16."
+            f"--precision fp8 needs float8 matrix products, which {who} does not have. Name a "
+            "--machine that has them, such as hgx-h100, or use --precision bf16."
         )
 
 
@@ -254,7 +254,7 @@ def require_rank(asked: MemoryQuery | ModuleQuestion, rank: int | None) -> None:
 
 
 def worst(asked: MemoryQuery | ModuleQuestion) -> MemoryAccount:
-    """The rank that needs most."""
+    """Return the rank that needs the most memory."""
     return max(
         (asked.trace(rank) for rank in representatives(asked.plan)),
         key=lambda found: found.needed_bytes,

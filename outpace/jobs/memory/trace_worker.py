@@ -1,7 +1,8 @@
-"""Accounts of memory from a process of its own, for a job that is under way.
+"""Memory accounts from a separate process, for a job in progress.
 
-A trace makes a world of its own, which a process that is in one already cannot; and what it takes
-is not this process's memory. As a program it reads a request a line and writes an answer a line.
+A trace creates a process group, which a process that already has one cannot; and its memory must
+not count as this process's. As a program it reads one request per line and writes one answer per
+line.
 """
 
 import json
@@ -20,7 +21,7 @@ from outpace.records.settings import TrainSettings
 
 
 class Ask(Record):
-    """Request for one rank's memory, on one device. `settings` are the optimizer's."""
+    """Request for the memory of one rank on one device. `settings` are the optimizer's."""
 
     spec: ModelSpec
     plan: Plan
@@ -34,7 +35,7 @@ class Ask(Record):
 
 
 class Traced(Record):
-    """Part of an account that choosing between plans needs."""
+    """The part of an account that is needed to choose between plans."""
 
     peak_memory_bytes: int
     needed_bytes: int
@@ -44,17 +45,17 @@ class Traced(Record):
 
 
 class Tracer:
-    """Traces plans in a process that is started with the first and ended by `close`."""
+    """Tracer of plans in a process that starts with the first one and is ended by `close`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, ask: Ask) -> Traced:
-        """Trace what one rank needs. Raises BadInputError for a plan that cannot be."""
+        """Trace what one rank needs. Raises BadInputError for an impossible plan."""
         return Traced.model_validate(self._request(ask))
 
     def whole(self, ask: Ask) -> MemoryAccount:
-        """The account of one rank, with all its moments. Raises BadInputError, too."""
+        """Return the account of one rank with all its moments. Raises BadInputError, too."""
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 
     def _request(self, ask: Ask) -> dict[str, Any]:
@@ -80,8 +81,8 @@ class Tracer:
         if not line:
             self.close()
             raise BadInputError(
-                "the plan's memory could not be traced: the process for it ended, perhaps for want "
-                "of memory"
+                "the plan's memory could not be traced: its process ended, perhaps because it "
+                "ran out of memory"
             )
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
@@ -89,7 +90,9 @@ class Tracer:
         return answer
 
     def give_up(self) -> bool:
-        """End the process from another thread; who waits for an answer is told. False without."""
+        """End the process from another thread, failing those that wait. Returns False if there is
+        none.
+        """
         process = self._process
         if process is None or process.poll() is not None:
             return False
@@ -106,7 +109,7 @@ class Tracer:
 
 
 def serve(asked: IO[str], told: IO[str]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until there are none left."""
     for line in asked:
         told.write(json.dumps(_answer(Ask.model_validate_json(line))) + "\n")
         told.flush()

@@ -1,4 +1,4 @@
-"""An estimate with its memory traced: the real model under fake tensors, on its fullest rank."""
+"""An estimate with traced memory: the real model under fake tensors, on its fullest rank."""
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import without_weights
@@ -15,13 +15,14 @@ from outpace.records.settings import TrainSettings
 
 
 def use_traced_memory(planned: Planned, model: str, job: PlanningProblem) -> Planned:
-    """Replace the formula's memory by that of a trace.
+    """Replace the formula's memory by a trace's.
 
     Raises BadInputError for plans and models that outpace does not train.
     """
     if planned.untrained is not None:
         raise BadInputError(
-            f"--depth trace runs what outpace trains, but {planned.untrained}. Leave it out."
+            f"--depth trace runs the model as outpace trains it, but {planned.untrained}. "
+            "Leave it out."
         )
     account = fullest(planned.plan, model, job)
     needed = account.device_bytes
@@ -39,9 +40,9 @@ def use_traced_memory(planned: Planned, model: str, job: PlanningProblem) -> Pla
 def fullest(
     plan: Plan, model: str, job: PlanningProblem, dropout: float | None = None
 ) -> MemoryAccount:
-    """The traced account of the rank with the most, by default with the model's own dropout.
+    """Return the traced account of the fullest rank, by default with the model's own dropout.
 
-    Raises BadInputError where it cannot be traced.
+    Raises BadInputError if it cannot be traced.
     """
     opened, wanted = open_model(without_weights(model)), job.wanted
     device = job.cluster.device

@@ -1,4 +1,4 @@
-"""`outpace train --plan`: a plan file, or the planner's pick for the machine at hand, traced."""
+"""`outpace train --plan`: a plan file, or the planner's choice for this machine, traced."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -57,9 +57,9 @@ def settle(
     ranks: Ranks | None,
     say: Callable[[str], None],
 ) -> Settings:
-    """The settings with those of the plan in place of --plan, and where each came from.
+    """Return the settings with the plan's in place of --plan, and the origin of each.
 
-    Raises BadInputError where there is none that fits, or what was asked contradicts the plan.
+    Raises BadInputError if no plan fits, or if settings contradict the plan.
     """
     if settings.plan is None:
         return settings, dict(origins)
@@ -73,7 +73,7 @@ def settle(
         _check_file(chosen, settings, origins, ranks)
     if chosen.training_obstacle is not None:
         raise BadInputError(
-            f"--plan {settings.plan}: outpace does not train it: {chosen.training_obstacle}."
+            f"--plan {settings.plan}: outpace cannot train it: {chosen.training_obstacle}."
         )
     values = _values(chosen, settings)
     if given == "auto" and settings.compile is None and chosen.compile:
@@ -94,7 +94,7 @@ def settle(
 
 
 def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
-    """The length and batch that a plan was made for, as far as nobody asked for others."""
+    """Return the length and batch of a plan's file, unless the user gives others."""
     known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
     return {
         name: value
@@ -104,7 +104,7 @@ def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
 
 
 def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
-    """A plan as settings: what does not belong to its strategy is left open."""
+    """Return a plan as settings; those that do not belong to its strategy stay open."""
     both = set(Plan.model_fields) & set(TrainSettings.model_fields)
     values = {name: getattr(plan, name) for name in both}
     for axis in AXES:
@@ -127,7 +127,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
 def _tuned_step_time(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
-    """Return a step's time by the tuning beside the plan, if it is of the same training."""
+    """Return a step's time from the tuning beside the plan, if it is for the same training."""
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
@@ -135,7 +135,7 @@ def _tuned_step_time(
         tuning = Tuning.load(beside)
         then = TrainSettings.parse(tuning.settings, str(beside))
     except BadInputError as error:
-        say(f"what a step takes is not checked: {error}")
+        say(f"the step time is not checked: {error}")
         return None
     other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
     if identify(find_accelerator).differences(tuning.machine):
@@ -143,7 +143,7 @@ def _tuned_step_time(
     if tuning.fastest is None or tuning.fastest.plan != plan:
         other.append("plan")
     if other:
-        say(f"what a step takes is not checked: other {', '.join(other)} than in {beside}")
+        say(f"the step time is not checked: {', '.join(other)} differ from {beside}")
         return None
     return tuning.step_time_s
 
@@ -185,7 +185,7 @@ def _pick(
     ranks: Ranks | None,
     say: Callable[[str], None],
 ) -> Plan:
-    """The first plan whose trace fits: the recommended, then those beside it, fastest first."""
+    """Return the first plan whose trace fits: the recommended one, then others, fastest first."""
     machine = used_machine(identify(find_accelerator), resolve_device(settings, Ranks()))
     answers = []
     failed: BadInputError | None = None
@@ -209,15 +209,15 @@ def _pick(
                 _tell(answer, planned, say)
                 return planned.plan
     raise BadInputError(
-        "--plan auto: none of the planner's picks fits when it is traced. Use a shorter --seq-len, "
-        "a smaller --global-batch or --model."
+        "--plan auto: none of the planner's choices fits when traced. Use a shorter "
+        "--seq-len, a smaller --global-batch or a smaller --model."
     )
 
 
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
-    """Numbers of processes to plan for: those there are, or those that this host can start.
+    """Return numbers of processes to plan for: the present one, or those that this host can start.
 
-    A CPU that was not measured is not shared out: how its processes communicate is not known.
+    A CPU without measurements is not divided, since its processes' communication is unknown.
     """
     if ranks is not None:
         return [ranks.world_size]
@@ -229,18 +229,18 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
 
 
 def _has_probe_file() -> bool:
-    """Return whether a file as outpace probe writes it is here; outpace calibrate's is none."""
+    """Return whether a file by outpace probe is here; one by outpace calibrate does not count."""
     return PROBE_FILE.is_file() and not is_corrected(PROBE_FILE)
 
 
 def candidate_world_sizes(machine: Machine) -> list[int]:
-    """Numbers of processes among which a CPU's cores can be shared evenly."""
+    """Return numbers of processes that divide a CPU's cores evenly."""
     most = min(machine.host_cores, _MOST_RANKS)
     return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
 
 
 def probe_here(machine: Machine) -> Machine | None:
-    """Return what outpace probe measured of this machine, if its file is here."""
+    """Return what outpace probe measured on this machine, if its file is here."""
     if not _has_probe_file():
         return None
     found = Machine.load(PROBE_FILE)
@@ -248,12 +248,12 @@ def probe_here(machine: Machine) -> Machine | None:
 
 
 def used_machine(machine: Machine, device: torch.device) -> Machine:
-    """Return the machine without accelerators if it trains on the processor."""
+    """Return the machine without accelerators if the training runs on the processor."""
     return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine
 
 
 def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse what the planner's plans would not have, or what it does not know the time of."""
+    """Refuse settings that no plan of the planner has, or whose time it does not know."""
     what = None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)
@@ -263,8 +263,8 @@ def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
             what = f"--{name.replace('_', '-')}"
     if what is not None:
         raise BadInputError(
-            f"the planner does not support {what} yet. Leave it out, or say how to train with "
-            "--strategy, --micro-batch and --checkpointing; outpace memory shows what fits."
+            f"the planner does not support {what} yet. Leave it out, or choose --strategy, "
+            "--micro-batch and --checkpointing yourself; outpace memory shows what fits."
         )
 
 
@@ -278,8 +278,8 @@ def question(
 ) -> PlanningProblem:
     """Ask the planner for what `settings` leave open, on `world` processes of machines like this.
 
-    `per_node` is the number of processes on each host; None: all on one. `measured` are this
-    host's rates, if it was not probed.
+    `per_node` is the number of processes per host; None: all on one. `measured` are this host's
+    rates, if it was not probed.
     """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
@@ -326,7 +326,7 @@ def question(
 
 
 def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
-    """Strategies by which a custom model cannot be cut; none of outpace's models."""
+    """Return strategies that cannot split a custom model; none for outpace's models."""
     if not names_code(settings.model):
         return ()
     from outpace.parallel.module_shape import find_refused_strategies
@@ -343,12 +343,12 @@ def _cluster(
     per_node: int,
     measured: HostRates | None,
 ) -> Cluster:
-    """Return the cluster as probed if this host has a machine.json of such a machine."""
+    """Return the cluster as probed, if this host has the machine.json of such a machine."""
     if world % per_node:
         raise BadInputError(
-            f"--plan auto: {per_node} of {world} ranks are on this host, and others have another "
-            "number. It plans for hosts that are alike: give each the same number, or say how to "
-            "train with --strategy and its axes."
+            f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have "
+            "a different number. It plans for equal hosts. Give each the same number, or "
+            "choose --strategy and its axes yourself."
         )
     probed = probe_here(machine)
     if probed is not None:
@@ -365,8 +365,8 @@ def _cluster(
         own = anonymous_bytes()
         if own >= allowed:
             raise BadInputError(
-                f"a process itself takes {show_bytes(own)} of the "
-                f"{show_bytes(allowed)} that it may have. Raise --memory-limit, or start fewer."
+                f"a process itself uses {show_bytes(own)} of the {show_bytes(allowed)} that it "
+                "may use. Raise --memory-limit, or start fewer."
             )
         allowed -= own
     return replace(cluster, device=replace(cluster.device, memory_bytes=allowed))
@@ -375,7 +375,7 @@ def _cluster(
 def _fits(
     planned: Planned, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
 ) -> bool:
-    """Whether the trace agrees that it fits; where it cannot be traced, the formula decides."""
+    """Return whether the trace fits; if it cannot be traced, the formula decides."""
     limit = job.cluster.device.memory_bytes
     # A traced model has a head over the vocabulary.
     if planned.untrained is not None or limit is None or settings.task == "classify":
@@ -383,12 +383,12 @@ def _fits(
     try:
         needed = fullest(planned.plan, settings.model, job, settings.dropout).device_bytes
     except BadInputError as error:
-        say(f"not traced ({error}); its memory is the formula's: {planned.title}")
+        say(f"not traced ({error}), so its memory is the formula's: {planned.title}")
         return True
     if needed <= limit:
         return True
     say(
-        f"passed over: {planned.title} needs {show_bytes(needed)} of {show_bytes(limit)} when "
+        f"skipped: {planned.title} needs {show_bytes(needed)} of {show_bytes(limit)} when "
         f"traced (the formula says {show_bytes(planned.estimate.peak_memory_bytes)})"
     )
     return False
@@ -397,7 +397,7 @@ def _fits(
 def _tell(answer: Plans, planned: Planned, say: Callable[[str], None]) -> None:
     one = planned.estimate
     say(
-        f"plan: {planned.title} (of {answer.considered:,} considered; a step in about "
+        f"plan: {planned.title} (of {answer.considered:,} considered; step time about "
         f"{show_seconds(one.step_time_s)}, {one.level * 100:.0f} % between "
         f"{show_seconds(one.low_s)} and {show_seconds(one.high_s)}; {answer.source} rates)"
     )
@@ -406,6 +406,7 @@ def _tell(answer: Plans, planned: Planned, say: Callable[[str], None]) -> None:
     for other in answer.plans:
         if other.roles and other is not planned:
             say(
-                f"plan beside it: {other.listed_title} ({show_seconds(other.estimate.step_time_s)} "
-                f"a step, {show_bytes(other.estimate.peak_memory_bytes)})"
+                f"alternative: {other.listed_title} "
+                f"({show_seconds(other.estimate.step_time_s)} a step, "
+                f"{show_bytes(other.estimate.peak_memory_bytes)})"
             )

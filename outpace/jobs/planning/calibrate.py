@@ -1,4 +1,6 @@
-"""Runs that trainers logged, against what is planned for their layout; a machine so corrected."""
+"""Runs from trainers' logs compared with the plans for their layouts, and a machine corrected by
+them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,10 +36,10 @@ _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """A logged run, what was predicted for its layout, and what is with the corrected rates.
+    """A logged run, the prediction for its layout, and the prediction with the corrected rates.
 
     `planned_memory_bytes` is of the same kind as the run's peak: allocated, reserved or resident.
-    `assumed` are settings of the plan that neither the log nor a flag says.
+    `assumed` are settings of the plan that neither the log nor a flag gives.
     """
 
     observed: ObservedRun
@@ -60,7 +62,7 @@ class CalibratedRun:
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and what they do not say. `plan` is a layout that is given whole, `layout` parts."""
+    """Logs, and what they do not say. `plan` is a complete layout, `layout` gives parts of one."""
 
     logs: tuple[Path, ...]
     asked: PlanQuestion
@@ -73,8 +75,8 @@ def calibrate_machine(
 ) -> tuple[tuple[CalibratedRun, ...], CorrectedMachine]:
     """Compare each log with the plan for its layout, and correct the machine.
 
-    Runs that an earlier calibration kept in the machine's file stay in it. Raises BadInputError
-    where a log cannot be read or lacks what no flag supplies.
+    Runs of an earlier calibration in the machine's file are kept. Raises BadInputError if a log
+    cannot be read or lacks something that no flag supplies.
     """
     logged = [read_log(path) for path in request.logs]
     base, kept = _base(request.asked)
@@ -109,11 +111,11 @@ def calibrate_machine(
 
 
 def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
-    """The machine as it was before any correction, and the runs that corrected it."""
+    """Return the machine before any correction, and the runs that corrected it."""
     if asked.machine is None:
         raise BadInputError(
-            "of which machine are the logs? Name it with --machine, as in --machine hgx-h100, or "
-            "give the machine.json of outpace probe."
+            "which machine are the logs from? Name it with --machine, such as --machine "
+            "hgx-h100, or give the machine.json of outpace probe."
         )
     path = Path(asked.machine).expanduser()
     if not is_corrected(path):
@@ -121,22 +123,22 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     file = CorrectedMachine.load(path, option="--machine ")
     if file.node is None:
         raise BadInputError(
-            f"{path} was corrected from a probe: give the probe's own machine.json and all logs."
+            f"{path} was corrected from a probe. Give the probe's machine.json and all logs."
         )
     check_network(asked, file, path)
     devices = file.devices_per_node
     used = devices or find_node(file.node, ACCELERATORS).processes
     if asked.devices_per_node not in (None, used):
         raise BadInputError(
-            f"--devices-per-node {asked.devices_per_node}: the runs that {path} was corrected by "
-            f"had {used}. Leave it out, or begin another file with --machine {file.node}."
+            f"--devices-per-node {asked.devices_per_node}: the runs that corrected {path} had "
+            f"{used}. Leave it out, or start another file with --machine {file.node}."
         )
     base = replace(asked, machine=file.node, network=file.network, devices_per_node=devices)
     return base, file.runs
 
 
 def _planned_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> int:
-    """Return the predicted memory of the kind that the run's log tells."""
+    """Return the predicted memory of the kind in the run's log."""
     if run.memory_kind == "allocated":
         return planned.peak_memory_bytes - planned.memory.get("allocator and libraries", 0)
     if run.memory_kind == "reserved" and question.cluster.device.kind == "cuda":
@@ -160,34 +162,32 @@ def _file(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachin
 def _question(
     logged: LoggedRun, request: CalibrationRequest, base: PlanQuestion
 ) -> tuple[PlanningProblem, Plan]:
-    """Return what is asked of the planner for the run of a log, and its plan."""
+    """Return the planner's request for the run of a log, and the run's plan."""
     answers = _answers(request)
     check_contradictions(logged, answers)
     plan = _plan(logged, request)
     seq_len = request.asked.seq_len or logged.seq_len
     batch = request.asked.global_batch or logged.global_batch
     for value, flag, what in (
-        (seq_len, "--seq-len", "tokens of a sequence"),
-        (batch, "--global-batch", "sequences of a step"),
+        (seq_len, "--seq-len", "tokens per sequence"),
+        (batch, "--global-batch", "sequences per step"),
     ):
         if value is None:
-            raise BadInputError(
-                f"{logged.log} does not say how many {what} there were. Give {flag}."
-            )
+            raise BadInputError(f"{logged.log} does not say the number of {what}. Give {flag}.")
     check_micro_batch(logged, plan, answers, batch or 1)
     question = job(replace(base, seq_len=seq_len, global_batch=batch, precision=plan.precision))
     known = parameters(question.outline)
     if logged.parameters is not None and logged.parameters != known:
         raise BadInputError(
-            f"{logged.log} is a run of a model with {logged.parameters:,} parameters, but --model "
-            f"{base.model} has {known:,}. Name the model that was trained."
+            f"{logged.log} is from a model with {logged.parameters:,} parameters, but --model "
+            f"{base.model} has {known:,}. Give the model that was trained."
         )
     if question.wanted.world != plan.world_size:
         raise BadInputError(
             f"{logged.log}: its layout has {plan.world_size} devices, but "
             f"{question.cluster.nodes} × {question.cluster.fabric.per_node} = "
-            f"{question.wanted.world} are there. Give --nodes and --devices-per-node, or the "
-            "layout with --layout, as in strategy=zero3,dp_shard=8."
+            f"{question.wanted.world} are given. Give --nodes and --devices-per-node, or the "
+            "layout with --layout, such as strategy=zero3,dp_shard=8."
         )
     return question, plan
 
@@ -204,7 +204,7 @@ def _answers(request: CalibrationRequest) -> Answers:
 
 
 def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> ObservedRun:
-    """The run with its step's time, which some logs tell as a throughput."""
+    """Return the run with its step time, which some logs give as a throughput."""
     wanted = question.wanted
     step_time_s = logged.step_time_s
     if step_time_s is None and logged.samples_per_s is not None:
@@ -213,7 +213,7 @@ def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> Observ
         tokens = wanted.global_batch * wanted.seq_len
         step_time_s = tokens / (logged.tokens_per_s_per_device * plan.world_size)
     if step_time_s is None:
-        raise BadInputError(f"{logged.log} tells neither a step's time nor a throughput.")
+        raise BadInputError(f"{logged.log} has neither a step time nor a throughput.")
     return ObservedRun(
         trainer=logged.trainer, log=logged.log, outline=question.outline,
         seq_len=wanted.seq_len, global_batch=wanted.global_batch, plan=plan,
@@ -223,7 +223,7 @@ def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> Observ
 
 
 def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
-    """The run's plan: its own, the one that is given, or of what the log and --layout say."""
+    """Return the run's plan: its own, the given one, or one made from the log and --layout."""
     if request.plan is not None:
         return PlanFile.load(request.plan, option="--plan ").plan
     if logged.plan is not None and request.layout is None:
@@ -248,12 +248,12 @@ def _plan(logged: LoggedRun, request: CalibrationRequest) -> Plan:
 
 
 def _read_layout(text: str | None) -> dict[str, Any]:
-    """ "strategy=zero3,tp=2" as settings of a plan. Raises BadInputError."""
+    """Parse "strategy=zero3,tp=2" as settings of a plan. Raises BadInputError."""
     found: dict[str, Any] = {}
     for part, name, value in split_settings(text):
         if value is None or name not in Plan.model_fields:
             raise BadInputError(
-                f"--layout {part}: write settings of a plan as name=value, as in "
+                f"--layout {part}: write settings of a plan as name=value, such as "
                 "strategy=zero3,dp_shard=8,checkpointing=full."
             )
         whole = value.removeprefix("-").isdigit()
@@ -262,7 +262,9 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add what is left of the devices beside the other axes, where the log names their number."""
+    """Add the data-parallel degree that the other axes leave, if the log has the number of
+    devices.
+    """
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values
@@ -278,7 +280,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
 def _add_pipeline(
     values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
 ) -> dict[str, Any]:
-    """Add what only products of axes have: the stage of ZeRO, and a pipeline's micro-batches."""
+    """Add what only combined axes have: the ZeRO stage, and a pipeline's micro-batches."""
     found = dict(values)
     if found["strategy"] == "3d" and logged.zero is not None:
         found.setdefault("zero", max(1, logged.zero))
@@ -290,7 +292,7 @@ def _add_pipeline(
 
 
 def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
-    """The strategy of a layout, by its axes and the trainer's name for sharding."""
+    """Return the strategy of a layout, from its axes and the trainer's name for sharding."""
     axes = {axis for axis in _AXES if values.get(axis, 1) > 1}
     if not axes:
         return "single"

@@ -1,4 +1,4 @@
-"""Whether a logged run can have been on this machine, in this layout; what was assumed of it."""
+"""Checks that a logged run is possible on this machine, in this layout; and its assumptions."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,9 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Flags' values for the logged runs: `layout` is of --layout or --plan, as `source` says."""
+    """Flags' values for the logged runs: `layout` comes from --layout or --plan, as `source`
+    says.
+    """
 
     source: str
     layout: Mapping[str, Any]
@@ -38,11 +40,12 @@ class Answers:
 
 
 def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
-    """Raises BadInputError where a flag says another value than the log does."""
+    """Raise BadInputError if a flag contradicts the log."""
     if (logged.plan is not None and logged.plan.lora_rank) or answers.layout.get("lora_rank"):
         raise BadInputError(
-            f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine: all weights "
-            "are planned to be trained. Give the log of a run that trained them all."
+            f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine, since "
+            "plans assume that all weights are trained. Give the log of a run that trained "
+            "them all."
         )
     told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
     for name, value in answers.layout.items():
@@ -54,31 +57,31 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
         _refuse(logged, f"sequences of {logged.seq_len} tokens", f"--seq-len {answers.seq_len}")
     asked, batch = answers.global_batch, logged.global_batch
     if asked is not None and batch is not None and abs(asked / batch - 1) > _BATCH_ERROR:
-        _refuse(logged, f"{batch} sequences a step", f"--global-batch {asked}")
+        _refuse(logged, f"{batch} sequences per step", f"--global-batch {asked}")
 
 
 def _refuse(logged: LoggedRun, told: str, given: str) -> None:
     raise BadInputError(
-        f"{logged.log} says {told}, but {given}. Leave that out, or give the log that it is of."
+        f"{logged.log} says {told}, but {given}. Leave that out, or give the log that matches it."
     )
 
 
 def check_micro_batch(logged: LoggedRun, plan: Plan, answers: Answers, global_batch: int) -> None:
-    """Raises BadInputError where nothing says how many sequences a device took at once."""
+    """Raise BadInputError if nothing gives the number of sequences per device and pass."""
     if logged.plan is not None or logged.micro_batch is not None or "micro_batch" in answers.layout:
         return
     ranks = plan.dp_replicate * plan.dp_shard
     if global_batch != ranks:
         raise BadInputError(
             f"{logged.log} does not say how many sequences a device took at once: of the "
-            f"{global_batch} of a step, {ranks} data-parallel "
+            f"{global_batch} per step, {ranks} data-parallel "
             f"{'rank' if ranks == 1 else 'ranks'} may have taken any part. Give --layout "
             "micro_batch=N, the batch size per device."
         )
 
 
 def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, str]:
-    """Return settings of a plan that neither the log nor a flag says, by name."""
+    """Return settings of a plan that neither the log nor a flag gives, by name."""
     if logged.plan is not None or answers.source == "--plan":
         return {}
     told = {name for name in _ASSUMED if getattr(logged, name, None) is not None}
@@ -87,42 +90,42 @@ def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, s
 
 
 def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> None:
-    """Raises BadInputError for a step that no such machine can do, or that does not fit there."""
+    """Raise BadInputError for a step that such a machine cannot do, or that does not fit there."""
     device = question.cluster.device
     most = device.nominal_bytes or device.memory_bytes
     peak = run.peak_memory_bytes
     if most is not None and peak is not None and run.memory_kind != "resident" and peak > most:
         raise BadInputError(
-            f"{run.log}: it took {show_bytes(peak)} of a device's memory, but {device.name} has "
-            f"{show_bytes(most)}. Name the machine that it ran on with --machine."
+            f"{run.log}: it used {show_bytes(peak)} of a device's memory, but {device.name} "
+            f"has {show_bytes(most)}. Give the machine that it ran on with --machine."
         )
     _check_speed(question, run)
     limit = planned.memory_bytes
     if limit is not None and planned.peak_memory_bytes > _MEMORY_ERROR * limit:
         raise BadInputError(
-            f"{run.log}: {question.outline.name} in this layout does not fit: it takes "
-            f"{show_bytes(planned.peak_memory_bytes)}, of {show_bytes(limit)} that {device.name} "
-            "has. Was it LoRA, or with quantised weights? Such runs correct nothing: all weights "
-            "are planned to be trained. Or with recomputation (--layout checkpointing=full), on "
-            "more devices (--nodes, --devices-per-node), or of another model (--model)? Nothing is "
-            "corrected."
+            f"{run.log}: {question.outline.name} in this layout does not fit: it needs "
+            f"{show_bytes(planned.peak_memory_bytes)}, but {device.name} has "
+            f"{show_bytes(limit)}. Did it use LoRA or quantized weights? Such runs cannot "
+            "correct a machine, since plans assume that all weights are trained. Did it use "
+            "recomputation (--layout checkpointing=full), more devices (--nodes, "
+            "--devices-per-node), or another model (--model)? Nothing is corrected."
         )
 
 
 def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
-    """Raises BadInputError where batch and length do not go with the log's own times of steps.
+    """Raise BadInputError if batch and length do not match the log's own step times.
 
-    A log's rate makes a step of them; the times of its lines, or the step's time beside the rate,
-    tell how long it took.
+    A log's rate implies a step time; the times of its lines, or a step time beside the rate, give
+    another.
     """
     tokens = run.global_batch * run.seq_len
     if logged.tokens_per_s_per_device is not None:
         rate = logged.tokens_per_s_per_device
         by_rate_s = tokens / (rate * run.plan.world_size)
-        told = f"{rate:,.6g} tokens a second on each of {run.plan.world_size} devices"
+        told = f"{rate:,.6g} tokens per second on each of {run.plan.world_size} devices"
     elif logged.samples_per_s is not None:
         by_rate_s = run.global_batch / logged.samples_per_s
-        told = f"{logged.samples_per_s:,.6g} samples a second"
+        told = f"{logged.samples_per_s:,.6g} samples per second"
     else:
         return
     least, most = logged.clock_step_s or (0.0, math.inf)
@@ -133,15 +136,15 @@ def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
     clock_s = least if by_rate_s < least else most
     raise BadInputError(
         f"{run.log}: at {told}, a step of {run.global_batch} sequences of {run.seq_len} tokens "
-        f"takes {show_seconds(by_rate_s)}; by the log's own clock it took "
-        f"{show_seconds(clock_s)}. Give the batch of a whole step, all devices and accumulated "
-        "micro-batches together, with --global-batch, the length with --seq-len, or the number of "
-        "devices (--nodes, --devices-per-node). Nothing is corrected."
+        f"takes {show_seconds(by_rate_s)}, but by the log's clock it took "
+        f"{show_seconds(clock_s)}. Give the batch of a whole step, over all devices and "
+        "accumulated micro-batches, with --global-batch, the length with --seq-len, or the "
+        "number of devices (--nodes, --devices-per-node). Nothing is corrected."
     )
 
 
 def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
-    """Model FLOPs, with the half of attention that causal masks leave, against the peak."""
+    """Compare the model FLOPs, with half of attention for causal masks, with the peak."""
     plan, device = run.plan, question.cluster.device
     dtype = dtype_of(plan.precision)
     best = device.peak_flops_per_s.get(dtype)
@@ -156,10 +159,10 @@ def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
         return
     devices = f"{plan.world_size} device{'' if plan.world_size == 1 else 's'}"
     raise BadInputError(
-        f"{run.log}: {show_seconds(run.step_time_s)} a step is not possible: {run.global_batch} "
-        f"sequences of {run.seq_len} tokens of {run.outline.name} on {devices} would take "
-        f"{mfu:,.1f} times the peak of {device.name} in {dtype}, {best / 1e12:,.0f} TFLOP/s. Was "
-        "it another model (--model), shorter sequences (--seq-len), a smaller batch "
-        "(--global-batch), more devices (--nodes, --devices-per-node), another precision, or a run "
-        "that was resumed? Nothing is corrected."
+        f"{run.log}: {show_seconds(run.step_time_s)} per step is not possible: "
+        f"{run.global_batch} sequences of {run.seq_len} tokens of {run.outline.name} on "
+        f"{devices} would need {mfu:,.1f} times the peak of {device.name} in {dtype}, "
+        f"{best / 1000000000000.0:,.0f} TFLOP/s. Was it another model (--model), shorter "
+        "sequences (--seq-len), a smaller batch (--global-batch), more devices (--nodes, "
+        "--devices-per-node), another precision, or a resumed run? Nothing is corrected."
     )

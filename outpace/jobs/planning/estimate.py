@@ -1,4 +1,4 @@
-"""One plan in detail: its time and memory, estimated, or its memory traced."""
+"""One plan in detail: estimated time and memory, or traced memory."""
 
 import math
 from dataclasses import replace
@@ -14,17 +14,17 @@ from outpace.records.plan import Plan
 def estimate(
     asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
 ) -> tuple[Planned, PlanningProblem]:
-    """Estimate a plan on the machines that are asked of, and return what was asked, too.
+    """Estimate a plan on the requested machines, and return the request as well.
 
-    `name`: of the plan, as errors say it. With `trace` the real model runs under fake tensors for
-    its true peak of memory. Raises BadInputError.
+    `name`: the plan's name in errors. With `trace` the real model runs under fake tensors for its
+    true peak memory. Raises BadInputError.
     """
     question = job(asked)
     if plan.world_size != question.wanted.world:
         raise BadInputError(
             f"{name} is for {plan.world_size} devices, but {question.cluster.nodes} × "
-            f"{question.cluster.fabric.per_node} = {question.wanted.world} are there. Set its axes "
-            "or --nodes and --devices-per-node."
+            f"{question.cluster.fabric.per_node} = {question.wanted.world} are given. Set its "
+            "axes or --nodes and --devices-per-node."
         )
     if asked.global_batch is None:
         # As plan's default, up to what the plan divides.

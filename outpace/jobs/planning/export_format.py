@@ -1,4 +1,4 @@
-"""Choice of the plan to write for another trainer, what it loses, and what the result takes."""
+"""Choice of the plan to export for another trainer, what is lost, and the cost of the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ _ALIKE = 5e-4  # what would be shown as 0.0 %
 
 @dataclass(frozen=True)
 class Named:
-    """A model, or its outline where outpace knows no more, and what the user named it by."""
+    """A model, or its outline if outpace cannot build it, and the user's name for it."""
 
     reference: str
     model: ModelSpec | Outline
@@ -43,11 +43,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Picked:
-    """A plan, what was written of it, and why this one.
+    """The plan that was exported, what was written, and why this plan.
 
-    `number` is its place in the answer, None where it is not among the plans that are shown.
-    `estimate` is of what was written, None where that is no plan that can be estimated.
-    `warning` says what of the plan the format lacks, None where it says it wholly.
+    `number` is its position in the answer, None if it is not listed. `estimate` is for what was
+    written, None if that cannot be estimated. `warning` says which parts of the plan the format
+    lacks, None if it lacks none.
     """
 
     planned: Planned
@@ -61,11 +61,12 @@ class Picked:
 def pick(
     name: str, job: PlanningProblem, answer: Plans, model: Named, chosen: int | None
 ) -> Picked:
-    """The `chosen` plan, else the recommended, else the fastest that format `name` can express.
+    """Pick the `chosen` plan, else the recommended, else the fastest that format `name` can
+    express.
 
-    The recommended where the format can express it and it fits and is about as fast as that
-    fastest, as the trainer runs both; it is written where the format can express none, too. Raises
-    BadInputError where a configuration of the chosen one, or of any, cannot be written.
+    The recommended plan is picked if the format can express it, and if it fits and is about as fast
+    as that fastest when the trainer runs both; also if the format can express no plan. Raises
+    BadInputError if no configuration of the chosen plan, or of any, can be written.
     """
     there = assign_trainer(name, job.with_nodes(answer.nodes - answer.idle_nodes))
     if chosen is not None:
@@ -84,7 +85,7 @@ def pick(
     found, considered = fastest_plan(there, expresses)
     label = f"Plan 1, the {join_roles(first.roles)}"
     if found is None:
-        why = f"{label}, as {name} can express none of those that fit: {first.title}."
+        why = f"{label}, since {name} can express none of the plans that fit: {first.title}."
         return _pick(name, there, first, model, 1, why)
     lost = "" if expresses(first.plan) else _describe_loss(name, there, first.plan, model)
     obstacle = _find_obstacle(name, there, first, found, lost)
@@ -95,18 +96,18 @@ def pick(
     which = "Written" if number is None else f"Plan {number}"
     why = (
         f"{which}, the fastest of {considered:,} that {name} can express: {found.title}; "
-        f"{_slower_than_fastest(found, answer)}. {obstacle} --explain 1 writes plan 1 all the same."
+        f"{_slower_than_fastest(found, answer)}. {obstacle} --explain 1 writes plan 1 anyway."
     )
     return _pick(name, there, found, model, number, why)
 
 
 def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
-    """Return the problem where the trainer `name` is the one that trains."""
+    """Return the problem with the trainer `name` as the one that trains."""
     return replace(job, traits=_framework_traits(name, job), stack=STACKS[_STACKS.get(name, name)])
 
 
 def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
-    """Return how the trainer that is written for uses memory."""
+    """Return how the exported-to trainer uses memory."""
     if name == "megatron":
         precision = job.wanted.keep.get("precision", job.wanted.precision)
         if precision in COMPUTES_IN_BF16:
@@ -126,7 +127,7 @@ def _write(
 
 
 def _describe_loss(name: str, job: PlanningProblem, plan: Plan, model: Named) -> str:
-    """Say what the format lacks of a plan, or why it cannot be written."""
+    """Describe what the format cannot express of a plan, or why it cannot be written."""
     try:
         return " ".join(_write(name, job, plan, model).differences)
     except BadInputError as error:
@@ -146,9 +147,9 @@ def _pick(
 def _find_obstacle(
     name: str, job: PlanningProblem, first: Planned, found: Planned, lost: str
 ) -> str | None:
-    """Say why the recommended plan is not written; None: nothing is against it.
+    """Return why the recommended plan is not written; None if nothing prevents it.
 
-    `found` is the fastest that the format can express, `lost` what the format lacks of `first`.
+    `found` is the fastest that the format can express, `lost` what it cannot express of `first`.
     """
     if lost:
         return f"{name} cannot express plan 1 ({first.title}): {lost}"
@@ -156,24 +157,24 @@ def _find_obstacle(
     if not own.fits:
         has = "" if own.memory_bytes is None else f" of {show_bytes(own.memory_bytes)}"
         return (
-            f"Plan 1 ({first.title}) does not fit as {name} runs it: it needs "
+            f"Plan 1 ({first.title}) does not fit when {name} runs it: it needs "
             f"{show_bytes(own.peak_memory_bytes)}{has}."
         )
     slower = own.step_time_s / found.estimate.step_time_s
     if slower > EQUAL:
-        return f"Plan 1 ({first.title}) is {show_share(slower - 1)} slower as {name} runs both."
+        return f"Plan 1 ({first.title}) is {show_share(slower - 1)} slower when {name} runs both."
     return None
 
 
 def _reason_for_first(name: str, job: PlanningProblem, first: Planned, found: Planned) -> str:
-    """Say that the recommended plan is written, and how it compares with the fastest."""
+    """Say that the recommended plan is written, and compare it with the fastest."""
     label = f"Plan 1, the {join_roles(first.roles)}: {first.title}"
     slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
     if found.plan == first.plan or slower < _ALIKE:
         return f"{label}."
     return (
-        f"{label}; {show_share(slower)} slower, as {name} runs both, than the fastest that {name} "
-        f"can express ({found.title})."
+        f"{label}; {show_share(slower)} slower, when {name} runs both, than the fastest that "
+        f"{name} can express ({found.title})."
     )
 
 
@@ -187,7 +188,7 @@ def _slower_than_fastest(found: Planned, answer: Plans) -> str:
 def _estimate_written(
     job: PlanningProblem, plan: Plan, written: ExportedPlan
 ) -> tuple[Estimate | None, bool]:
-    """The estimate of what the configuration describes, and whether that is all known."""
+    """Return the estimate of what the configuration describes, and whether it is complete."""
     described, known = written.written_plan(plan)
     if described is None:
         return None, False
@@ -203,8 +204,8 @@ def _warning(
     """Say what is lost, and whether what is written instead fits."""
     if not written.differences:
         return None
-    rests = f"the plan rests on what {name} cannot express. {' '.join(written.differences)}"
-    more = "" if known else " What is written in another way may change time and memory too."
+    rests = f"the plan uses features that {name} cannot express. {' '.join(written.differences)}"
+    more = "" if known else " What is written instead may change time and memory too."
     if estimate is None:
         return f"{rests}{more}"
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
@@ -216,11 +217,11 @@ def _warning(
 
 
 def figures(estimate: Estimate) -> str:
-    """Time and memory of what was written, in a sentence."""
+    """Return time and memory of what was written, in a sentence."""
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     return (
-        f"As written: {show_seconds(estimate.step_time_s)} a step ({low} to {high} with "
+        f"As written: {show_seconds(estimate.step_time_s)} per step ({low} to {high} with "
         f"{estimate.level * 100:.0f} %), {estimate.tokens_per_s:,.0f} tokens/s, "
-        f"{show_bytes(estimate.peak_memory_bytes)}{has} a device."
+        f"{show_bytes(estimate.peak_memory_bytes)}{has} per device."
     )

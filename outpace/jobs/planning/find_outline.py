@@ -1,4 +1,4 @@
-"""Outline of any model that can be named, to plan for."""
+"""Outline of any model that can be named, for planning."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ _TRACED_SAMPLES = 2
 
 
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
-    """Name, outline and, if outpace builds it, spec of the model that `reference` names.
+    """Return name, outline and, if outpace can build it, spec of the model that `reference` names.
 
-    As train's --model: a preset comes first, then the catalog's outlines (both also in capitals and
-    by their names on the Hugging Face Hub, where no file is called so), a Hugging Face directory, a
-    finished run, a spec file (.toml, .json), and "file.py:function", which alone runs the user's
-    code and is traced. Raises BadInputError.
+    As for train's --model: a preset comes first, then the catalog's outlines (both also in capitals
+    and by their Hugging Face Hub names, unless there is such a file), a Hugging Face directory, a
+    finished run, a spec file (.toml, .json), and "file.py:function", which runs the user's code and
+    is traced. Raises BadInputError.
     """
     if not Path(reference).expanduser().exists():
         reference = name_of_hub(reference) or named_model(reference)
@@ -61,7 +61,7 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
 
 
 def _config_of(path: Path) -> Path | None:
-    """The directory whose config.json tells of a model: outpace need not be able to build it."""
+    """Return the directory whose config.json describes a model, even one outpace cannot build."""
     from outpace.interop.config import CONFIG_FILE
     from outpace.interop.custom_model import CUSTOM_MODEL_FILE
     from outpace.interop.peft import ADAPTER_CONFIG, base_of
@@ -74,7 +74,7 @@ def _config_of(path: Path) -> Path | None:
 
 
 def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
-    """Trace a custom model, with its loss on two samples of its data, or on tokens."""
+    """Trace a custom model with its loss on two samples of its data, or on tokens."""
     from outpace.interop.custom_model import CustomObjective, build_custom_model
     from outpace.nn.transformer import Transformer
     from outpace.trace.outline import outline_from_module
@@ -89,7 +89,9 @@ def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
 
 
 def _by_config(module: Any) -> Outline | None:
-    """A transformers model of a known architecture: its config says more than a trace can."""
+    """Read a transformers model of a known architecture by its config, which says more than a
+    trace.
+    """
     from outpace.interop.outline import READERS, outline_from_config
 
     config = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""The file of --plan as settings of the training that is traced."""
+"""The file of --plan as settings of the training to trace."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,15 +13,15 @@ from outpace.records.settings import TrainSettings
 def follow_plan(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
 ) -> tuple[TrainSettings, dict[str, str]]:
-    """Return settings and origins with what the file of --plan says. Raises BadInputError.
+    """Return settings and origins with those of the --plan file. Raises BadInputError.
 
-    What was asked beside it has to agree; length and batch may be others than the file's.
+    Other settings have to agree with it; length and batch may differ from the file's.
     """
     if settings.plan is None:
         return settings, dict(origins)
     if settings.plan == "auto":
         raise BadInputError(
-            "--plan auto: outpace memory traces a plan as it is given. Name a file that outpace "
+            "--plan auto: outpace memory traces a plan as given. Give a file that outpace "
             "plan --out wrote, or leave --plan out."
         )
     there = None if node is None else node.processes * nodes
@@ -29,7 +29,7 @@ def follow_plan(
     if node is not None and world != there:
         raise BadInputError(
             f"--plan {settings.plan} is for {world} devices, but {nodes} × {node.processes} = "
-            f"{there} are there. Say --nodes, or name another --machine."
+            f"{there} are given. Set --nodes, or name another --machine."
         )
     settled, told = settle(settings, origins, None, lambda _: None)
     if node is not None:

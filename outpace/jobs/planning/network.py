@@ -1,4 +1,6 @@
-"""The network question: how much network a training needs, and what another would cost."""
+"""The network question: how much bandwidth a training needs, and what another network would
+cost.
+"""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +26,8 @@ from outpace.records.precisions import Precision
 
 SHARE = 0.5
 _SHARE_SOURCE = (
-    "157 of an A100's 312 TFLOP/s in a training on one node, where no network takes part: "
-    "BigScience, train/tr11-176B-ml/chronicles-prequel.md, 18B, TP 8"
+    "157 of an A100's 312 TFLOP/s in a training on one node, without a network: BigScience, "
+    "train/tr11-176B-ml/chronicles-prequel.md, 18B, TP 8"
 )
 TOLERANCE = 0.05
 _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
@@ -33,13 +35,13 @@ _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
 
 @dataclass(frozen=True)
 class NetworkQuestion:
-    """Question of the user about the network that a training needs.
+    """A question about the network that a training needs.
 
-    `machine`: a catalog's name; `probe`: a file of outpace probe. `networks`: of a node, in words,
-    the last one the machine's; `inside`: a device's link within its node. `plan`: a file of the
-    only plan that is meant, whose length and batch are taken unless you say others; without,
-    strategies of `micro_batch` are compared. `share` of the catalog's peak that computing reaches;
-    `tolerance`: share of a step that the network may cost.
+    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: the network of a
+    node, as text, the last one being the machine's; `inside`: a device's link within its node.
+    `plan`: a file with the only plan to consider, whose length and batch are used unless others are
+    given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
+    peak that computation reaches; `tolerance`: share of a step that the network may cost.
     """
 
     model: str
@@ -105,7 +107,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
 
 
 def _assume_network(site: Site) -> list[str]:
-    """Give several nodes that are sold without a network the planner's; return what is assumed."""
+    """Give nodes sold without a network the planner's default; return what is assumed."""
     node = site.node
     if node is None:
         return []
@@ -124,11 +126,18 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
     if global_batch is None or set(taken) <= {global_batch}:
         return []
     words = ", ".join(f"{size} by {', '.join(of)}" for size, of in sorted(taken.items()))
-    return [f"--global-batch {global_batch} cannot be shared out by all plans; taken are {words}."]
+    return [
+        (
+            f"--global-batch {global_batch} cannot be divided by all plans. These are used "
+            f"instead: {words}."
+        )
+    ]
 
 
 def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
-    """The catalog's, those asked for and the machine's own, slowest first, each rate once."""
+    """Return the catalog's networks, the requested ones and the machine's, slowest first, without
+    duplicates.
+    """
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
     ]
@@ -142,8 +151,8 @@ def _plans(
     if plan is not None:
         if plan.world_size != world:
             raise BadInputError(
-                f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, "
-                f"but {site.nodes} × {site.per_node} = {world} are there. Set its axes (dp_shard, "
+                f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
+                f"{site.nodes} × {site.per_node} = {world} are given. Set its axes (dp_shard, "
                 "…), or --nodes, or name another --machine."
             )
         batch = asked.global_batch or plan.samples_per_pass * plan.data_parallel
@@ -175,8 +184,8 @@ def _model(reference: str) -> tuple[str, ModelSpec]:
     opened = open_model(reference)
     if opened.spec is None:
         raise BadInputError(
-            f"{opened.name} is a custom model: its dimensions are not known, which the "
-            "network question is about. Name a preset, a spec file or a Hugging Face directory."
+            f"{opened.name} is a custom model, whose dimensions are unknown, but the network "
+            "question needs them. Give a preset, a spec file or a Hugging Face directory."
         )
     return opened.name, opened.spec
 

@@ -1,4 +1,4 @@
-"""The planner's proposals for a training on this machine, sharper with every trial."""
+"""The planner's proposals for a training on this machine, refined by every trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ _CALIBRATED = math.log(1.2)
 
 @dataclass(frozen=True)
 class TuningProposal:
-    """A plan, and seconds of a step as they are predicted now.
+    """A plan, and its step time in seconds as predicted now.
 
-    `spread`: how far off that may be, as the standard deviation of its logarithm.
+    `spread`: the prediction's uncertainty, as the standard deviation of its logarithm.
     """
 
     plan: Plan
@@ -53,7 +53,9 @@ class TuningProposal:
 
 
 def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
-    """Rates of this host, measured in seconds; None where it was probed, or trains on a GPU."""
+    """Return this host's measured rates to start with; None if it was probed, or trains on a
+    GPU.
+    """
     machine = identify(find_accelerator)
     if resolve_device(settings, Ranks()).type != "cpu" or auto_plan.probe_here(machine) is not None:
         return None
@@ -70,9 +72,9 @@ class Proposer:
         host_bytes: int | None = None,
         measured: HostRates | None = None,
     ) -> None:
-        """`host_bytes`: what processes may have together where no limit is given to each.
+        """Make the proposer; `host_bytes`: what processes may use together if none has a limit.
 
-        `measured` are this host's rates, where it was not probed.
+        `measured` are this host's rates, if it was not probed.
         """
         self.machine = identify(find_accelerator)
         own, device = _ranks(settings), resolve_device(settings, Ranks())
@@ -96,7 +98,9 @@ class Proposer:
         self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
-        """The fastest that may be worth it, the fastest first, as predicted after `trials`."""
+        """Return the plans that may be worth a trial, fastest first, as predicted after
+        `trials`.
+        """
         learned, too_many, found = self._learn_once(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
             plans, _ = fastest_plans(_with_rates(job, learned.rates.rates[world]), _COUNT)
@@ -105,13 +109,14 @@ class Proposer:
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
     def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> TuningProposal:
-        """Propose one plan, whether it fits or not."""
+        """Propose one plan, whether or not it fits."""
         return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
 
     def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
-        """Return by the formula, bytes of a rank: the least that did not fit, though predicted to.
+        """Return the smallest predicted bytes of a rank that did not fit, though predicted to.
 
-        By the number of processes, which share what there is. Of several at once none tells.
+        The result is by number of processes, which share the memory. When several fail at once,
+        none counts.
         """
         found: dict[int, float] = {}
         for trial in trials:
@@ -122,7 +127,7 @@ class Proposer:
         return found
 
     def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Learned":
-        """Return what all trials tell: computed once, however often it is asked for."""
+        """Return what all trials together show, computed once."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]
@@ -157,9 +162,9 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Learned:
-    """Lessons of trials: rates, which all numbers of processes share, and what else plans take.
+    """Results of trials: rates, shared by all numbers of processes, and other costs of plans.
 
-    `slopes`: how the time of the fastest trial depends on the rates, (knobs, 1).
+    `slopes`: derivatives of the fastest trial's time with respect to the rates, (knobs, 1).
     """
 
     rates: Calibration
@@ -185,7 +190,7 @@ def _propose(
 
 
 def _needs(job: PlanningProblem, plans: Sequence[Plan]) -> Floats:
-    """Bytes of a rank."""
+    """Return the bytes of a rank."""
     return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
 
 
@@ -196,9 +201,9 @@ def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float)
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
-    """Drop plans that save memory at the cost of time, if the same plan fits that does not.
+    """Drop plans that save memory at the cost of time, if the same plan without that fits.
 
-    It cannot lose to them, however far off the planner is.
+    They cannot be faster, however wrong the planner is.
     """
     saves = [_saves(plan, layers) for plan in plans]
     beside: dict[str, set[tuple[int, int]]] = {}
@@ -213,12 +218,12 @@ def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
 
 
 def _saves(plan: Plan, layers: int) -> tuple[int, int]:
-    """Return how much is recomputed, and whether the loss is taken in chunks: both save memory."""
+    """Return how much is recomputed, and whether the loss is chunked: both save memory."""
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
 
 def _without_savings(plan: Plan) -> str:
-    """The plan without that."""
+    """Return the plan without these savings."""
     nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
                "loss": "auto"}  # fmt: skip
     return plan.model_copy(update=nothing).model_dump_json()
@@ -230,19 +235,21 @@ def _steps_s(job: PlanningProblem, plans: Sequence[Plan], rates: RateFit) -> Flo
 
 
 def _with_rates(job: PlanningProblem, rates: RateFit) -> PlanningProblem:
-    """The question to a machine of these rates."""
+    """Return the request for a machine with these rates."""
     cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
     return replace(job, cluster=cluster)
 
 
 def _ranks(settings: TrainSettings) -> Ranks:
-    """Return the ranks that `outpace train` starts if nobody says how."""
+    """Return the ranks that `outpace train` starts by default."""
     count = settings.nproc or 1
     return Ranks(world_size=count, local_world_size=count)
 
 
 def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
-    """Numbers of processes to try: as asked, else one, all devices, and what divides the cores."""
+    """Return numbers of processes to try: as given, else one, all devices, and divisors of the
+    cores.
+    """
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:

@@ -1,4 +1,4 @@
-"""A layout for the ranks that are left, where a run resumes with another number of them."""
+"""A layout for the remaining ranks when a run resumes with another number of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -40,10 +40,10 @@ def replan(
     for asked in [settings, *([_drop_settings(settings, of_run)] if typed else [])]:
         found = _why_not(asked, ranks)
         if found is None:
-            say(f"{moved}: the layout stays as it was asked for")
+            say(f"{moved}: the requested layout is kept")
             return asked, dict(origins)
         why = why or found
-    say(f"{moved}: it is planned again ({why})")
+    say(f"{moved}: the layout is planned again ({why})")
     opened = _drop_settings(settings, _LAYOUT).model_copy(update={"plan": "auto"})
     left = {**origins, **dict.fromkeys(_LAYOUT, auto_plan.DEFAULT)}
     return auto_plan.settle(opened, left, ranks, say)
@@ -55,7 +55,7 @@ def _drop_settings(settings: TrainSettings, names: Sequence[str]) -> TrainSettin
 
 
 def _why_not(settings: TrainSettings, ranks: Ranks) -> str | None:
-    """Say why what was asked for cannot be on these ranks."""
+    """Say why the requested layout is not possible on these ranks."""
     try:
         machine = identify(find_accelerator)
         device = resolve_device(settings, ranks)

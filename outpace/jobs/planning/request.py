@@ -1,4 +1,4 @@
-"""A question for the planner from what the user says: model, machine, batch, what is kept."""
+"""Planning requests from what the user gives: model, machine, batch, fixed settings."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ from outpace.records.units import read_bytes
 PLANNED_SEQ_LEN = 2048
 PROBE_FILE = Path("machine.json")  # as outpace probe names it
 CALIBRATED_HINT = (
-    f"{PROBE_FILE} here is of outpace calibrate, which corrects another machine: it is not read. "
-    f"Name it with --machine {PROBE_FILE} to plan for that machine."
+    f"{PROBE_FILE} here was written by outpace calibrate for another machine, so it is not "
+    f"read. To plan for that machine, use --machine {PROBE_FILE}."
 )
 # What `--keep` may name: what the search decides, and what all of its plans have alike.
 KEPT = (
@@ -57,12 +57,12 @@ _WHAT_IF = ("link", "inside", "memory", "nodes")
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """Question of the user to the planner.
+    """The user's question to the planner.
 
-    `machine` is a catalog's name or a file that outpace probe wrote; None: this machine.
-    `autocast`: the trainer that is planned for computes in 16 bits by autocast alone. `trainer`:
-    the software that trains; None: outpace. `measures`: of this machine, where it has no
-    accelerator and was not probed, the products are measured first, in about two seconds.
+    `machine` is a name in the catalog or a file of outpace probe; None: this machine. `autocast`:
+    the planned trainer computes in 16 bits by autocast alone. `trainer`: the software that trains;
+    None: outpace. `measures`: if this machine has no accelerator and was not probed, matrix
+    products are measured first, in about two seconds.
     """
 
     model: str
@@ -87,7 +87,7 @@ class PlanQuestion:
 
 
 def job(asked: PlanQuestion) -> PlanningProblem:
-    """The planner's question. Raises BadInputError for what is unknown or cannot be."""
+    """Build the planner's request. Raises BadInputError for unknown or impossible values."""
     _, outline, _ = find_outline(asked.model)
     cluster = _cluster(asked)
     world = cluster.devices
@@ -127,19 +127,19 @@ def job(asked: PlanQuestion) -> PlanningProblem:
 
 
 def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
-    """The outline with a note where sequences are longer than the model takes as it is.
+    """Return the outline, with a note if sequences are longer than the model's positions.
 
-    Rotary positions have no parameters, so that time and memory are known all the same. Raises
-    BadInputError where only what outpace trains is asked for.
+    Rotary positions have no parameters, so time and memory are known anyway. Raises BadInputError
+    if only plans that outpace can train are requested.
     """
     most = outline.max_positions
     if seq_len <= most:
         return outline
     note = (
-        f"Sequences of {seq_len} tokens are longer than the {most} positions of {outline.name}: "
-        "outpace train refuses them as the model is. To train so it needs more of them "
-        "(max_position_embeddings in its config.json, with rotary scaling); time and memory are as "
-        "planned."
+        f"Sequences of {seq_len} tokens are longer than the {most} positions of "
+        f"{outline.name}, so outpace train refuses the model as it is. To train with them, "
+        "give it more positions (max_position_embeddings in its config.json, with rotary "
+        "scaling); time and memory are as planned."
     )
     if trained:
         raise BadInputError(f"--seq-len {seq_len}: {note[0].lower()}{note[1:]}")
@@ -149,7 +149,7 @@ def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
 def _vary(
     asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
-    """Return what to vary as asked, and what is searched anyway, in the order of VARIED."""
+    """Return the requested settings to vary and those always searched, in the order of VARIED."""
     found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
     if "precision" in found and parameters(outline) < FP8_PARAMETERS:
         found["precision"] = tuple(one for one in found["precision"] if one != "fp8")
@@ -157,24 +157,24 @@ def _vary(
 
 
 def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return what is searched on this machine though nobody asks: on a GPU whether to compile."""
+    """Return the settings searched by default on this machine: on a GPU, whether to compile."""
     asks = cluster.device.kind == "cuda" and "compile" not in keep
     return {"compile": VARIED["compile"]} if asks else {}
 
 
 def _check_dtype(precision: Precision, cluster: Cluster) -> None:
-    """Raises BadInputError for products that an accelerator does not have."""
+    """Raise BadInputError for a dtype that an accelerator cannot multiply."""
     device = cluster.device
     has = sorted(device.best_flops_per_s)
     if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
         raise BadInputError(
-            f"precision {precision}: {device.name} has no products in {dtype_of(precision)}. It "
-            f"has {', '.join(has)}."
+            f"precision {precision}: {device.name} has no matrix products in "
+            f"{dtype_of(precision)}. It has {', '.join(has)}."
         )
 
 
 def _this_machine(asked: PlanQuestion) -> Cluster:
-    """Return this machine as outpace probe measured it, if its file is here; else as known."""
+    """Return this machine as outpace probe measured it, if its file is here; else as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
@@ -184,13 +184,16 @@ def _this_machine(asked: PlanQuestion) -> Cluster:
         if found.probed is not None and not machine.differences(found):
             return _cluster(replace(asked, machine=str(PROBE_FILE)))
     if asked.network is not None:
-        raise BadInputError(f"--network {asked.network} is of a machine: name it with --machine.")
+        raise BadInputError(
+            f"--network {asked.network} applies to a machine. Name it with --machine."
+        )
     ranks = asked.devices_per_node or len(machine.devices) or 1
     measures = asked.measures and not machine.devices
     rates = measure_host_rates(machine.host_cores) if measures else None
     cluster = of_host(machine, ranks, rates)
-    notes = (f"planned for this machine, with {ranks} process{'es' * (ranks > 1)}; --machine names "
-             "another, --devices-per-node another number of processes.", *notes)  # fmt: skip
+    notes = (f"planned for this machine, with {ranks} process{'es' * (ranks > 1)}; use "
+             "--machine for another machine, --devices-per-node for another number of "
+             "processes.", *notes)  # fmt: skip
     return replace(cluster, nodes=asked.nodes, notes=(*notes, *cluster.notes))
 
 
@@ -204,7 +207,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
         machine = Machine.load(path, option="--machine ")
         if asked.network is not None:
             raise BadInputError(
-                f"--network {asked.network}: {path} has measured its own links. Leave one out."
+                f"--network {asked.network}: {path} has measured links. Leave one of them out."
             )
         return _probed_cluster(machine, asked.nodes, asked.devices_per_node)
     node = find_node(asked.machine, ACCELERATORS)
@@ -217,13 +220,13 @@ def _cluster(asked: PlanQuestion) -> Cluster:
 
 
 def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:
-    """Raises BadInputError where another network is asked for than a machine's runs had."""
+    """Raise BadInputError if another network is given than the logged runs used."""
     if asked.network is None or asked.network == file.network:
         return
     if file.network is not None and _same_network(asked.network, file.network):
         return
     raise BadInputError(
-        f"--network {asked.network}: the runs that {path} was corrected by had "
+        f"--network {asked.network}: the runs that corrected {path} used "
         f"{file.network or 'the network that the machine is sold with'}. Leave it out."
     )
 
@@ -233,7 +236,9 @@ def _same_network(one: str, other: str) -> bool:
 
 
 def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:
-    """A machine that logged runs corrected. Raises BadInputError for what contradicts the file."""
+    """Read a machine corrected by logged runs. Raises BadInputError if flags contradict the
+    file.
+    """
     file = CorrectedMachine.load(path, option="--machine ")
     check_network(asked, file, path)
     devices = asked.devices_per_node or file.devices_per_node
@@ -254,10 +259,10 @@ def _probed_cluster(machine: Machine, nodes: int, devices: int | None) -> Cluste
 
 
 def _precision(cluster: Cluster, autocast: bool) -> Precision:
-    """bf16 where the device has products in it; a CPU's only where that was measured faster.
+    """Return bf16 if the device multiplies in it; on a CPU, only if that was measured to be faster.
 
-    On a GPU outpace has weights and residual stream in bf16, too, over master weights, and does
-    not choose fp16 by itself (`training.precision.default_precision`).
+    On a GPU, outpace keeps weights and the residual stream in bf16 as well, over master weights,
+    and never chooses fp16 by itself (`training.precision.default_precision`).
     """
     rates = cluster.device.best_flops_per_s
     if cluster.device.kind == "cpu":
@@ -268,7 +273,7 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
 
 
 def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield each part of "precision=bf16,micro-batch=1", its name and its value; None: no value."""
+    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None without a value."""
     for part in (text or "").split(","):
         if part.strip():
             name, equals, value = (word.strip() for word in part.partition("="))
@@ -276,12 +281,12 @@ def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
 
 
 def read_keep(text: str | None) -> dict[str, Any]:
-    """ "precision=bf16,micro_batch=1" as settings of a plan. Raises BadInputError."""
+    """Parse "precision=bf16,micro_batch=1" as settings of a plan. Raises BadInputError."""
     found: dict[str, Any] = {}
     for part, name, value in split_settings(text):
         if value is None:
             raise BadInputError(
-                f"--keep {part}: write setting=value, as in precision=bf16. Settings: "
+                f"--keep {part}: write setting=value, such as precision=bf16. Settings: "
                 f"{', '.join(KEPT)}."
             )
         if name not in KEPT:
@@ -294,12 +299,13 @@ def read_keep(text: str | None) -> dict[str, Any]:
 
 
 def _lora(name: str) -> str:
-    """Return what to use instead of the settings of adapters; '' for all others."""
+    """Return what to use instead of adapter settings; '' for all others."""
     if name != "base" and not name.startswith(("lora", "qlora")):
         return ""
     return (
-        " It plans the training of all weights: outpace memory --lora-rank 16 --base nf4 says "
-        "whether an adapter fits, outpace tune --lora-rank 16 tries how fast it trains."
+        " Plans assume that all weights are trained: outpace memory --lora-rank 16 --base nf4 "
+        "shows whether an adapter fits, outpace tune --lora-rank 16 measures how fast it "
+        "trains."
     )
 
 
@@ -307,9 +313,10 @@ _FEW_LETTERS = 4  # fewer begin too many names
 
 
 def _suggest_setting(name: str, value: str) -> str:
-    """' Did you mean …?': settings that begin so, as dp_replicate with dp, before those alike.
+    """Return ' Did you mean …?' with settings that begin with the name, before similar ones.
 
-    Of several those that take the value: checkpoint=full is checkpointing, not checkpoint_every.
+    If there are several, only those that take the value: checkpoint=full is checkpointing, not
+    checkpoint_every.
     """
     start = name if len(name) >= _FEW_LETTERS else f"{name}_"
     begin = [known for known in KEPT if known.startswith(start)]
@@ -320,7 +327,7 @@ def _suggest_setting(name: str, value: str) -> str:
 
 
 def _takes(name: str, value: str) -> bool:
-    """Whether a setting can have a value."""
+    """Return whether a setting can have a value."""
     try:
         _parse_value(name, value)
     except BadInputError:
@@ -331,10 +338,11 @@ def _takes(name: str, value: str) -> bool:
 def _read_vary(
     question: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster
 ) -> dict[str, tuple[Any, ...]]:
-    """ "precision,compile" as the values to try; "all": of what is not kept. Raises BadInputError.
+    """Parse "precision,compile" as values to try; "all": all that are not fixed. Raises
+    BadInputError.
 
-    Of precisions those that the device has, the one that is taken anyway first; of optimizers those
-    that the precision goes with.
+    Precisions are those that the device has, the default first; optimizers those that work with the
+    precision.
     """
     text, asked = question.vary, question.precision
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
@@ -343,20 +351,20 @@ def _read_vary(
         names = [name for name in VARIED if name not in decided]
     if asked and "precision" in names:
         raise BadInputError(
-            f"--precision {asked} and --vary {text}: one precision or all of them. Leave one "
-            "of the two out."
+            f"--precision {asked} and --vary {text}: use one precision or search all. Leave "
+            "one of the two out."
         )
     precision = asked or _precision(cluster, question.autocast)
     for name in names:
         if name not in VARIED:
             raise BadInputError(
-                f"--vary {name}: write settings with commas, or all.{nearest(name, [*VARIED])} "
-                f"Settings: {', '.join(VARIED)}."
+                f"--vary {name}: write settings separated by commas, or "
+                f"all.{nearest(name, [*VARIED])} Settings: {', '.join(VARIED)}."
             )
         if name in keep:
             raise BadInputError(
-                f"--vary {name} and --keep {name}={keep[name]}: one value or all of them. Leave "
-                "one of the two out."
+                f"--vary {name} and --keep {name}={keep[name]}: use one value or search all. "
+                "Leave one of the two out."
             )
     found = {name: VARIED[name] for name in VARIED if name in names}
     if "precision" in found:
@@ -369,7 +377,7 @@ def _read_vary(
 
 
 def _parse_value(name: str, value: str) -> Any:
-    """Parse a value as a plan has it: its own record says what is allowed."""
+    """Parse a value as a plan has it; the plan's record says what is allowed."""
     field = Plan.model_fields[name]
     annotation: Any = field.annotation
     for bound in field.metadata:
@@ -387,14 +395,14 @@ def _parse_value(name: str, value: str) -> Any:
         raise BadInputError(f"--keep {name}={value}: use {allowed}.") from None
     if (name, found) == ("loss", "plain"):
         raise BadInputError(
-            "--keep loss=plain: the planner estimates auto, which takes chunks where logits are "
-            "large, and with chunked. Use one of these."
+            "--keep loss=plain: the planner supports loss=auto (chunked when logits are "
+            "large) and loss=chunked. Use one of these."
         )
     return found
 
 
 def _format_allowed(problem: Any) -> str:
-    """Say what a setting may be, from what its record found wrong."""
+    """Say what a setting may be, based on its record's error."""
     kind, bounds = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
         return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"
@@ -410,7 +418,7 @@ def _format_allowed(problem: Any) -> str:
 
 
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
-    """The question with something of the machine changed: link, inside, memory or nodes.
+    """Return the request with a changed link, inside, memory or nodes of the machine.
 
     The mapping has rates and sizes to put into the cluster. Raises BadInputError.
     """
@@ -425,7 +433,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
             )
         if name == "nodes":
             if not value.isdigit() or int(value) < 1:
-                raise BadInputError(f"--what-if nodes={value}: use a number from 1.")
+                raise BadInputError(f"--what-if nodes={value}: use a number of at least 1.")
             changed = replace(changed, nodes=int(value))
         elif name == "memory":
             try:
@@ -440,7 +448,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
 
 
 def _inside_share(cluster: Cluster) -> float:
-    """Return the share of the printed rate that links in a node reach; 1 for a probed machine."""
+    """Return the share of the nominal rate that links in a node reach; 1 for a probed machine."""
     node = NODES.get(cluster.name)
     if node is None or node.device_link is None:
         return 1.0

@@ -1,1 +1,1 @@
-"""Measuring this machine with all its ranks."""
+"""Measurement of this machine with all its ranks."""

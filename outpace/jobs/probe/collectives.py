@@ -72,12 +72,14 @@ class _Run:
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with buffers of its own, which turns in between leave as they are."""
+        """Return the place with separate buffers, so that interleaved measurements do not touch
+        them.
+        """
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
     def note_turns(self, what: str, turns: Turns[T]) -> Turns[T]:
-        """Note what is done during these turns."""
+        """Note what is measured in these turns."""
 
         @contextmanager
         def note() -> Iterator[None]:
@@ -95,17 +97,19 @@ def probe_collectives(
     progress: Callable[[float], None] = lambda share: None,
     only: str | None = None,
 ) -> Turns[ProbeSection]:
-    """Measure what lies between the ranks; all of them call it, and rank 0's answer is the whole.
+    """Measure the communication between ranks; all of them call it, and rank 0 gets the result.
 
-    `only` one collective: its times by size on all axes, and what is fitted to them. Arrays stay
-    within a share of the memory and of the time; values that come out are checked. Raises
-    RankLostError where a rank dies or hangs, naming it and the collective, and WrongResultError
-    where a collective computes something wrong; both on all ranks that are left.
+    `only` one collective: its times by size on all axes, and the models fitted to them. Arrays stay
+    within a share of the memory and of the time; results are checked. Raises RankLostError if a
+    rank dies or hangs, naming it and the collective, and WrongResultError if a collective computes
+    something wrong; both on all remaining ranks.
     """
     if only is not None and only not in COLLECTIVES:
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
     if groups.ranks.world_size < 2:
-        return ProbeSection(notes=("one rank: nothing lies between ranks, and no collective ran",))
+        return ProbeSection(
+            notes=(("one rank: no collective ran, since there is nothing to communicate"),)
+        )
     doing = RankActivity()
     with hang_watchdog(groups, doing):
         run = _begin(groups, device, quick, budget_s, doing, progress)
@@ -151,7 +155,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[ProbeSection]:
-    """All collectives on all axes, in the same rounds."""
+    """Measure all collectives on all axes, in the same rounds."""
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
     # Half of the time is for large arrays: the clock makes a call before each sample, and the sizes
@@ -183,7 +187,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
 
 
 def _place_on(run: _Run, axis: Axis) -> AxisPlace:
-    """This rank's place on an axis. Makes the axis's groups, so all ranks call it."""
+    """Return this rank's place on an axis. Creates the axis's groups, so all ranks call it."""
     if axis.name == "all":
         return run.place
     timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
@@ -196,7 +200,7 @@ def _place_on(run: _Run, axis: Axis) -> AxisPlace:
 
 
 def _most_bytes(run: _Run) -> int:
-    """Return the largest size of an array of which each rank has two, so that all have room."""
+    """Return the largest array size such that every rank has memory for two."""
     device = run.place.buffers.device
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 8
@@ -208,7 +212,7 @@ def _most_bytes(run: _Run) -> int:
 
 
 def free_bytes() -> int:
-    """Return the host memory that this process may still take; its control group may have less."""
+    """Return the host memory that this process may still use, within its control group's limit."""
     free = int(psutil.virtual_memory().available)
     group = find_cgroup()
     if group is None or group.limit_bytes is None:
@@ -217,7 +221,7 @@ def free_bytes() -> int:
 
 
 def _note_case(doing: RankActivity, case: Case) -> Case:
-    """The case, which says of itself when it begins."""
+    """Return the case, which reports when it starts."""
 
     def make() -> Callable[[], object]:
         of = case.key.of
@@ -228,14 +232,14 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
 
 
 def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
-    """Each rank's own speed beside the others'."""
+    """Measure each rank's own speed beside the others'."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))
 
 
 def _between_pairs(run: _Run) -> Turns[ProbeSection]:
-    """Each pair's own speed."""
+    """Measure each pair's own speed."""
     if run.groups.ranks.world_size == 2:
         return ProbeSection()  # the only pair is all ranks
     sizes = (4, 1 << 20) if run.quick else (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -246,14 +250,14 @@ def _between_pairs(run: _Run) -> Turns[ProbeSection]:
     if len(pairs) > _ALL_PAIRS:
         named = {key for one in advice for key in one.of}
         kept = {pair: of for pair, of in pairs.items() if any(f.key in named for f in of)}
-        notes = [f"{len(pairs)} pairs were measured; kept are those that are named as slow"]
+        notes = [f"{len(pairs)} pairs were measured; only the slow ones are kept"]
         pairs = kept
     figures = [figure for of in pairs.values() for figure in of]
     return ProbeSection(tuple(figures), advice, tuple(notes), tuple(pair_fits(pairs)))
 
 
 def _overlap(run: _Run) -> Turns[ProbeSection]:
-    """Measure how much of collectives hides behind computing."""
+    """Measure how much of the collectives computation hides."""
     size = min(
         (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
     )
@@ -267,15 +271,15 @@ def _overlap(run: _Run) -> Turns[ProbeSection]:
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
-    """Say how much of one collective hides; times only where they are steady enough."""
+    """Say how much of one collective is hidden, with times only if they are steady enough."""
     hidden, name = figures[-1], figures[1].key.what
     compute, alone, both = (figure.value for figure in figures[:3])
     times = ""
     if compute and alone and both:
         times = (
-            f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of {name} take "
-            f"{1e3 * both:.3g} ms at once: "
+            f"{1000.0 * compute:.3g} ms of computation and {1000.0 * alone:.3g} ms of {name} "
+            f"take {1000.0 * both:.3g} ms together: "
         )
     if hidden.value is None:
-        return [f"overlap: {times}how much hides is not stable enough to say: {hidden.unstable}"]
-    return [f"overlap: {times}{hidden.value:.0%} of the shorter hides behind the longer"]
+        return [f"overlap: {times}the hidden share was not stable enough: {hidden.unstable}"]
+    return [f"overlap: {times}{hidden.value:.0%} of the shorter is hidden by the longer"]

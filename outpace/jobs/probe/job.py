@@ -1,4 +1,4 @@
-"""`outpace probe`: its sections in turns, on one process or on all ranks of a job."""
+"""`outpace probe`: its sections in turn, on one process or on all ranks of a job."""
 
 import os
 import tempfile
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def probe_here(request: ProbeRequest, shown: Shown) -> Machine:
-    """Probe this host: its own sections here, those between ranks on processes that are started."""
+    """Probe this host: local sections here, those between ranks on processes started for them."""
     begin_s, steady = time.monotonic(), Steady()
     request.check()
     device, notes = _device(request, Ranks())
@@ -84,7 +84,7 @@ def probe_here(request: ProbeRequest, shown: Shown) -> Machine:
 
 
 def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: Shown) -> Machine | None:
-    """Probe as one of a job's ranks; the machine on rank 0, None on others."""
+    """Probe as one of a job's ranks; returns the machine on rank 0, None on others."""
     begin_s, steady = time.monotonic(), Steady()
     request.check()
     device, notes = _device(request, ranks)
@@ -114,7 +114,7 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
     device = resolve_device(request.settings, ranks)
     if device.type != "mps":
         return device, ()
-    note = "Metal devices are not measured: all figures are of the processor"
+    note = "Metal devices are not measured: all figures are for the processor"
     return torch.device("cpu"), (note,)
 
 
@@ -122,7 +122,8 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
 class _Here:
     """State that all sections of a process share.
 
-    `seen`: of its GPU, by all of them. `slowed`: what processes that it started say of theirs.
+    `seen`: observations of its GPU by all sections. `slowed`: reports of slowdowns from processes
+    that it started.
     """
 
     request: ProbeRequest
@@ -135,7 +136,7 @@ class _Here:
 
 @dataclass
 class _Notes:
-    """Notes on what else the machine did in one section's turns."""
+    """Notes on other load on the machine during one section's turns."""
 
     gpu: GpuWatch | None
     used: list[Used] = field(default_factory=list)
@@ -148,7 +149,7 @@ class _Notes:
 
 
 def _probe_alone(name: SectionName, here: _Here) -> Turns[ProbeSection]:
-    """Probe what one process probes by itself."""
+    """Probe the sections that one process runs alone."""
     notes = _Notes(here.gpu)
     section = yield from wrap_turns(_turns(name, here), notes.record)
     here.shown(name, 1.0)
@@ -171,7 +172,7 @@ def _turns(name: SectionName, here: _Here) -> Turns[ProbeSection]:
 
 
 def _on_first(turns: Turns[ProbeSection], groups: Groups) -> Turns[ProbeSection]:
-    """Run on rank 0 while the others wait; give the result to all."""
+    """Run on rank 0 while the others wait; return the result on all."""
     try:
         while True:
             found = groups.run_on_rank_0(lambda: _next(turns))
@@ -195,7 +196,7 @@ def _judge(
     name: SectionName, section: ProbeSection, device: torch.device, hosts: Sequence[Sequence[Used]],
     seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
-    """Return the section, withdrawn if others used what was measured, or it was slowed down.
+    """Return the section, withdrawn if others used what was measured, or if it was slowed down.
 
     Disks and data loading are the processor's work, whatever the device.
     """
@@ -205,18 +206,18 @@ def _judge(
 
 
 def _progress(name: str, shown: Shown) -> Callable[[float], None]:
-    """A part of a section may be done before the section is."""
+    """Return a progress callback for a part of a section."""
     return lambda share: shown(name, min(share, 0.99))
 
 
 def _probe_started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[ProbeSection]:
-    """Probe what lies between ranks, on processes started when half of the others is done."""
+    """Probe between ranks, on processes started when half of the other sections are done."""
     wishes, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":
             shown(name, 1.0)
     lonely = nproc < 2 and any(name != "steps" for name in names)
-    notes = ("one device: nothing lies between ranks, and no collective ran",) * lonely
+    notes = ("one device: no collective ran, since there is nothing to communicate",) * lonely
     names = [name for name in names if nproc > 1 or name == "steps"]
     if not names:
         return ProbeSection(notes=notes)
@@ -246,7 +247,7 @@ def _probe_started(names: Sequence[SectionName], here: _Here, nproc: int) -> Tur
 
 
 def _world_size(request: ProbeRequest, device: torch.device) -> int:
-    """A process for each device, or for each of some cores."""
+    """Return one process per device, or per group of cores."""
     return request.settings.nproc or _default_nproc(device)
 
 
@@ -273,14 +274,16 @@ def _probe_between(name: SectionName, here: _Here, groups: Groups) -> Turns[Prob
 
 
 def _gather(value: T, groups: Groups) -> list[T]:
-    """Return each rank's value, on all of them."""
+    """Return each rank's value, on all ranks."""
     said: list[Any] = [None] * groups.ranks.world_size
     dist.all_gather_object(said, value, group=groups.control)
     return said
 
 
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
-    """Return what all ranks saw of their GPUs, each named with its rank: hosts number alike."""
+    """Return what all ranks saw of their GPUs, each with its rank, since hosts number GPUs
+    alike.
+    """
     rank = groups.ranks.rank
     own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
     return [one for of in _gather(own, groups) for one in of]
@@ -324,7 +327,7 @@ def _machine(
 
 
 def _from_catalog(machine: Machine) -> list[Figure]:
-    """Return what is published of the first device: peaks and memory bandwidth, to stand beside."""
+    """Return published figures of the first device, peaks and memory bandwidth, for comparison."""
     if not machine.devices or machine.devices[0].accelerator is None:
         return []
     known = ACCELERATORS[machine.devices[0].accelerator]

@@ -1,4 +1,4 @@
-"""Notes of a probe on the machine beside its own figures: wrong settings, published peaks."""
+"""Notes of a probe on the machine besides its figures: wrong settings, published peaks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,21 +12,21 @@ _GRAVE = ("severe", "high")
 
 
 def find_misconfiguration(environ: Mapping[str, str]) -> list[str]:
-    """Return what the doctor finds here that costs much, the most costly first."""
+    """Return the doctor's costly findings here, most costly first."""
     return finding_notes(examine(gather(environ, timeout_s=_DRIVER_S)))
 
 
 def finding_notes(examination: Examination) -> list[str]:
-    """The grave findings in a sentence each."""
+    """Return one sentence per severe finding."""
     grave = [one for one in examination.findings if one.severity in _GRAVE]
     notes = [f"{one.severity}: {one.what} ({one.seen}). Do: {one.remedy}" for one in grave]
     if not notes:
         return []
-    return [*notes, "outpace doctor says what these settings cost, and lists lesser ones"]
+    return [*notes, "outpace doctor shows what these settings cost, and lists minor ones"]
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:
-    """Say what share of the catalog's peak the best product of each dtype reaches."""
+    """Say what share of the catalog's peak the best matrix product of each dtype reaches."""
     peaks = {f.key.of["dtype"]: f for f in figures if (f.key.kind, f.key.what) == _PEAK}
     for best in (f for f in figures if (f.key.kind, f.key.what) == _BEST):
         peak = peaks.get(best.key.of["dtype"])

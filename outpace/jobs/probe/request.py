@@ -1,4 +1,4 @@
-"""Request for a probe: what to probe, of what, and for how long."""
+"""Request for a probe: what to measure, on what, and for how long."""
 
 import tempfile
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives", "steps")
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Request for a probe; of `settings`, device, model, data and directories count.
+    """Request for a probe; it uses `settings` for device, model, data and directories.
 
-    `within_s`: for all sections; None for as long as they usually take. `environ`: to be examined
-    for settings that cost speed, with the host's; None where what started us does that.
+    `within_s`: time for all sections; None for the usual time. `environ`: examined with the host
+    for settings that cost speed; None if the launching process does that.
     """
 
     sections: tuple[SectionName, ...]
@@ -44,14 +44,14 @@ class ProbeRequest:
     environ: Mapping[str, str] | None = None
 
     def budget_s(self, section: SectionName) -> float:
-        """Return the seconds for one section; its share of what is given for all."""
+        """Return the seconds for one section: its share of the total."""
         usual = {name: SECONDS[name][0 if self.quick else 1] for name in self.sections}
         if self.within_s is None:
             return usual[section]
         return self.within_s * usual[section] / sum(usual.values())
 
     def local_sections(self) -> tuple[SectionName, ...]:
-        """The sections that one process probes by itself."""
+        """The sections that one process measures alone."""
         return tuple(name for name in self.sections if name not in BETWEEN_RANKS)
 
     def rank_sections(self) -> tuple[SectionName, ...]:
@@ -59,7 +59,7 @@ class ProbeRequest:
         return tuple(name for name in self.sections if name in BETWEEN_RANKS)
 
     def check(self) -> None:
-        """Refuse bad input before anything is measured. Raises BadInputError."""
+        """Refuse bad input before measuring. Raises BadInputError."""
         if "matmul" in self.sections:
             self.tokens()
             self.spec()
@@ -67,20 +67,20 @@ class ProbeRequest:
             self.directories()
 
     def spec(self) -> ModelSpec:
-        """The model on whose sizes advice is given. Raises BadInputError."""
+        """The model to give advice on sizes for. Raises BadInputError."""
         spec = open_model(self.settings.model).spec
         if spec is None:
             raise BadInputError(
-                f"--model {self.settings.model}: the dimensions of a custom model are not "
-                "known. Name a preset, a Hugging Face directory or a spec file; its data set is "
-                "measured by outpace probe loader."
+                f"--model {self.settings.model}: the dimensions of a custom model are unknown. "
+                "Give a preset, a Hugging Face directory or a spec file; outpace probe loader "
+                "measures its data set."
             )
         return spec
 
     def tokens(self) -> int | None:
-        """Return the tokens of one process's step, if --seq-len or --micro-batch is given.
+        """Return the tokens per step of one process, if --seq-len or --micro-batch is given.
 
-        What is not said of the two is as in training: its usual length, and one sample.
+        The other one defaults to training's: the usual length, or one sample.
         """
         size, said = self.settings.micro_batch, self.settings.seq_len
         if not isinstance(size, int) and said is None:
@@ -95,13 +95,13 @@ class ProbeRequest:
         for role, place in places.items():
             if not place.is_dir():
                 raise BadInputError(
-                    f"{place} is to be measured for {role}, but it is no directory. Make it first, "
-                    "or name another one on the same disk."
+                    f"{place} is to be measured for {role}, but it is not a directory. Create "
+                    "it first, or give another one on the same disk."
                 )
         return places
 
     def loader(self) -> LoaderData:
-        """The data as training would load it. Raises BadInputError."""
+        """Return the data as training would load it. Raises BadInputError."""
         settings = self.settings
         opened = open_model(settings.model)
         reference = settings.tokenizer or opened.tokenizer
@@ -119,12 +119,10 @@ class ProbeRequest:
 
 
 def _custom_dataset(opened: OpenedModel, settings: TrainSettings) -> Any | None:
-    """Return the data set that a custom model brings, if it does. Raises BadInputError."""
+    """Return a custom model's own data set, if it has one. Raises BadInputError."""
     if opened.build is None:
         return None
     dataset = build_custom_model(opened.build).dataset
     if dataset is not None and settings.data != LoaderData.sources:
-        raise BadInputError(
-            f"{opened.name} brings its own data set, so --data cannot be given too."
-        )
+        raise BadInputError(f"{opened.name} comes with its own data set. Leave --data out.")
     return dataset

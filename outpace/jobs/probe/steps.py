@@ -1,4 +1,4 @@
-"""Steps of the catalog's small trainings: what a probe needs beside products and links."""
+"""Steps of the catalog's small trainings, which a probe needs besides matrix products and links."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,10 +30,10 @@ def probe_steps(
     budget_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time a step of every reference, of one rank and of all; every rank calls it.
+    """Time a step of every reference on one rank and on all; every rank calls it.
 
-    One rank has all cores of the host, as a training of one process has. Raises RankLostError
-    where a rank dies or hangs.
+    One rank uses all cores of the host, as a single-process training does. Raises RankLostError if
+    a rank dies or hangs.
     """
     doing = RankActivity()
     with hang_watchdog(groups, doing):
@@ -53,7 +53,7 @@ def probe_steps(
 def _cases(
     groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
-    """Return the cases that fit together into half of the memory, and what the others lack."""
+    """Return the cases that together fit into half of the memory, and why others do not."""
     cases, notes = [], []
     world, room = groups.ranks.world_size, _room(groups, device)
     for ranks in sorted({1, world}):
@@ -61,7 +61,7 @@ def _cases(
             doing.what = f"a step of {name}"
             room -= _needs(one, device)
             if room < 0:
-                notes.append(f"no steps of {name}: it would take more than half of the memory")
+                notes.append(f"no steps of {name}: it would need more than half of the memory")
                 room += _needs(one, device)
                 continue
             case, refused = _case_or_refusal(one, ranks, groups, device, doing)
@@ -87,14 +87,14 @@ def _case_or_refusal(
 
 
 def _needs(one: Reference, device: torch.device) -> float:
-    """Bytes of a rank."""
+    """Return the bytes of a rank."""
     columns = of_plans([one.plan], one.global_batch, one.spec.layers)
     model = outline(one.spec, one.name)
     return float(peak.reserved_bytes(model, one.seq_len, columns, _kind(device))[0])
 
 
 def _room(groups: Groups, device: torch.device) -> float:
-    """Half of what the rank with the least has free. Collective."""
+    """Return half of the free memory of the rank with the least. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

@@ -1,1 +1,1 @@
-"""Ranks among each other: process groups, watchdogs, shared file systems."""
+"""Ranks in relation to each other: process groups, watchdogs, shared file systems."""

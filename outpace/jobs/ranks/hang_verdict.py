@@ -1,8 +1,8 @@
-"""The verdict in the store where ranks met: which rank holds the others up.
+"""The verdict in the ranks' shared store: which rank delays the others.
 
-A rank that has waited for long asks all how they stand, and writes down which one does not come.
-Nobody ends by that yet: the rank may be slow, and come. The verdict is final once a rank ends by
-it. One that is not final is of no use to others after the rank that asked is lost, or has stopped
+A rank that has waited for long asks all for their state, and writes down which one does not come.
+No rank ends because of it yet, since the late rank may still come. The verdict is final once a rank
+ends by it. A verdict that is not final is ignored after the rank that asked is lost, or has stopped
 waiting.
 """
 
@@ -17,7 +17,7 @@ _NONE = "none"
 
 
 class HangVerdict(Record):
-    """`by`: the rank that asked, and `number` which question it was; 0 without one.
+    """`by`: the rank that asked, and `number` the number of its question; 0 without one.
 
     `blamed`: ranks.
     """
@@ -30,27 +30,27 @@ class HangVerdict(Record):
 
 
 class HangVerdicts:
-    """The one verdict of a store, which is read and replaced in one operation each.
+    """The single verdict of a store, read and replaced in one operation each.
 
-    So no rank waits for a key that another one has deleted, or has died before it wrote.
+    So no rank waits for a key that another deleted, or died before writing.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def read(self) -> HangVerdict | None:
-        """Give the verdict that is there now."""
+        """Return the current verdict."""
         return _parse(self._store.compare_set(_KEY, "", _NONE))
 
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
-        """Put `new` in the place of `known`, which was read; give what is there then.
+        """Replace `known`, which was read, by `new`; return the stored verdict.
 
-        That is another rank's verdict where that rank was quicker.
+        It is another rank's verdict if that rank was quicker.
         """
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
     def put(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:
-        """Write a verdict, unless one is there that prevents it; give what is there then."""
+        """Write a verdict, unless the stored one prevents it; return the stored verdict."""
         known = self.read()
         while known is None or not unless(known):
             found = self.replace(known, new)
@@ -60,7 +60,9 @@ class HangVerdicts:
         return known
 
     def settle(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Make a verdict final, as this rank ends by it; give the final one, if there is one."""
+        """Make a verdict final, since this rank ends by it; return the final one, if there is
+        one.
+        """
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)
         return found if found is not None and found.final else None

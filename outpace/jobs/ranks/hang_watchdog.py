@@ -1,8 +1,8 @@
 """Watchdog that finds the rank at fault when a collective fails or takes too long.
 
-Every rank has a thread that writes a snapshot of it to the store when another rank asks. This
-finds a rank that is gone, that was stopped, or that hangs in a line of Python while the others wait
-for it in a collective.
+Every rank has a thread that writes a snapshot to the store when another rank asks. This finds a
+rank that is gone, was stopped, or hangs in a line of Python while the others wait for it in a
+collective.
 """
 
 import json
@@ -44,8 +44,8 @@ _BEATS, _MOST_BETWEEN_S = 8, 10.0
 # the time limit, but between these.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
 # What the kernel calls a process that does nothing any more, in words.
-_GONE = "is gone: look at what it said last, and at its host"
-_UNSEEN = "is gone, or cannot be reached: look at what it said last, and at its host"
+_GONE = "is gone: look at its last output, and at its host"
+_UNSEEN = "is gone, or cannot be reached: look at its last output, and at its host"
 _NOT_RUNNING = {
     "stopped": "is stopped (by SIGSTOP, or a debugger)",
     "tracing-stop": "is stopped (by a debugger)",
@@ -84,9 +84,9 @@ class RankLostError(OutpaceError):
 
 @dataclass
 class RankActivity:
-    """The present activity of this rank, in words for the user.
+    """The present activity of this rank, in the user's terms.
 
-    `limited_s` is when it began something that takes no longer than collectives may. When ranks
+    `limited_s` is when it started something that collectives' time limit applies to. When ranks
     hang, `on_hang` is called on one of them with a report on all.
     """
 
@@ -96,7 +96,7 @@ class RankActivity:
     number: int = 0  # of what has begun
 
     def begin(self, what: str, limited: bool = False) -> None:
-        """Begin another activity."""
+        """Start another activity."""
         self.what, self.limited_s = what, time.monotonic() if limited else None
         self.number += 1
 
@@ -112,19 +112,18 @@ def hang_watchdog(
     """Watch the ranks while they communicate: each answers in the store when another asks.
 
     A rank that is stopped, gone or cut off is also found within `timeout_s` if others wait for it
-    without a time limit: while a checkpoint is saved, or rank 0 does something for all. Then the
-    process is ended through `deadline`, since nothing else interrupts that wait.
+    without a time limit: while a checkpoint is saved, or rank 0 does something for all. The process
+    is then ended by `deadline`, since nothing else interrupts that wait.
 
-    Where a signal ends a rank before its first step is done, or after its last (`stop`), all others
-    end as well, those that compile or wait in a collective, too.
+    If a signal ends a rank before its first step is done, or after its last (`stop`), all others
+    end as well, including those that compile or wait in a collective.
 
-    Raises RankLostError in place of the backend's error where a rank is gone, or does not come to
-    what the others wait for; it names that rank and what was being done. Raises InterruptedRunError
-    in its place where a signal has ended that rank. Any other error stays what
-    it is. The time limit of the process groups, `timeout_s`, bounds the waiting. NCCL's path never
-    ran, for lack of a machine with two GPUs: there the waiting is
-    `outpace.probing.timing.rank_clock.await_event`'s, and NCCL's watchdog ends
-    the process by itself, after the look that is made before the limit.
+    Raises RankLostError instead of the backend's error if a rank is gone, or does not come to a
+    collective; it names that rank and its activity. Raises InterruptedRunError instead if a signal
+    has ended that rank. Other errors are not changed. The time limit of the process groups,
+    `timeout_s`, bounds the wait. NCCL's path has never run, since no machine with two GPUs was
+    available: there `outpace.probing.timing.rank_clock.await_event` waits, and NCCL's watchdog ends
+    the process, after the query that is made before the limit.
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
@@ -155,12 +154,12 @@ def hang_watchdog(
 
 
 def _is_process_running(verdict: str) -> bool:
-    """Whether a verdict is about a rank whose process exists."""
+    """Return whether a verdict is about a rank whose process exists."""
     return not any(words in verdict for words in _OVER)
 
 
 def _communication(error: RuntimeError) -> bool:
-    """Whether it says itself that ranks could not reach each other, or not in time."""
+    """Return whether an error says that ranks could not reach each other, or not in time."""
     said = str(error)
     return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
@@ -170,7 +169,7 @@ class _Look:
     """A query of all ranks by one that has waited for long, and its verdict.
 
     `number` is that of the activity, `position` its line. `is_author`: this rank reached the
-    verdict, rather than another one that waits.
+    verdict, rather than another that waits.
     """
 
     number: int
@@ -182,7 +181,7 @@ class _Look:
 
 @dataclass
 class _Watchdog:
-    """Threads that watch a rank, and the query of its main thread after a failed collective."""
+    """Threads that watch a rank, and the query by its main thread after a failed collective."""
 
     groups: Groups
     doing: RankActivity
@@ -248,7 +247,7 @@ class _Watchdog:
             self.beats.end(store)
 
     def _watch_store(self) -> None:
-        """End this process where the store does not answer: a thread that asks it waits."""
+        """End this process if the store does not answer, since a thread that asks it waits."""
         limit_s = self.timeout_s + 2 * _LOOK_S  # what takes that long in `_run` is looking around
         while not self.over.wait(_LISTEN_S):
             self.store_silent_s += _LISTEN_S  # counted, since this process may have been stopped
@@ -257,7 +256,7 @@ class _Watchdog:
                 return
 
     def _look_for_lost(self, store: Any) -> None:
-        """End the job where a rank is stopped, gone or cut off."""
+        """End the job if a rank is stopped, gone or cut off."""
         verdict = self._look_around(store, doubtful=True, final=True)
         if verdict is None:  # it was too busy for its heartbeat
             self.beats.reset()
@@ -265,7 +264,7 @@ class _Watchdog:
             self._end(verdict)
 
     def _look_at_wait(self, store: Any) -> None:
-        """Look at all ranks before the time limit ends this one, which may be without a word."""
+        """Query all ranks before the time limit ends this one, possibly without a message."""
         self.doing.limited_s = None  # once
         number, position = self.doing.number, find_position(self.trains)
         verdict = self._look_around(store, doubtful=False, final=False)
@@ -273,7 +272,7 @@ class _Watchdog:
             self.look = _Look(number, position, verdict, verdict.by == self.rank)
 
     def _follow(self, look: _Look, verdicts: HangVerdicts) -> None:
-        """Forget a look when its wait is over; end where nothing else ends that wait."""
+        """Forget a query when its wait is over; end the process if nothing else ends that wait."""
         look.age_s += _LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
             self._withdraw(verdicts)
@@ -293,7 +292,7 @@ class _Watchdog:
             self._restart_clock(look, self.timeout_s)
 
     def _restart_clock(self, look: _Look, ago_s: float) -> None:
-        """Look again when what was being done at the look takes long again."""
+        """Query again if the activity at the last query takes long again."""
         if self.doing.number == look.number:
             self.doing.limited_s = time.monotonic() - ago_s
 
@@ -304,9 +303,9 @@ class _Watchdog:
             verdicts.replace(look.verdict, None)
 
     def _heed_verdict(self, verdicts: HangVerdicts) -> None:
-        """End with the others where this rank does not find out by itself.
+        """End with the others if this rank does not notice by itself.
 
-        A verdict by which nobody ends is forgotten: the rank that asked is lost.
+        A verdict by which no rank ends is forgotten, since the rank that asked is lost.
         """
         verdict = verdicts.read()
         key = None if verdict is None else (verdict.number, verdict.sentence)
@@ -320,7 +319,7 @@ class _Watchdog:
             verdicts.replace(verdict, None)
 
     def _heed_interruption(self, store: Any) -> None:
-        """Tell all that a signal ends this rank where it is, or hear of it."""
+        """Tell all that a signal ends this rank, or learn it from another."""
         if self.stop is None or len(self.everyone) == 1:
             return
         with self.hearing:
@@ -336,7 +335,7 @@ class _Watchdog:
             self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
 
     def _await_knowing(self, store: Any) -> None:
-        """Let rank 0, which may have the store, leave when all know that they are interrupted."""
+        """Let rank 0, which may hold the store, leave when all know that they are interrupted."""
         until_s = time.monotonic() + _LOOK_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
@@ -344,7 +343,7 @@ class _Watchdog:
             time.sleep(0.05)
 
     def is_interrupted(self) -> bool:
-        """Whether a signal has ended another rank before its first step was done."""
+        """Return whether a signal ended another rank before its first step was done."""
 
         def hear() -> None:
             with suppress(RuntimeError):
@@ -376,11 +375,11 @@ class _Watchdog:
         store.set(f"alive/answered/{self.rank}", str(asks))
 
     def verdict(self, lost: bool, why: str) -> str | None:
-        """Return who is to blame for a collective that has failed here.
+        """Return which rank is to blame for a collective that failed here.
 
-        None if nobody is, and nothing else shows that a rank is `lost`.
+        None if there is none, and nothing else shows that a rank is `lost`.
         """
-        self.failed = f"a collective that failed: {why}"
+        self.failed = f"a failed collective: {why}"
         found: list[HangVerdict | None] = []
 
         def look() -> None:
@@ -412,10 +411,11 @@ class _Watchdog:
         _run_with_limit(tell, _LOOK_S)
 
     def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
-        """Query all ranks and return who is to blame; the first to ask tells the others.
+        """Query all ranks and return the blamed ones; the first to ask tells the others.
 
         None if all make progress, or if it is `doubtful` and all answer. `final`: this rank ends by
-        the verdict, and so takes none that no rank has ended by: the late rank may have come since.
+        the verdict, so it does not accept one by which no rank has ended, since the late rank may
+        have come.
         """
         verdicts = HangVerdicts(store)
 
@@ -455,7 +455,7 @@ class _Watchdog:
         return standing
 
     def _query_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
-        """Return the number of the query, and the snapshots of all ranks."""
+        """Return the number of the query, and snapshots of all ranks."""
         asks = store.add(_ASKS, 1)
         self._answer(store, asks)  # its thread may be the one that asks
         until_s = time.monotonic() + _LOOK_S
@@ -476,10 +476,10 @@ class _Watchdog:
 
 
 class _Heartbeats:
-    """Signs of life in the store: each rank gives its own, and looks for that of the next.
+    """Heartbeats in the store: each rank writes its own, and checks that of the next.
 
-    So the store is asked as often as there are ranks, not as often as there are pairs. Seconds are
-    counted while this process runs: one that was stopped itself has missed nothing.
+    So the number of queries grows with the number of ranks, not of pairs. Seconds are counted while
+    this process runs: one that was stopped itself has missed nothing.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -511,7 +511,7 @@ class _Heartbeats:
         self._since_next_s = 0.0
 
     def end(self, store: Any) -> None:
-        """Say that no more heartbeats will come, and that nothing is wrong."""
+        """Announce that no more heartbeats will come, and that nothing is wrong."""
         if not self._alone:
             store.set(self._own, _ENDED)
 
@@ -520,14 +520,14 @@ _ENDED = b"ended"
 
 
 def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
-    """Ask the store with a time limit: it would wait forever for a host that is cut off."""
+    """Query the store with a time limit, since it would wait forever for a host that is cut off."""
     asking = threading.Thread(target=ask, name="asking the store", daemon=True)
     asking.start()
     asking.join(limit_s)
 
 
 def _has_exited(who: dict[str, Any]) -> bool:
-    """Whether a rank will not answer, as far as its process on this host shows."""
+    """Return whether a rank's process on this host shows that it will not answer."""
     here = who.get("host") == socket.gethostname()
     return here and process_state(int(who["pid"])) in _NOT_RUNNING
 
@@ -559,12 +559,12 @@ def _silent_snapshot(
 
 
 def _is_lost(one: RankSnapshot) -> bool:
-    """Whether a rank that is silent is so for good: not because it is too busy to answer."""
+    """Return whether a silent rank is lost for good, rather than too busy to answer."""
     return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), _UNSEEN}
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks; else those that have begun fewer collectives than others, or none."""
+    """Return silent ranks; else those that have started fewer collectives than others, or none."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent
@@ -588,7 +588,7 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 def _format_culprits(guilty: Sequence[RankSnapshot]) -> str:
     if not guilty:
         return (
-            "all ranks are alive, but not all came to it in time: one hangs, or a connection "
+            "all ranks are alive, but not all reached it in time: one hangs, or a connection "
             "between two is broken"
         )
     one = guilty[0]
@@ -596,4 +596,4 @@ def _format_culprits(guilty: Sequence[RankSnapshot]) -> str:
     more = f" (and {len(guilty) - 1} more)" if len(guilty) > 1 else ""
     if one.state == "silent":
         return f"{who}{more} {one.place}"
-    return f"{who}{more} does not come to it: in {one.doing}, it stands at {one.place}"
+    return f"{who}{more} does not reach it: in {one.doing}, it is at {one.place}"

@@ -1,4 +1,6 @@
-"""Looks at this process's memory while it trains, so that a run ends before the kernel ends it."""
+"""Monitor of this process's memory during training, so that a run ends before the kernel kills
+it.
+"""
 
 import ctypes
 import threading
@@ -14,10 +16,9 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes that may grow to `soft_bytes`; above `hard_bytes` there is no time left for anything.
+    """Bytes that may grow to `soft_bytes`; above `hard_bytes` there is no time to do anything.
 
-    `limit` is the limit's name as the user knows it, `limit_bytes` how much that is, and
-    `ranks` how many share it.
+    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` how many share it.
     """
 
     limit: str
@@ -28,7 +29,7 @@ class Reading:
     hard_bytes: int
 
     def too_high(self) -> bool:
-        """Whether it is above, also when the C library has returned what it keeps for later."""
+        """Return whether it is too high, even after the C library has returned cached memory."""
         if self.now() <= self.soft_bytes:
             return False
         give_back_free()
@@ -36,23 +37,23 @@ class Reading:
 
 
 class Interruption(BaseException):
-    """Raised in the thread that trains; no `except Exception` on the way may take it."""
+    """Exception raised in the training thread; no `except Exception` may catch it."""
 
 
 def interrupt(thread: int) -> None:
-    """Raise Interruption in a thread, as soon as it is back from what it does outside of Python."""
+    """Raise Interruption in a thread, as soon as it returns to Python."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(Interruption)
     )
 
 
 def call_off(thread: int) -> None:
-    """Take an Interruption back that has not been raised yet."""
+    """Withdraw an Interruption that has not been raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 class Watch:
-    """A thread that calls `look` again and again, until it says that all is done, or `close`."""
+    """A thread that calls `look` repeatedly, until it says that all is done, or until `close`."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self._look = look
@@ -73,5 +74,5 @@ class Watch:
 
 
 def first_too_high(readings: Sequence[Reading]) -> Reading | None:
-    """The first reading above what it may be."""
+    """Return the first reading above its limit."""
     return next((reading for reading in readings if reading.too_high()), None)

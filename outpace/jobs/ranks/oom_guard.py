@@ -1,11 +1,11 @@
 """An orderly end when memory runs out: on all ranks, with the reason and what would fit.
 
-A rank that needs too much is noticed in one of two ways: an allocator raises, or a thread that
-looks at this process's memory finds it above a limit. Then the thread that trains is interrupted as
-soon as it is back in Python, and its unwinding leaves nothing half-written. Through the job's
-store the other ranks hear of it: their threads interrupt them too. A rank that cannot be
-interrupted, since it waits in a collective or computes without end, is ended by its thread,
-where the process is ours to end (`end`).
+A rank that needs too much is noticed in one of two ways: an allocator raises, or a monitoring
+thread finds this process's memory above a limit. The training thread is then interrupted as soon as
+it is back in Python, and unwinds without leaving files half-written. The other ranks learn of it
+through the job's store, and are interrupted too. A rank that cannot be interrupted, because it
+waits in a collective or computes without end, is ended by its thread, if the process is ours to end
+(`end`).
 """
 
 import json
@@ -41,7 +41,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A lack of memory on a rank, and what held it. `used_bytes`: its share of what is limited."""
+    """A rank's lack of memory, and what used it. `used_bytes`: its share of the limited memory."""
 
     rank: int
     sentence: str
@@ -51,7 +51,7 @@ class Shortage:
 
 
 def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
-    """Return the readings of this rank: its own memory on the host, and its control group's."""
+    """Return the readings of this rank: its own host memory, and its control group's."""
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
@@ -67,11 +67,11 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 
 
 class Guard:
-    """Context in which a rank that runs out of memory raises OutOfMemoryError, as all others do.
+    """Context in which a rank that runs out of memory raises OutOfMemoryError, on all ranks alike.
 
-    `answer` makes the message of a shortage, and `look_inside` lists what holds memory; both are
-    set as soon as a job knows them. `relieve` frees memory that training can do without, if there
-    is any. `tidy` is told why, then `end` ends this process with a message and an exit code.
+    `answer` writes the message about a shortage, and `look_inside` lists what holds memory; both
+    are set as soon as a job can provide them. `relieve`, if set, frees memory that training can
+    spare. `tidy` gets the reason, then `end` ends this process with a message and an exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
@@ -94,14 +94,14 @@ class Guard:
         self._answered: str | None = None
 
     def watch(self, readings: Sequence[Reading], store: Store | None) -> None:
-        """Begin to look at memory, and to listen to the other ranks through the job's store."""
+        """Start to monitor memory, and to listen to the other ranks through the job's store."""
         self._readings = readings
         self._store = store if self._ranks.world_size > 1 else None
         if readings or self._store is not None:
             self._watch = Watch(self._look)
 
     def close(self) -> None:
-        """Stop looking at memory, at the end of the job."""
+        """Stop monitoring, at the end of the job."""
         if self._watch is not None:
             self._watch.close()
 
@@ -132,7 +132,7 @@ class Guard:
         raise OutOfMemoryError(self._message(shortage)) from None
 
     def _of_exception(self, error: BaseException) -> Shortage | None:
-        """Return the shortage that an allocator has noticed, None for another error."""
+        """Return the shortage that an allocator noticed, None for another error."""
         if isinstance(error, torch.OutOfMemoryError) and self._device.type == "cuda":
             return self._on_cuda(error)
         on_host = isinstance(error, RuntimeError) and any(w in str(error) for w in _SHORT_ON_HOST)
@@ -141,8 +141,8 @@ class Guard:
         used = anonymous_bytes()
         return Shortage(
             self._ranks.rank,
-            f"rank {self._ranks.rank} was refused memory by the system; its process holds "
-            f"{show_bytes(used)}",
+            f"the operating system refused memory to rank {self._ranks.rank}; its process "
+            f"holds {show_bytes(used)}",
             used,
             self.look_inside(used),
         )
@@ -151,7 +151,7 @@ class Guard:
         stats = torch.cuda.memory_stats(self._device)
         used, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
         first = str(error).split(". ")
-        asked = next((s for s in first if s.startswith("Tried to allocate")), "it asked for more")
+        asked = next((s for s in first if s.startswith("Tried to allocate")), "it requested more")
         return Shortage(
             self._ranks.rank,
             f"rank {self._ranks.rank}'s device is out of memory: {asked[0].lower()}{asked[1:]}; "
@@ -164,7 +164,7 @@ class Guard:
     # What follows runs in the thread that looks, or in both.
 
     def _look(self) -> bool:
-        """One look; True when this process's end has been seen to."""
+        """Check once; returns True when the end of this process is taken care of."""
         if self._shortage is None:
             over = first_too_high(self._readings)
             if over is not None and not self.relieve():
@@ -179,10 +179,10 @@ class Guard:
 
     def _limit_shortage(self, over: Reading) -> Shortage:
         used, kept = over.now(), over.limit_bytes - over.soft_bytes
-        rest = f" less {show_bytes(kept)} to end in order" if kept else ""
+        rest = f" less {show_bytes(kept)} for an orderly end" if kept else ""
         return Shortage(
             self._ranks.rank,
-            f"rank {self._ranks.rank} needs more memory than it may have: {show_bytes(used)} of "
+            f"rank {self._ranks.rank} needs more memory than it may use: {show_bytes(used)} of "
             f"{over.limit}, {show_bytes(over.limit_bytes)}{rest}",
             used // over.ranks,
             self.look_inside(anonymous_bytes()),
@@ -195,7 +195,7 @@ class Guard:
                 interrupt(self._thread)
 
     def _see_to_the_end(self) -> bool:
-        """Wait for the thread that trains; end the process where it does not come."""
+        """Wait for the training thread; end the process if it does not come."""
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
@@ -217,7 +217,7 @@ class Guard:
         end(message, EXIT_OUT_OF_MEMORY)
 
     def _agree(self, shortage: Shortage) -> Shortage:
-        """Return the job's first shortage: this one, or one that another rank told before."""
+        """Return the job's first shortage: this one, or one that another rank reported before."""
         if self._store is None:
             return shortage
         with suppress(Exception):  # a store that is gone has nobody left to tell
@@ -235,7 +235,7 @@ class Guard:
             return None
 
     def _other_end(self) -> Store:
-        """A connection of this thread's own: one that waits keeps the others waiting."""
+        """Return this thread's own connection, since one that waits blocks the others."""
         assert self._store is not None
         kept = threading.current_thread().__dict__
         if "_outpace_store" not in kept or kept["_outpace_store"][0] is not self:
@@ -244,7 +244,7 @@ class Guard:
         return store
 
     def _message(self, shortage: Shortage) -> str:
-        """Return the message that every rank shows, which the one that ran out makes."""
+        """Return the message that every rank shows, made by the rank that ran out."""
         if shortage.rank == self._ranks.rank:
             message = self._make_message(shortage)
         else:
@@ -287,17 +287,17 @@ def _parse_shortage(told: bytes) -> Shortage:
 
 
 def expandable_segments(device: torch.device) -> bool:
-    """Whether the CUDA allocator may grow its segments already."""
+    """Return whether the CUDA allocator may already grow its segments."""
     settings = torch.cuda.memory._snapshot(device)["allocator_settings"]
     return bool(settings["expandable_segments"])
 
 
 def fragmentation_advice(used_bytes: int, reserved_bytes: int, expandable: bool) -> str:
-    """Return advice if the allocator holds much that no tensor could use, else ""."""
+    """Return advice if the allocator holds much memory that no tensor could use, else ""."""
     unused = reserved_bytes - used_bytes
     if expandable or unused < max(256 * _MIB, reserved_bytes // 10):
         return ""
     return (
-        f"The allocator holds {show_bytes(unused)} in pieces that were too small: try the same "
-        "command with PYTORCH_ALLOC_CONF=expandable_segments:True before it."
+        f"The allocator holds {show_bytes(unused)} in pieces that were too small. Set "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True and run the same command again."
     )

@@ -1,4 +1,4 @@
-"""Process groups of a job, and actions that one rank does for all."""
+"""Process groups of a job, and actions that one rank performs for all."""
 
 import os
 import re
@@ -36,11 +36,12 @@ _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # of torch's store,
 
 @dataclass(frozen=True)
 class Groups:
-    """`control` carries small host messages of each step; `saving` is for checkpoints alone.
+    """Process groups: `control` carries small host messages of each step; `saving` is only for
+    checkpoints.
 
-    `patient` waits for what rank 0 does alone, however long its disk takes; so does `saving`. The
-    death of a rank ends the others' waiting at once all the same. `store` is where they met, and
-    `variables` those of the environment that were set for as long as these groups live.
+    `patient` waits for what rank 0 does alone, however slow its disk is; so does `saving`. Even so,
+    the death of a rank ends the others' wait at once. `store` is the rendezvous store, and
+    `variables` are environment variables set while these groups exist.
     """
 
     ranks: Ranks
@@ -65,11 +66,11 @@ class Groups:
         return outcome[0]  # type: ignore[return-value]
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here, however long that takes. Collective."""
+        """Return when every rank has arrived, however long that takes. Collective."""
         dist.barrier(self.patient)
 
     def require_same(self, facts: Mapping[str, object]) -> None:
-        """Refuse ranks that have settled on different things. Raises BadInputError on all."""
+        """Refuse ranks that have resolved different values. Raises BadInputError on all."""
         said: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(said, dict(facts), group=self.patient)
         for rank, other in enumerate(said):
@@ -77,31 +78,31 @@ class Groups:
                 if other[what] != value:
                     error = BadInputError(
                         f"rank {rank} has another {what} than rank 0: {other[what]} instead of "
-                        f"{value}. All ranks need the same data, model and settings, and devices "
-                        "that can do the same."
+                        f"{value}. All ranks need the same data, model and settings, and "
+                        "devices with the same capabilities."
                     )
                     error.on_all_ranks = True
                     raise error
 
 
 def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
-    """torch's name for what carries tensors between ranks. Raises BadInputError if there is none.
+    """Return torch's name for the communication backend. Raises BadInputError if there is none.
 
-    By default NCCL between CUDA devices and gloo between processes on the CPU. Host messages go by
-    gloo, whatever carries the tensors.
+    The default is NCCL between CUDA devices and gloo between processes on the CPU. Host messages
+    always use gloo.
     """
     on_cuda = device.type == "cuda"
     if asked == "nccl" and not on_cuda:
         raise BadInputError(
-            f"--backend nccl carries tensors of CUDA devices, but the device is {device.type}. Use "
-            "--backend gloo."
+            "--backend nccl communicates tensors of CUDA devices, but the device is "
+            f"{device.type}. Use --backend gloo."
         )
     if asked == "nccl" and not dist.is_nccl_available():
         raise BadInputError("--backend nccl: this torch has no NCCL. Use --backend gloo.")
     if asked == "mpi" and not dist.is_mpi_available():
         raise BadInputError(
-            "--backend mpi: this torch was built without MPI, as those that pip installs are. "
-            "Build torch from source where MPI is installed, or use --backend "
+            "--backend mpi: this torch was built without MPI, as pip packages are. Build "
+            "torch from source with MPI installed, or use --backend "
             f"{'nccl' if on_cuda else 'gloo'}, which mpirun can start too."
         )
     if asked == "auto":
@@ -112,10 +113,10 @@ def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch
 def _join(
     backend: str, store: Store, ranks: Ranks, timeout: timedelta, device: torch.device
 ) -> None:
-    """Make the default process group. Raises BadInputError where MPI counts otherwise.
+    """Create the default process group. Raises BadInputError if MPI counts differently.
 
-    NCCL is told its device, so that it connects at once, and not in the first collective, and
-    groups of some ranks are split from this one.
+    NCCL is given its device, so that it connects at once rather than in the first collective, and
+    subgroups are split from this group.
     """
     if backend != "mpi":
         dist.init_process_group(
@@ -140,9 +141,9 @@ def _join(
 
 
 def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> None:
-    """Destroy all groups; after a failure NCCL's are aborted.
+    """Destroy all groups; after a failure, abort NCCL's.
 
-    They would be waited for: what others were to send does not come any more.
+    Otherwise they would wait for messages that never come.
     """
     if failure is not None and "nccl" in backend:
         _abort_process_group()  # destroy_process_group would wait
@@ -153,9 +154,9 @@ def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> Non
 def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     """Return the rendezvous store: the launcher's, or one that rank 0 serves.
 
-    Rank 0 listens on MASTER_ADDR alone, as far as it is clear which address that is to the others.
-    Raises BadInputError if another program uses the port, and OutpaceError if the ranks do not
-    connect within `timeout`.
+    Rank 0 listens on MASTER_ADDR only, if it is clear which address that is for the others. Raises
+    BadInputError if another program uses the port, and OutpaceError if the ranks do not connect
+    within `timeout`.
     """
     url = init_method(os.environ)
     host, port = _place(url)
@@ -176,9 +177,9 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
 
 
 def _wait_for_name(host: str, limit_s: float) -> float:
-    """Wait until the name of a host has an address, as that of a pod that starts; the seconds.
+    """Wait until a host name has an address, such as that of a starting pod; returns the seconds.
 
-    Raises BadInputError where it gets none within the limit.
+    Raises BadInputError if it gets none within the limit.
     """
     began_s = time.monotonic()
     while True:
@@ -199,10 +200,10 @@ def _wait_for_name(host: str, limit_s: float) -> float:
 def _in_time(
     action: Callable[[], Result], ranks: Ranks, timeout: timedelta, waited_s: float = 0.0
 ) -> Result:
-    """Do what needs all ranks. Raises OutpaceError where they do not come within `timeout`.
+    """Run a step that needs all ranks. Raises OutpaceError if they do not come within `timeout`.
 
-    In a thread, since torch's store waits without limit for a server that does not answer, and
-    since a signal is not heard while it waits.
+    It runs in a thread, since torch's store waits without limit for a server that does not answer,
+    and signals are not handled while it waits.
     """
     outcome: list[Result] = []
     errors: list[BaseException] = []
@@ -223,7 +224,7 @@ def _in_time(
     if errors:
         raise errors[0]
     if not outcome:
-        silence = TimeoutError("what listens there does not answer as rank 0 does")
+        silence = TimeoutError("what listens there does not answer like rank 0")
         raise _not_met(silence, ranks, timeout)
     return outcome[0]
 
@@ -245,8 +246,8 @@ def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
         why = "what listens there is another program"
     return OutpaceError(
         f"rank {ranks.rank} does not find the others at {host}, port {port} within "
-        f"{timeout.total_seconds():.0f} s ({why}). Look whether all {ranks.world_size} were "
-        "started, and whether that host and port can be reached from here."
+        f"{timeout.total_seconds():.0f} s ({why}). Check that all {ranks.world_size} were "
+        "started, and that this host and port can be reached from here."
     )
 
 
@@ -264,16 +265,17 @@ def process_groups(
     timeout_s: float,
     backend: str | None = None,
 ) -> Iterator[Groups]:
-    """Join this job's processes and leave them at the end. `backend` is as `resolve_backend` says.
+    """Join this job's processes, and leave them at the end. `backend` is as `resolve_backend` says.
 
-    A job of one process gets a group too, so that nothing else has to tell the two apart. Each time
-    that ranks join they get names of their own in the store, where others before them may have left
-    theirs.
+    A job with one process gets a group too, so that other code need not distinguish the two. Each
+    time ranks join, they get their own names in the store, which may still have those of earlier
+    ranks.
     """
     if dist.is_initialized():
         raise BadInputError(
-            "torch.distributed is initialised already in this process; outpace makes its own "
-            "process group. Call outpace.train before init_process_group, or in another process."
+            "torch.distributed is already initialized in this process, but outpace creates "
+            "its own process group. Call outpace.train before init_process_group, or in "
+            "another process."
         )
     require_interfaces(os.environ)
     timeout = timedelta(seconds=timeout_s)

@@ -29,8 +29,8 @@ def snapshot_rank(
 ) -> RankSnapshot:
     """Snapshot this rank; `thread` is the ID of its training thread.
 
-    `neighbours`: process numbers by rank of this host. `failed`: where a collective has failed
-    already, in words.
+    `neighbours`: process IDs by rank on this host. `failed`: the collective that has failed
+    already, as text.
     """
     frames = sys._current_frames()
     collectives = read_flight_recorder()
@@ -58,7 +58,7 @@ def snapshot_rank(
 
 
 def process_state(pid: int) -> str:
-    """Return the state that the kernel gives: "running", "sleeping", "stopped", …; "gone"."""
+    """Return the state from the kernel: "running", "sleeping", "stopped", …; "gone"."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
@@ -66,13 +66,13 @@ def process_state(pid: int) -> str:
 
 
 def _line(at: traceback.FrameSummary) -> str:
-    """A place in the source, as a user would look for it."""
+    """Format a place in the source as a user would look it up."""
     name = "/".join(Path(at.filename).parts[-2:])
     return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
 
 
 def _latest(events: list[CollectiveEvent]) -> list[CollectiveEvent]:
-    """The last ones, and of every group the last."""
+    """Return the latest collectives, and the latest of every group."""
     last = {one.group: place for place, one in enumerate(events)}
     kept = {*last.values(), *range(len(events))[-_LAST:]}
     return [events[place] for place in sorted(kept)]
@@ -90,9 +90,9 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return where a thread of this rank is: equal for as long as it waits in one collective.
+    """Return where a thread of this rank is; equal as long as it waits in one collective.
 
-    The recorder has no messages between two ranks; so the call that waits counts, too. A position
+    The recorder has no messages between two ranks, so the waiting call counts as well. A position
     keeps what that call refers to alive.
     """
     frame = sys._current_frames().get(thread)
@@ -101,7 +101,7 @@ def find_position(thread: int) -> Position:
 
 
 def read_flight_recorder() -> list[CollectiveEvent]:
-    """Return what torch's flight recorder has of this rank; [] if it has nothing."""
+    """Return torch's flight recorder entries of this rank; [] if there are none."""
     found: list[CollectiveEvent] = []
     for dump in flight_recorder_dumps():
         with suppress(ValueError, KeyError, TypeError, RuntimeError):
@@ -122,5 +122,5 @@ def _parse(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
 
 
 def _group(name: str, described: str) -> str:
-    """Groups of one axis of a mesh share a description."""
+    """Describe a group; groups of one axis of a mesh share a description."""
     return f"group {name}" if described in ("", "undefined") else f"{described} (group {name})"

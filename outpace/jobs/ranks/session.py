@@ -1,8 +1,8 @@
-"""A name for the ranks that join now, in a store that may have been used by ranks before them.
+"""A name for the joining ranks, in a store that earlier ranks may have used.
 
-A launcher's store outlives its processes: those of an earlier training in the same processes, of
-before a restart, or of before hosts came or went. Their number tells nothing: torch's elastic
-agents count only the restarts that their own ranks were the cause of, each host for itself.
+A launcher's store outlives its processes: those of an earlier training in the same processes, from
+before a restart, or from before hosts came or went. Their number tells nothing, since torch's
+elastic agents count only the restarts that their own ranks caused, each host for itself.
 """
 
 import time
@@ -19,12 +19,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
-    """Return a name that these ranks alone have. Collective.
+    """Return a name that only these ranks have. Collective.
 
-    Each rank shows a token, and takes the name that rank 0 gives for it; an older rank 0 gave none
-    for that. Rank 0 waits until all have taken it: a token that it finds may be an older one. It
-    asks the store a few times for each rank, and each rank a few times in all, however long they
-    wait. Raises RuntimeError where a rank does not come within `timeout_s`.
+    Each rank shows a token, and takes the name that rank 0 returns for it, which no earlier rank 0
+    did. Rank 0 waits until all have taken it, since a token that it finds may be an older one. It
+    queries the store a few times for each rank, and each rank a few times in all, however long they
+    wait. Raises RuntimeError if a rank does not come within `timeout_s`.
     """
     token = uuid.uuid4().hex
     if ranks.rank == 0:
@@ -43,7 +43,7 @@ def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
 
 
 def _invite(store: Store, name: str, world_size: int, timeout_s: float) -> None:
-    """Give the session's name to whoever shows a token, until all ranks have joined."""
+    """Return the session's name to whoever shows a token, until all ranks have joined."""
     seen, waiting = 0, set[int]()  # numbers of tokens; a rank counts first, and shows its own then
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
     while store.add(f"joined/{name}", 0) < world_size - 1:

@@ -1,4 +1,4 @@
-"""Whether all hosts see the directory of a run: else nothing that they train can be saved."""
+"""Whether all hosts see the directory of a run; otherwise nothing that they train can be saved."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5  # a network file system may show a file a littl
 
 
 def require_shared(groups: Groups, folder: Path) -> None:
-    """Raises BadInputError on all ranks where a host does not see what rank 0 writes there."""
+    """Raise BadInputError on all ranks if a host does not see what rank 0 writes there."""
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return
@@ -29,22 +29,22 @@ def require_shared(groups: Groups, folder: Path) -> None:
     blind = sorted({host for host, sees in said if not sees})
     if blind:
         raise BadInputError(
-            f"{folder} of {said[0][0]} is not seen on {', '.join(blind)}: checkpoints, to which "
-            "every host writes its part, would not be whole. Give --out on a path that all hosts "
-            "share, or --measure-only."
+            f"{folder} on {said[0][0]} is not visible on {', '.join(blind)}, but every host "
+            "writes its part of a checkpoint. Give --out on a path that all hosts share, or "
+            "use --measure-only."
         )
 
 
 @contextmanager
 def _token(groups: Groups, folder: Path) -> Iterator[str]:
-    """The name of a file that rank 0 writes there, until all have looked for it."""
+    """Return the name of a file that rank 0 keeps there until all have looked for it."""
     token = folder / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
 
     def write() -> str:
         try:
             token.write_text("seen?")
         except OSError as error:
-            raise OutpaceError(f"nothing can be written in {folder}: {error.strerror}") from None
+            raise OutpaceError(f"cannot write in {folder}: {error.strerror}") from None
         return token.name
 
     try:

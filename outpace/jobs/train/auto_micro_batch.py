@@ -1,9 +1,9 @@
 """`--micro-batch auto`: the largest micro-batch that is predicted to fit, then tried.
 
-A trial is a job of its own with as many ranks, beside this one: each rank starts a child, and the
-children do two steps together and save. When one of them runs out of memory all of them end (see
-`oom`), or break off when it is killed. The ranks of this job wait for children and never for each
-other's steps, and agree on the outcome over a group of their own. So no rank ever waits in a
+A trial is a separate job with as many ranks, beside this one: each rank starts a child, and the
+children do two steps together and save. When one of them runs out of memory, all of them end (see
+`oom`), or fail when it is killed. The ranks of this job wait only for their children, never for
+each other's steps, and agree on the outcome over a separate group. So no rank ever waits in a
 collective that another has left.
 """
 
@@ -39,12 +39,14 @@ Try = Callable[[TrainSettings, int], tuple[int, str]]
 
 
 def sizes(plan: Plan) -> list[int]:
-    """Micro-batches that keep the global batch, the largest first: divisors of a rank's share."""
+    """Return micro-batches that keep the global batch, largest first: divisors of a rank's
+    share.
+    """
     return [n for n in range(plan.micro_batch, 0, -1) if plan.micro_batch % n == 0]
 
 
 def with_size(plan: Plan, size: int) -> Plan:
-    """The plan with another micro-batch; more is accumulated."""
+    """Return the plan with another micro-batch and more accumulation."""
     return plan.model_copy(update={"micro_batch": size})
 
 
@@ -72,9 +74,9 @@ def find(
     attempt: Try | None,
     callbacks: Sequence[Callback],
 ) -> Plan:
-    """The plan with the largest micro-batch that fits, the same on all ranks.
+    """Return the plan with the largest micro-batch that fits, the same on all ranks.
 
-    Raises OutOfMemoryError where one sample does not fit, BadInputError where a trial fails
+    Raises OutOfMemoryError if a single sample does not fit, BadInputError if a trial fails
     otherwise.
     """
     tell(callbacks, "on_stage", "predicting the largest micro-batch")
@@ -101,7 +103,7 @@ def find(
 
 
 def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
-    """A short run that needs what a long one needs."""
+    """Return settings of a short run that needs as much memory as a long one."""
     limit = settings.memory_limit
     passes = min(2, plan.accumulation(settings.global_batch))
     powersgd = plan.compress_gradients == "powersgd" and plan.world_size > 1
@@ -131,7 +133,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
 
 
 def trier(environ: Mapping[str, str]) -> Try:
-    """Trials in children of this process, which has `environ`."""
+    """Run trials in children of this process, which has `environ`."""
     kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
     of_srun = slurm_env.variables(environ).get("MASTER_ADDR")
 

@@ -1,4 +1,4 @@
-"""The live parts of a job on one rank: model, optimizer, checkpoints, data and the loop."""
+"""The live parts of a job on one rank: model, optimizer, checkpoints, data and loop."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -95,7 +95,7 @@ class PreparedRun:
     compiled_s: float  # in the compiler, by this process before
 
     def run(self) -> Measurement:
-        """Train to the end and sum up."""
+        """Train to the end and summarise."""
         tell(self.job.callbacks, "on_stage", TRAINING)
         wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
         self.recording.start()
@@ -127,7 +127,7 @@ class PreparedRun:
         return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))
 
     def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
-        """Measure the final loss, write the model and sum up. Collective."""
+        """Measure the final loss, write the model and summarise. Collective."""
         tell(self.job.callbacks, "on_stage", "measuring the final loss")
         self.job.doing.begin("the final evaluation")
         final = self.measure(self.job.total_steps)
@@ -135,31 +135,33 @@ class PreparedRun:
 
     @property
     def _interruption_message(self) -> str:
-        """The sentence on a signal after the last step."""
+        """Return the message about a signal after the last step."""
         if self.job.settings.measure_only:
             return "interrupted after the last step; with --measure-only nothing was saved"
         return (
-            f"interrupted, saved after step {self.job.total_steps}, the last one; the final loss "
-            "is not measured, or the model not written. Resume with: "
+            f"interrupted, saved after step {self.job.total_steps}, the last one; the final "
+            "loss was not measured, or the model not written. Resume with: "
             f"{resume_command(self.job.run_dir.path)}"
         )
 
     def _first_step(self) -> dict[str, Any]:
-        """Return the times until the end of the first step, and say so if some was compiling."""
+        """Return the times until the end of the first step, and note if some of it was
+        compilation.
+        """
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
             tell(
                 self.job.callbacks,
                 "on_hint",
-                f"the first step was done after {show_seconds(first_step_s)}, of which compiling "
-                f"took {show_seconds(compile_s)}",
+                f"the first step was done after {show_seconds(first_step_s)}, including "
+                f"{show_seconds(compile_s)} of compilation",
             )
         return {"first_step_s": first_step_s, "compile_s": compile_s}
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Keep masks away from compiled kernels, or from kernels of torch's that are faulty."""
+    """Keep masks away from compiled kernels, and from faulty kernels of torch."""
     if job.settings.compile is False:
         hold_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
@@ -176,9 +178,9 @@ def assemble(
     looker: "Looker | None",
     began_s: float,
 ) -> PreparedRun:
-    """Build what trains, on every rank: after this the first step can begin.
+    """Build everything that trains, on every rank; the first step can then start.
 
-    `began_s` is when the job began. A run that fails before its first step is done leaves nothing
+    `began_s` is when the job started. A run that fails before its first step is done leaves nothing
     behind.
     """
     settings, plan, device = job.settings, job.plan, job.device
@@ -322,7 +324,9 @@ def _make_look(
     device: torch.device,
     start_step: int,
 ) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
-    """Return the look at the first batch of a run that begins after `start_step`, where any is."""
+    """Return the check of the first batch of a run that starts after `start_step`, if there is
+    one.
+    """
     if first is None:
         return None
     first.resumed = start_step > 0
@@ -337,7 +341,7 @@ def _look(
     batches: list[Any],
     reuse: bool,
 ) -> torch.Tensor | None:
-    """Compare the first global batch with the plain module. Peaks of memory begin after it."""
+    """Compare the first global batch with the plain module. Memory peaks are counted after it."""
 
     def ready() -> None:
         reset_peak_memory(device)
@@ -354,7 +358,7 @@ def _look(
 
 
 def _dropout(job: Job) -> float:
-    """Return the dropout rate of a model of this package."""
+    """Return the dropout probability of an outpace model."""
     spec = job.inputs.spec
     return 0.0 if spec is None else spec.dropout
 
@@ -384,7 +388,7 @@ def _optimizer(
 
 
 def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
-    """Write what the run tells of itself from now on; on rank 0. `start_step`: of a resumed one."""
+    """Start the run's logs, on rank 0. `start_step`: that of a resumed run."""
     if job.ranks.rank == 0:
         logged = LoggerContext(
             job.run_dir, record, start_step, partial(tell, job.callbacks, "on_hint")
@@ -393,13 +397,13 @@ def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> No
 
 
 def _discard_unbegun(job: Job) -> None:
-    """Leave nothing of a run that failed before its first step was done."""
+    """Remove everything of a run that failed before its first step was done."""
     if job.ranks.rank == 0 and not job.settings.resume:
         job.run_dir.discard_unbegun()
 
 
 def _end_early(job: Job, reason: str) -> None:
-    """Write down why a run ends, for who looks at its folder."""
+    """Write down why a run ends, for readers of its folder."""
     if job.ranks.rank == 0:
         with suppress(OSError):  # a full disk may be the reason
             saved = whole_checkpoints(job.run_dir.checkpoints)
@@ -411,7 +415,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
-    """Close what is open when a process is ended in the middle of training."""
+    """Close what is open when a process ends in the middle of training."""
     tell(job.callbacks, "close")
     if recording is not None:
         recording.close()
@@ -444,12 +448,12 @@ def _stepper(
 
 
 def _require_known_targets(job: Job) -> None:
-    """The gradients' scale has to be right before the first parameter is stepped."""
+    """Require the gradients' scale before the first parameter is stepped."""
     if job.inputs.targets_per_sample is None:
         raise BadInputError(
-            "--optimizer-in-backward: how many targets a batch has, by which gradients are "
-            "divided, is known only after its backward with masked tokens and with losses of "
-            "yours. Leave it out."
+            "--optimizer-in-backward: the number of targets in a batch, which divides "
+            "gradients, is known only after its backward with masked tokens and with custom "
+            "losses. Leave it out."
         )
 
 
@@ -505,7 +509,9 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
 def _loader(
     job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
 ) -> Loader:
-    """This rank's micro-batches of `data`, step by step, of a `batch` other than the global one."""
+    """Return this rank's micro-batches of `data`, by step, for a `batch` other than the global
+    one.
+    """
     settings = job.settings
     pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
     return Loader(
@@ -529,8 +535,8 @@ def _evaluate(
 ) -> Evaluation | None:
     """Return the held-out loss and a task's metrics; None without held-out data or evaluation.
 
-    Of outpace's own data each sample is used once, whatever the global batch and the ranks are; of
-    a user's data set what does not fill a batch of all ranks is left out.
+    Each sample of outpace's data is used once, whatever the global batch and the ranks; of a user's
+    data set, samples that do not fill a batch of all ranks are left out.
     """
     data = job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
@@ -561,9 +567,9 @@ def _evaluate(
 def _initial_evaluation(
     job: Job, start_step: int, measure: Callable[[int], Evaluation | None], layout: Layout
 ) -> Evaluation | None:
-    """Evaluate before the first step; a resumed run finds that among its evaluations.
+    """Evaluate before the first step; a resumed run reads the result from its evaluations.
 
-    What it moves in a user's module is put back: the look before step 1 has copied it before.
+    Changes to a user's module are undone, since the check before step 1 has copied it before.
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))

@@ -1,7 +1,7 @@
-"""Bytes that a step sends and the time that ranks wait, for runs that are only measured.
+"""Bytes that a step sends and time that ranks wait, for runs that are only measured.
 
-The measured steps are left alone: the last step of the warm-up is counted, and clocks are read
-after it and after the very last step.
+The measured steps are not disturbed: the last warm-up step is counted, and clocks are read after it
+and after the very last step.
 """
 
 import time
@@ -31,7 +31,9 @@ class CommStats:
 
     @property
     def _can_count(self) -> bool:
-        """Whether what a step sends passes by who watches operators, and is that of any step."""
+        """Return whether a step's communication is visible to operator hooks and the same in each
+        step.
+        """
         plan = self._job.plan
         begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
         return begun and not plan.compile and plan.strategy != "horovod"

@@ -1,4 +1,4 @@
-"""Whether a run compiles where that was not said: on CUDA, if it saves more than it takes."""
+"""Whether a run compiles by default: on CUDA, if it saves more time than it takes."""
 
 from dataclasses import dataclass
 
@@ -29,14 +29,16 @@ _SAVED_SHARE = 0.12
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to compile, and a sentence for the user if there is something to say."""
+    """Whether to compile, and a message for the user, if there is something to say."""
 
     compile: bool
     sentence: str | None = None
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Seconds that compiling takes at most: equal blocks share their code, a whole has all."""
+    """Return an upper limit of the compile time: equal blocks share their code, a whole model has
+    all.
+    """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
 
@@ -61,7 +63,7 @@ def decide(
     if settings.measure_only:
         return Decision(True)
     if plan.precision == "fp8":
-        return Decision(True, "compile: yes, as float8 is slow without it")
+        return Decision(True, "compile: yes, since float8 is slow without it")
     if layers is None:
         return _of_unknown(total_steps)
     times = _step_times_s(settings, plan, device, machine, ranks)
@@ -71,31 +73,38 @@ def decide(
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
-    """Decide by the seconds of a step, eager and compiled, and what compiling takes `once`."""
+    """Decide by step times, eager and compiled, and the one-time cost of compiling."""
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (
-        f"it is expected to take {show_seconds(once_s)} once and to save {show_seconds(saved_s)} "
-        f"of {show_seconds(eager_s)} a step, so that it pays back after {steps:,.0f} steps"
+        f"it is expected to take {show_seconds(once_s)} once and to save "
+        f"{show_seconds(saved_s)} of {show_seconds(eager_s)} per step, so it pays off after "
+        f"{steps:,.0f} steps"
     )
     if steps < total_steps:
-        return Decision(True, f"compile: yes; {expected} of {total_steps:,} (or: --no-compile)")
-    return Decision(False, f"compile: no; {expected}, and the run has {total_steps:,} (--compile)")
+        return Decision(
+            True, f"compile: yes; {expected} of {total_steps:,} (turn it off with --no-compile)"
+        )
+    return Decision(
+        False,
+        f"compile: no; {expected}, but the run has {total_steps:,} (turn it on with --compile)",
+    )
 
 
 def _of_unknown(total_steps: int) -> Decision:
     compiles = total_steps >= _UNKNOWN_STEPS
     return Decision(
         compiles,
-        f"compile: {'yes' if compiles else 'no'}; what it saves of this model is not known, and "
-        f"runs of {_UNKNOWN_STEPS:,} steps or more are compiled (or say --compile, --no-compile)",
+        f"compile: {'yes' if compiles else 'no'}; its benefit for this model is unknown, so "
+        f"runs of {_UNKNOWN_STEPS:,} steps or more are compiled (choose with --compile, "
+        "--no-compile)",
     )
 
 
 def _step_times_s(
     settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine, ranks: Ranks
 ) -> tuple[float, float] | None:
-    """Predict the plan's step time, eager and compiled; None if the planner does not know it."""
+    """Predict the plan's step time, eager and compiled; None if the planner cannot."""
     asked = settings.model_copy(update={"plan": None})
     try:
         job = question(

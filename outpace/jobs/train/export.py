@@ -1,4 +1,4 @@
-"""The end of a run: the model exported, a sample of its text, the result written."""
+"""The end of a run: export the model, generate a sample, write the result."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,10 +40,10 @@ def finish(
     train_s: float,
     seen: Mapping[str, Any],
 ) -> Measurement:
-    """Export, sample and sum up. Rank 0 writes; all ranks get the measurement. Collective.
+    """Export, sample and summarise. Rank 0 writes; all ranks get the measurement. Collective.
 
-    `seen`: fields of it that were measured around the loop. Once the measurement is written the run
-    is complete, and a signal does not end it any more.
+    `seen`: fields that were measured around the loop. Once the measurement is written, the run is
+    complete, and a signal no longer ends it.
     """
     job.doing.begin("writing the model")
     if job.plan.precision in MASTERS:
@@ -64,7 +64,7 @@ def finish(
                 tell(
                     job.callbacks,
                     "on_hint",
-                    f"{job.run_dir.model} was written again; no step was done",
+                    f"wrote {job.run_dir.model} again; no step was left to do",
                 )
                 loop.stop.disarm()
                 return before
@@ -113,8 +113,8 @@ def _export(job: Job, model: nn.Module) -> None:
 def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
     """Return what writes the run's tokenizer, and the folder whose ids and settings are kept.
 
-    A tokenizer that came from a folder is copied as it is, a model's own even if the data are
-    tokens already. With another tokenizer, nothing of the model's folder is kept.
+    A tokenizer from a folder is copied unchanged, the model's even if the data are tokens already.
+    With another tokenizer, nothing of the model's folder is kept.
     """
     tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
     folder = None if opened is None else opened.folder
@@ -140,7 +140,7 @@ def _stop_ids(job: Job) -> tuple[int, ...]:
 
 
 def _base_weights(job: Job) -> Path:
-    """The directory of what adapters were trained beside; random weights are written to the run."""
+    """Return the directory of the adapters' base weights; random weights are written to the run."""
     opened, settings = job.inputs.opened, job.settings
     assert opened is not None and job.inputs.spec is not None
     if job.inputs.starts_from_stored(settings):
@@ -152,7 +152,7 @@ def _base_weights(job: Job) -> Path:
 
 
 def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
-    """The first words that were held out; of Python's own source the beginning of a function."""
+    """Return the first held-out words; for Python's source, the beginning of a function."""
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
@@ -165,7 +165,7 @@ def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
 
 
 def _sample(job: Job, model: nn.Module) -> str | None:
-    """Text that the model writes, where it is a causal one with a tokenizer."""
+    """Generate a sample text, if the model is causal and has a tokenizer."""
     tokenizer, count = job.inputs.tokenizer, job.settings.sample_tokens
     if tokenizer is None or count == 0 or not isinstance(model, Transformer):
         return None

@@ -1,4 +1,4 @@
-"""A training job on one rank, put together from its settings and taken to its end."""
+"""A training job on one rank, built from its settings and run to its end."""
 
 import os
 import time
@@ -71,7 +71,7 @@ def train(settings: TrainSettings, context: RunContext) -> Measurement:
 
 
 def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
-    """Do a few steps and save, as `train` would, in a place of its own. Raises what it raises."""
+    """Do a few steps and save, as `train` would, in a separate folder. Raises the same errors."""
     with prepare_run(settings, RunContext(ranks, end=end, foresee=False)) as ready:
         assert settings.steps == TRIAL_STEPS  # after the last of them it saves
         ready.loop.run()
@@ -111,9 +111,9 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         deadline.tidy = partial(_tidy_with, guard)
         if settings.micro_batch == "auto" and (context.model is not None or backend == "mpi"):
             raise BadInputError(
-                "--micro-batch auto tries sizes in processes of their own, where a live model "
-                "cannot be carried, and MPI cannot be started again. Give a number, name the "
-                "model by its file, or use gloo or nccl."
+                "--micro-batch auto runs trials in separate processes, which is not possible "
+                "with a live model or MPI. Give a number, name the model by its file, or use "
+                "gloo or nccl."
             )
         stack.enter_context(fp32_products(plan.precision, device))
         is_custom = context.model is not None or names_code(settings.model)
@@ -191,26 +191,26 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
 
 
 def _tidy_with(guard: Guard, message: str) -> None:
-    """Tidy up as the guard would then: what there is to tidy changes."""
+    """Change what the guard cleans up, as there is more to clean up later."""
     guard.tidy(message)
 
 
 def _as_far_as_torch_compiles(
     settings: TrainSettings, plan: Plan, heard: Sequence[Callback]
 ) -> Plan:
-    """The plan, which is not compiled where the environment turns torch.compile off.
+    """Return the plan without compilation if the environment turns torch.compile off.
 
-    Raises BadInputError where it was to be compiled.
+    Raises BadInputError if compilation was requested.
     """
     variable = find_disabling_variable(os.environ) if plan.compile else None
     if variable is None:
         return plan
     if settings.compile:
         raise BadInputError(
-            f"--compile, but the environment has {variable}, with which torch compiles nothing. "
+            f"--compile, but the environment has {variable}, which turns torch.compile off. "
             "Unset it, or train with --no-compile."
         )
-    tell(heard, "on_hint", f"compile: no, as the environment has {variable}")
+    tell(heard, "on_hint", f"compile: no, since the environment has {variable}")
     return plan.model_copy(update={"compile": False})
 
 
@@ -218,7 +218,7 @@ def _with_compile(
     groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
     total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
-    """The plan with `compile` as it was said, else as it pays back within the run."""
+    """Return the plan with `compile` as requested, else as it pays off within the run."""
     if settings.compile is not None or not plan.compile:
         return plan
     # The planner is loaded where it is asked.
@@ -234,7 +234,7 @@ def _with_compile(
 
 
 def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport) -> None:
-    """Write down how ranks stood, where who resumes the run and who reports on it look."""
+    """Save the hang report where resuming and reporting look for it."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)
     if explain is not None:
@@ -244,7 +244,7 @@ def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangRe
 def _require_possible(
     settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, is_custom: bool
 ) -> None:
-    """Refuse what cannot be before the data is prepared, which may take long."""
+    """Refuse impossible requests before the data are prepared, which may take long."""
     check_task(settings, plan)
     takes_cuda_graphs(settings, plan, device, is_custom)
     require(plan, device)
@@ -262,7 +262,7 @@ def _require_same(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
     inputs: TrainingInputs,
 ) -> None:  # fmt: skip
-    """Refuse ranks that would not train the same."""
+    """Refuse ranks that would not train the same thing."""
     groups.require_same(
         {
             "answer to whether the run resumes": settings.resume,

@@ -1,6 +1,6 @@
-"""`outpace train --memory`: what a run was predicted to hold, beside what it held.
+"""`outpace train --memory`: the memory that was predicted for a run, beside what it used.
 
-One step is watched, tensor by tensor; all of them by what the allocator and the process took.
+One step is traced tensor by tensor; the whole run is measured by its allocator and process.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Looker:
-    """Follows the memory of one run on this rank, from before its model is built."""
+    """Monitor of one run's memory on this rank, from before its model is built."""
 
     def __init__(self, job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> None:
         self._job = job
@@ -50,7 +50,7 @@ class Looker:
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
     ) -> None:
-        """Take the live parts of the run, which is about to begin."""
+        """Start with the live parts of the run, which is about to start."""
         self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
         self._step = min(start_step + _SETTLED, self._job.total_steps)
 
@@ -79,7 +79,7 @@ class Looker:
         self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
 
     def finish(self) -> None:
-        """Gather what the ranks measured; show and write the fullest one's. Collective."""
+        """Gather the ranks' measurements; show and write the fullest one's. Collective."""
         job = self._job
         said: list[MemoryAccount | None] = [None] * job.ranks.world_size
         dist.all_gather_object(said, self._measure(), group=job.groups.control)
@@ -110,11 +110,11 @@ class Looker:
 
 
 def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
-    """The fullest rank's account; None where there is none."""
+    """Return the fullest rank's account; None if there is none."""
     if job.inputs.custom_model is not None:
         tell(
             job.callbacks, "on_hint",
-            "--memory: a module of your own is measured, not predicted, in a run. To predict its "
+            "--memory: a custom model is measured in a run, not predicted. To predict its "
             "memory, use outpace memory --model FILE.py:FUNCTION with the same options.",
         )  # fmt: skip
         return None

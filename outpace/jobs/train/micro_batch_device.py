@@ -1,7 +1,7 @@
 """`--micro-batch auto` of one process on a GPU: sizes are tried in this process, on random tokens.
 
-A GPU's allocator says at once what does not fit, and takes back what a failed try held, so that no
-prediction and no process of its own is needed: the steps that a try takes are all that it costs.
+A GPU's allocator reports at once what does not fit, and frees a failed trial's memory, so neither a
+prediction nor a separate process is needed: a trial costs only its steps.
 """
 
 import gc
@@ -27,7 +27,7 @@ Steps = Callable[[Plan, int], None]
 def can_try(
     plan: Plan, settings: TrainSettings, device: torch.device, is_transformer: bool
 ) -> bool:
-    """Whether a try in this process holds what training would hold."""
+    """Return whether a trial in this process needs the memory that training would."""
     alone = plan.world_size == 1 and device.type == "cuda"
     like_training = plan.lora_rank is None and not plan.optimizer_in_backward
     like_training &= plan.offload_parameters != "disk" and not settings.document_attention
@@ -42,9 +42,9 @@ def device_steps(
     limit_bytes: int,
     asked_bytes: int | None,
 ) -> Steps:
-    """Steps on the device under a little less than its limit.
+    """Run steps on the device under a little less than its limit.
 
-    `asked_bytes` is the limit that was asked for, which holds again afterwards.
+    `asked_bytes` is the requested limit, which applies again afterwards.
     """
 
     def take(plan: Plan, samples: int) -> None:

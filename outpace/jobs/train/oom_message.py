@@ -1,4 +1,4 @@
-"""Message for a lack of memory: what holds it, and settings that would fit, to paste."""
+"""Message about a lack of memory: what holds it, and settings that would fit, to paste."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ PYTHON = "python"  # the origin of settings that come from outpace.train
 
 
 class OomMessage:
-    """Messages of one job, for a shortage and for a predicted one."""
+    """Messages of one job about actual and predicted shortages."""
 
     def __init__(self, job: Job, fitting: MemoryFit) -> None:
         self._job = job
@@ -31,7 +31,7 @@ class OomMessage:
         self._before_bytes = fitting.held_bytes
 
     def check_fit(self) -> None:
-        """Warn of a plan that is predicted not to fit; raise OutOfMemoryError if it cannot."""
+        """Warn about a plan that is predicted not to fit; raise OutOfMemoryError if it cannot."""
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
@@ -41,7 +41,7 @@ class OomMessage:
         tell(self._job.callbacks, "on_hint", f"this may run {text}")
 
     def format(self, short: Shortage, search_s: float = SEARCH_S) -> str:
-        """Format the message of a shortage."""
+        """Format the message about a shortage."""
         run = self._job.run_dir.path if self._job.run_dir.has_steps else None
         proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
         return format_oom(short, proposals, self._job.context, run)
@@ -58,7 +58,7 @@ def anatomy(
 ) -> tuple[str, ...]:
     """List memory by kind, and the largest tensors that outlive a step.
 
-    `before_bytes` were there before the model. What is left is of the step itself: activations,
+    `before_bytes` were used before the model. The rest belongs to the step itself: activations,
     temporary and communication buffers.
     """
     found = holders(layout, optimizer)
@@ -87,7 +87,7 @@ def format_oom(
     lines += [short.advice] if short.advice else []
     if not proposals:
         return "\n".join([*lines, _without_proposals()])
-    lines.append("What would fit, the cheapest first, as predicted:")
+    lines.append("What would fit, cheapest first, as predicted:")
     for number, proposal in enumerate(proposals, 1):
         command = changed_command(context.command, context.origins, proposal.settings, run)
         lines.append(f"{number}. {_format_proposal(proposal)}")
@@ -97,7 +97,7 @@ def format_oom(
 
 def _without_proposals() -> str:
     return (
-        "No change, and no two of them together, is predicted to fit. Use several: "
+        "No single change, and no two together, is predicted to fit. Use several: "
         "--micro-batch 1, --checkpointing full, --optimizer adamw-8bit, --offload disk; or a "
         "smaller --seq-len or model, or --strategy zero3 on more devices or hosts."
     )
@@ -113,14 +113,14 @@ def _caution(proposal: Proposal) -> str:
     if proposal.exact:
         return ""
     if proposal.settings.get("optimizer", ADAMW[0]) not in ADAMW:
-        return " (another optimizer, with a learning rate of its own: leave --lr out)"
-    return " (other rounding: not the same numbers)"
+        return " (another optimizer, with its own learning rate: leave --lr out)"
+    return " (rounds differently, so the numbers change)"
 
 
 def changed_command(
     command: Sequence[str], origins: Mapping[str, str], change: Change, run: Path | None
 ) -> str:
-    """The command with settings changed, to paste; from Python, the call's keywords."""
+    """Return the command with changed settings, to paste; from Python, the call's keywords."""
     values: dict[str, Any] = dict(change)
     if run is not None:
         values = {**values, "out": str(run), "resume": True}
@@ -139,7 +139,7 @@ def flag(name: str) -> str:
 
 
 def _drop_flags(command: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return a command's words without some flags and their values."""
+    """Return a command's words without these flags and their values."""
     kept: list[str] = []
     dropping = False
     for word in command:

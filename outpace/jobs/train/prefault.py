@@ -1,6 +1,6 @@
-"""Memory that a training will need, made ready while its modules are loaded.
+"""Memory that a training will need, prefaulted while its modules are loaded.
 
-Before torch is there: what is imported here must not import it.
+This runs before torch is imported, so nothing here may import it.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
 def prefault_memory(
     settings: TrainSettings, ranks: Ranks, environment: Mapping[str, str]
 ) -> PagePrefaulter | None:
-    """Begin to touch the memory that training in this process will need.
+    """Start to touch the memory that training in this process will need.
 
-    Only on a CPU, by a core that would be idle: not beside other ranks.
+    Only on a CPU, on a core that would be idle: not beside other ranks.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
@@ -42,8 +42,8 @@ def prefault_memory(
 def needed_bytes(settings: TrainSettings) -> int:
     """Return bytes of fp32 weights, gradients and AdamW's moments on a CPU; 0 for other setups.
 
-    The model is a preset, or a directory with weights in fp32 or smaller. The head that a
-    classifier does not read counts as well.
+    The model is a preset, or a directory with weights in fp32 or smaller. A head that a classifier
+    does not read counts as well.
     """
     precision = settings.precision or "fp32"
     others = (
@@ -78,6 +78,6 @@ def _weights_bytes(reference: str) -> int:
 
 
 def _on_cpu(settings: TrainSettings) -> bool:
-    """Whether it will be one, as far as can be said without asking torch."""
+    """Return whether training will run on the CPU, as far as known without importing torch."""
     found = any(Path(one).exists() for one in _ACCELERATORS)
     return settings.device == "cpu" or (settings.device == "auto" and not found)

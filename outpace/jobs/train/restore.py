@@ -1,4 +1,4 @@
-"""A run that is resumed: what is left of it is read first, and only then changed."""
+"""Resuming a run: everything is read before anything is changed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,10 +30,10 @@ def restore(
     optimizer: torch.optim.Optimizer | None,
     mixed: Mixed,
 ) -> Progress | None:
-    """Load the newest intact checkpoint of a run that is resumed; None: it begins at step 0.
+    """Load the newest intact checkpoint of a resumed run; None: it starts at step 0.
 
-    Changes nothing in the run. Collective. Raises BadInputError where beginning at step 0 would
-    write over work that was done.
+    Changes nothing in the run. Collective. Raises BadInputError if starting at step 0 would
+    overwrite work.
     """
     if not job.settings.resume:
         return None
@@ -58,32 +58,35 @@ def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
 
 
 def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
-    """Refuse a checkpoint that another run has saved: its weights and data are that run's."""
+    """Refuse a checkpoint of another run, whose weights and data differ."""
     of = Progress.load(checkpoint / PROGRESS_FILE).run_started
     if of is not None and of != run.started:
         raise BadInputError(
-            f"checkpoint {checkpoint} was saved by another run, which was started at {of}; the run "
-            f"that you resume was started at {run.started}. Move it out of {checkpoint.parent} to "
-            "resume from this run's own checkpoints, or resume the run that it is from."
+            f"checkpoint {checkpoint} was saved by another run, which was started at {of}; the "
+            f"run that you resume was started at {run.started}. Move it out of "
+            f"{checkpoint.parent} to resume from this run's checkpoints, or resume the run "
+            "that it belongs to."
         )
 
 
 def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
-    """Refuse to begin at step 0 where a checkpoint was whole once, or the run was finished."""
+    """Refuse to start at step 0 if there once was a complete checkpoint, or the run was
+    finished.
+    """
     sign = _sign_of_checkpoints(earlier, history)
     if sign is None:
         return
     run = job.run_dir.path
     model = f"start another run from its model with --model {run}, " if history.has_model else ""
     raise BadInputError(
-        f"{job.run_dir.checkpoints} holds no checkpoint, but {sign}: to resume would begin at step "
-        f"0 and overwrite that. Bring the checkpoints back, {model}or start another run with "
+        f"{job.run_dir.checkpoints} has no checkpoint, but {sign}: resuming would start at "
+        f"step 0 and overwrite that. Restore the checkpoints, {model}or start another run with "
         "another --out."
     )
 
 
 def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
-    """Say what shows that the run had a checkpoint, or was finished without one."""
+    """Return the evidence that the run had a checkpoint, or was finished without one."""
     if history.is_finished:
         return "the run was finished once"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)
@@ -100,9 +103,9 @@ def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
 
 
 def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
-    """Write down that a run is resumed after `start_step`; refuse one with nothing left to do.
+    """Record that a run is resumed after `start_step`; refuse one with nothing left to do.
 
-    On rank 0, when all that is needed has been read.
+    On rank 0, when everything needed has been read.
     """
     if not job.settings.resume:
         return
@@ -112,8 +115,8 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
     whole = finished and model_damage(run_dir.model) is None
     if (whole and start_step == job.total_steps) or start_step > job.total_steps:
         raise BadInputError(
-            f"{run_dir.path} has {start_step} of {job.total_steps} steps done already. "
-            f"Train it further with --steps above {start_step}, or start another run from its "
+            f"{run_dir.path} has done {start_step} of {job.total_steps} steps already. Train "
+            f"it further with --steps above {start_step}, or start another run from its "
             f"weights with --model {run_dir.path}."
         )
     run_dir.put_damaged_models_aside(say)

@@ -1,4 +1,4 @@
-"""A job in writing: its run.json, and what is shown before the first step."""
+"""Record of a job: its run.json, and what is shown before the first step."""
 
 import math
 import os
@@ -47,8 +47,8 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     """Lock the run's directory on rank 0, and check that a run to resume can be resumed.
 
     Until `stack` is closed, no other training can use the directory. Returns the run's record. That
-    of a resumed run is not written yet, since more may be wrong. Its command and the origins of its
-    settings stay those of its start, which repeat it.
+    of a resumed run is not written yet, since other checks may fail. Its command and the origins of
+    its settings stay those of its start, which repeat it.
     """
     if not job.settings.resume:
         job.run_dir.require_free()
@@ -88,14 +88,14 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
             ("the tokenizer", earlier.tokenizer, now.tokenizer),
             ("the training data", earlier.train_data, now.train_data),
             ("the validation data", earlier.eval_data, now.eval_data),
-            ("what the adapters are trained beside", earlier.base_weights, now.base_weights),
+            ("the adapters' base weights", earlier.base_weights, now.base_weights),
         )
         if was != is_now
     ]
     if changed:
         raise BadInputError(
-            f"the run in {run_dir.path} cannot be resumed: {changed[0]} has changed "
-            "since it began. Bring it back as it was, or start another run from its weights with "
+            f"the run in {run_dir.path} cannot be resumed: {changed[0]} changed since it "
+            "started. Restore the original, or start another run from its weights with "
             f"--model {run_dir.path}."
         )
 
@@ -114,7 +114,7 @@ def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
 
 
 def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | None:
-    """Say what a resumed run changes from here on, and how that changes its learning rate."""
+    """Say which settings change from here on in a resumed run, and the learning rate's change."""
     before, now = earlier.settings, job.settings
     changes = [
         f"--{name.replace('_', '-')} was {getattr(before, name)}, is {getattr(now, name)}"
@@ -142,19 +142,18 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
 
 
 def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
-    """Refuse a precision that keeps weights, or the optimizer's state, in another form."""
+    """Refuse a precision that stores weights or optimizer state differently."""
     was, is_now = earlier.precision, now.precision
     if was != is_now and {was, is_now} & set(PURE):
         raise BadInputError(
             f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
-            "them keeps weights in 16 bits only, the other in fp32. "
-            "Leave --precision out to resume, or start another run from its weights with --model "
-            f"{run_dir.path}."
+            "them keeps weights only in 16 bits, the other in fp32. Leave --precision out to "
+            f"resume, or start another run from its weights with --model {run_dir.path}."
         )
 
 
 def _base(job: Job) -> Path | None:
-    """Return the directory of the weights that adapters are trained beside; None if random."""
+    """Return the directory of the adapters' base weights; None if random."""
     opened = job.inputs.opened
     assert opened is not None
     return opened.weights if job.inputs.starts_from_stored(job.settings) else None
@@ -166,7 +165,7 @@ def _base_fingerprint(job: Job) -> str | None:
 
 
 def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
-    """Return the record of all that determines the run."""
+    """Return the record of everything that determines the run."""
     inputs, (head, dirty) = job.inputs, commit()
     return RunRecord(
         outpace=__version__,
@@ -200,7 +199,7 @@ def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
 
 
 def _computation(job: Job, parameters: int) -> list[str]:
-    """Hint at sizes and precisions that would be faster on this device."""
+    """Return hints on sizes and precisions that would be faster on this device."""
     hints = []
     if job.device.type != "cpu":  # whose products want no such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
@@ -208,24 +207,24 @@ def _computation(job: Job, parameters: int) -> list[str]:
     slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(
-            "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
-            "--precision bf16"
+            "fp16 on a CPU takes over 100 times as long as bf16. Use it only to check "
+            "correctness, or use --precision bf16"
         )
     return hints
 
 
 def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
-    """Hint at settings that have no effect, or with which training rarely succeeds."""
+    """Return hints on settings that have no effect, or with which training rarely succeeds."""
     hints = []
     if plan.world_size == 1 and settings.strategy not in (None, "single"):
         hints.append(
-            f"--strategy {settings.strategy} on one process splits nothing: --nproc N starts "
-            "several, and so does torchrun"
+            f"--strategy {settings.strategy} on one process splits nothing. Start several with "
+            "--nproc N or torchrun"
         )
     if settings.lr is not None and settings.lr > _LARGE_RATE and settings.optimizer != "sgd":
         hints.append(
-            f"--lr {settings.lr:g} is large: each step moves weights by about as much, and rates "
-            f"above {_LARGE_RATE:g} hardly ever train; usual are 1e-5 to 1e-3"
+            f"--lr {settings.lr:g} is large: each step moves weights by about as much, and "
+            f"rates above {_LARGE_RATE:g} hardly ever work; 1e-5 to 1e-3 are usual"
         )
     return hints
 
@@ -264,7 +263,7 @@ def _recorded_rate(job: Job) -> tuple[Path, float] | None:
 
 
 def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
-    """Describe what is about to be trained, with hints on what may be better."""
+    """Describe what is about to be trained, with hints on possible improvements."""
     parameters = record.parameters
     hints = [*job.inputs.hints, *_repetitions(job)]
     hints += _computation(job, parameters) + _unlikely_settings(job.settings, job.plan)
@@ -288,26 +287,27 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
     if job.plan.compress_gradients == "powersgd" and start_step:
         hints.append(
-            "what PowerSGD had left out of the gradients so far is not in checkpoints: it starts "
-            f"again after at least {POWERSGD_LEAST_START} steps that all-reduce whole gradients"
+            "checkpoints do not contain what PowerSGD has left out of the gradients so far: "
+            f"it starts again after at least {POWERSGD_LEAST_START} steps that all-reduce "
+            "whole gradients"
         )
     if job.device.type == "cpu" and "cpu" in (
         job.plan.offload_parameters, job.plan.offload_optimizer
     ):  # fmt: skip
         hints.append(
-            "on a CPU everything lies in host memory: offloading there shows that it works, and "
-            "costs memory. --offload disk frees some"
+            "on a CPU everything is in host memory, so offloading there only shows that it "
+            "works, and costs memory. --offload disk frees some"
         )
     if job.ranks.local_world_size % job.plan.tp:
         hints.append(
-            f"tp {job.plan.tp} does not divide the {job.ranks.local_world_size} ranks of a host: "
-            "some of its groups lie across hosts, whose network every layer waits for"
+            f"tp {job.plan.tp} does not divide the {job.ranks.local_world_size} ranks of a "
+            "host, so some of its groups cross hosts, and every layer waits for their network"
         )
     expected_s, left = job.settings.expect_step_time_s, job.total_steps - start_step
     if expected_s is not None and left <= WARMUP_STEPS:
         hints.append(
-            f"a step should take {show_seconds(expected_s)}, which will not be checked: the first "
-            f"{WARMUP_STEPS} steps are warm-up, and {left} are left to do. Use --steps "
+            f"a step should take {show_seconds(expected_s)}, which cannot be checked: the "
+            f"first {WARMUP_STEPS} steps are warm-up, and {left} are left. Use --steps "
             f"{start_step + WARMUP_STEPS + OPENING_STEPS} or more"
         )
     name = job.device.type
@@ -328,19 +328,19 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
 
 
 def _repetitions(job: Job) -> list[str]:
-    """Hint at data that are used more often than their share of the run suggests."""
+    """Return hints on data that are repeated more often than their share of the run suggests."""
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
     if batch > len(data):
         hints.append(
-            f"the global batch of {batch} is more than the {len(data)} samples of the data: a step "
-            f"has each of them up to {math.ceil(batch / len(data))} times"
+            f"the global batch of {batch} is larger than the {len(data)} samples of the data, "
+            f"so a step uses each of them up to {math.ceil(batch / len(data))} times"
         )
     if isinstance(data, TokenDataset) and job.settings.data_weights is not None:
         passes = data.passes(job.total_steps * batch)
         hints += [
-            f"{source} is gone through {count:,.0f} times by its weight; beyond "
-            f"{_USEFUL_PASSES} times more data helps more"
+            f"{source} is repeated {count:,.0f} times by its weight; beyond {_USEFUL_PASSES} "
+            "times, more data helps more"
             for source, count in zip(job.settings.data, passes, strict=True)
             if count > _USEFUL_PASSES
         ]
@@ -348,7 +348,9 @@ def _repetitions(job: Job) -> list[str]:
 
 
 def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
-    """A resumed run keeps its precision, also on a machine for which another would be chosen."""
+    """Return the settings of a resumed run with its earlier precision, even on a different
+    machine.
+    """
     if not settings.resume or settings.precision is not None or settings.out is None:
         return settings
     earlier = RunDir(settings.out).require_run()

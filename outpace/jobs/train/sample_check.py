@@ -1,4 +1,4 @@
-"""Comparison of the ranks' own data sets before step 1, by a few samples of each."""
+"""Comparison of the ranks' data sets before step 1, by a few samples of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from outpace.training.callbacks import Callback, tell
 def check_samples(
     groups: Groups, settings: TrainSettings, custom: CustomModel | None, heard: Sequence[Callback]
 ) -> None:
-    """Refuse ranks whose own data sets hold different samples; say what cannot be repeated.
+    """Refuse ranks whose data sets differ; note what cannot be repeated.
 
     However long a rank reads, the others wait for it. Raises BadInputError on all ranks.
     """
@@ -37,18 +37,19 @@ def _check_dataset(
     difference = find_difference(found)
     if difference is not None and difference.most:
         error = BadInputError(
-            f"sample {difference.index} of the {name} is another on rank {difference.rank} than on "
-            f"rank 0, as are most of those compared, though both have {len(dataset)} samples. Give "
-            "every rank the same, whole data set, not a part cut by its rank: outpace shares the "
-            "samples of each step out among the ranks itself. If they have to differ, --check "
-            "model takes them as they are (and compares the first batch all the same)."
+            f"sample {difference.index} of the {name} differs between rank {difference.rank} "
+            f"and rank 0, as do most of those compared, though both have {len(dataset)} "
+            "samples. Give every rank the same, whole data set, not a part for its rank: "
+            "outpace divides the samples of each step among the ranks itself. If they have to "
+            "differ, --check model accepts them (and still compares the first batch)."
         )
         error.on_all_ranks = True
         raise error
     if difference is not None:
         said = (
-            f"sample {difference.index} of the {name} is another on rank {difference.rank} than on "
-            "rank 0, though most of those compared are alike. Ranks should have the same data set"
+            f"sample {difference.index} of the {name} differs between rank {difference.rank} "
+            "and rank 0, though most of those compared are equal. Ranks should have the same "
+            "data set"
         )
         tell(heard, "on_hint", said)
     if any(one.unsteady for one in found):
@@ -61,12 +62,13 @@ def _check_dataset(
 
 
 def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
-    """Say that samples depend on more than their index and the seeds."""
+    """Note that samples depend on more than their index and the seeds."""
     index = min(one.unsteady[0] for one in found if one.unsteady)
     ranks = ", and cannot be compared between ranks" if len(found) > 1 else ""
     return (
-        f"sample {index} of the {name} is another each time that it is read{ranks}: it depends on "
-        "a random generator of its own, on the time or on earlier reads. A resumed run then learns "
-        "other samples than a whole one, and ranks and loading processes may draw the same. Draw "
-        "from torch's, NumPy's or random's own functions, which outpace seeds for each sample"
+        f"sample {index} of the {name} differs each time that it is read{ranks}: it depends on "
+        "a separate random generator, on the time or on earlier reads. A resumed run then "
+        "learns from other samples than an uninterrupted one, and ranks and loading processes "
+        "may draw the same ones. Draw from torch's, NumPy's or random's functions, which "
+        "outpace seeds for each sample"
     )

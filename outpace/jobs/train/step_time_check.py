@@ -1,4 +1,4 @@
-"""Says during a run when its first steps take longer than was expected of them."""
+"""Warning during a run if its first steps take longer than expected."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ class StepTimeMonitor(Callback):
         self._looked = False
 
     def on_step(self, record: StepRecord) -> None:
-        """Look at the first steps."""
+        """Check the first steps."""
         if self._looked or len(self._ledger.opening_s) < OPENING_STEPS:
             return
         self._looked = True
@@ -24,6 +24,6 @@ class StepTimeMonitor(Callback):
             tell(
                 self._heard,
                 "on_hint",
-                f"{found.words}: the machine does something else now, or another plan is faster "
-                "here. Tune again: outpace tune",
+                f"{found.words}: the machine does something else now, or another plan is "
+                "faster here. Tune again with outpace tune",
             )

@@ -1,4 +1,6 @@
-"""Finds, while training, a rank that is steadily slower than those that do the same work."""
+"""Detection, during training, of a rank that is consistently slower than others with the same
+work.
+"""
 
 import socket
 from dataclasses import dataclass
@@ -35,7 +37,9 @@ class Facts:
 
 
 class Stragglers:
-    """Stragglers of one run. All ranks have the same data and find the same at the same step."""
+    """Stragglers of one run. All ranks have the same data and reach the same result at the same
+    step.
+    """
 
     def __init__(self, job: Job, recording: Recording) -> None:
         self._job = job
@@ -47,7 +51,7 @@ class Stragglers:
         self._told: set[int] = set()
 
     def after_step(self, heard: RankReports | None) -> None:
-        """Look at times after a step. Collective if a straggler is found."""
+        """Check times after a step. Collective if a straggler is found."""
         if heard is None or not heard.busy_s or not self._alike:
             return
         self._steps.append(heard.busy_s)
@@ -76,8 +80,9 @@ class Stragglers:
         its = known[slow.who]
         tell(
             self._job.callbacks, "on_hint",
-            f"rank {slow.who} on {its.host} is a straggler: a step takes it {slow.times:.2g} times "
-            f"as long as the others, by its own work, and they wait for it. {cause(its, others)}.",
+            f"rank {slow.who} on {its.host} is a straggler: its own work in a step takes "
+            f"{slow.times:.2g} times as long as the others', which wait for it. "
+            f"{cause(its, others)}.",
         )  # fmt: skip
 
     def _facts(self) -> Facts:
@@ -98,7 +103,7 @@ def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
-    """Each rank's facts with what was seen on its host, which one rank there has."""
+    """Return each rank's facts with its host's load, which one rank per host has."""
     loads = {facts.host: load for facts, load in said if load is not None}
     found = []
     for facts, _ in said:
@@ -114,22 +119,22 @@ def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
 
 
 def cause(its: Facts, others: list[Facts]) -> str:
-    """Say what is likely to make a rank slow: how its host differs from the others'."""
+    """Say what probably makes a rank slow: how its host differs from the others'."""
     used = its.others_cores
     elsewhere = [one.others_cores for one in others if one.others_cores is not None]
     if used is not None and elsewhere and used > median(elsewhere) + _MORE_CORES:
-        return f"Other programs use {used:.1f} cores of its host: end them"
+        return f"Other programs use {used:.1f} cores of its host. End them"
     clocks = [one.clock_hz for one in others if one.clock_hz is not None]
     if its.clock_hz is not None and clocks and its.clock_hz < _SLOWER_CLOCK * median(clocks):
         return (
-            f"Its cores run at {its.clock_hz / 1e9:.2f} GHz, the others' at "
-            f"{median(clocks) / 1e9:.2f}: look at its cooling and its power settings"
+            f"Its cores run at {its.clock_hz / 1000000000.0:.2f} GHz, the others' at "
+            f"{median(clocks) / 1000000000.0:.2f}. Check its cooling and its power settings"
         )
     if its.threads < min((one.threads for one in others), default=its.threads):
-        return f"It computes with {its.threads} threads, and the others with more"
+        return f"It computes with {its.threads} threads, the others with more"
     if all(one.processor != its.processor for one in others):
-        return f"It has another processor than the others: {its.processor}"
+        return f"It has a different processor: {its.processor}"
     return (
-        "Nothing that is seen of its host explains it: outpace doctor there, or outpace probe "
-        "--nproc, measures each part alone"
+        "Nothing observed on its host explains it. Run outpace doctor there, or outpace probe "
+        "--nproc, which measures each part alone"
     )

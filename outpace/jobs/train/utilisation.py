@@ -1,4 +1,4 @@
-"""Lets a run record how busy its hosts and devices are: one thread on each host."""
+"""Recording of how busy a run's hosts and devices are, with one thread per host."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from outpace.training.run_dir import UTILISATION_FOLDER
 
 
 class Recording:
-    """The recording of one run on this rank's host; the host's first rank does it for all there."""
+    """The recording of one run on this rank's host; the host's first rank records for all there."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -24,7 +24,7 @@ class Recording:
         self._recorder: LoadRecorder | None = None
 
     def start(self) -> None:
-        """Begin to record. Collective."""
+        """Start recording. Collective."""
         job = self._job
         places: list[Any] = [None] * job.ranks.world_size
         dist.all_gather_object(
@@ -43,11 +43,11 @@ class Recording:
 
     @property
     def latest(self) -> Load | None:
-        """The latest utilisation of this rank's host; None on all but its first rank."""
+        """Return the latest utilisation of this rank's host; None on all but its first rank."""
         return None if self._recorder is None else self._recorder.latest
 
     def close(self) -> None:
-        """Write what was recorded, however the run ended."""
+        """Write the recording, however the run ended."""
         if self._recorder is not None:
             self._recorder.close()
 
@@ -62,7 +62,7 @@ class Recording:
 
 
 class _Curves(Callback):
-    """Passes new loads on with the step they belong to, in the thread that trains."""
+    """Callback that passes on new loads with their step, in the training thread."""
 
     def __init__(self, job: Job, recorder: LoadRecorder) -> None:
         self._job = job
@@ -70,7 +70,7 @@ class _Curves(Callback):
         self._told: Load | None = None
 
     def on_step(self, record: StepRecord) -> None:
-        """Tell of a load that is new."""
+        """Pass on a new load."""
         load = self._recorder.latest
         if load is not None and load is not self._told:
             self._told = load

@@ -173,7 +173,7 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
         inputs = ready.job.inputs
         assert inputs.labels == (("aa", "mm", "zz") if given == "others" else names)
         said = " ".join(inputs.hints)
-        assert ("a new one is drawn" in said) == (given == "others")
+        assert ("replaced by a new one" in said) == (given == "others")
         assert ("1 = neu" in said) == (given == "numbers")
 
 
@@ -183,7 +183,7 @@ def test_only_a_training_tells_of_a_template_that_is_saved(home, plan):
         home, task="chat", family="llama", data=[str(home / "talk.jsonl")], global_batch=4
     )
     said = " ".join(gather(settings, None, home / "cache", 1, (), plan).hints)
-    assert "no chat template: outpace's own is used" in said
+    assert "no chat template, so outpace's is used" in said
     assert ("saved with the model" in said) == (plan is not None)
 
 
@@ -337,14 +337,14 @@ def test_what_adapters_are_trained_beside_costs_no_gradients(home, chatted):
     ("values", "said"),
     [
         ({"task": "chat", "data": ["talk.jsonl"]}, "predicts masked tokens and cannot write"),
-        ({"task": "chat", "family": "llama"}, "needs conversations: name them with --data"),
+        ({"task": "chat", "family": "llama"}, "needs conversations. Give them with --data"),
         ({"task": "classify", "data": ["talk.jsonl"]}, "no column that is known as text"),
         ({"task": "classify", "padding": "fixed", "strategy": "dp"}, "strategy dp computes a loss"),
         ({"task": "classify", "seq_len": 3}, "leaves no room for the texts"),
         ({"task": "classify", "tokens": 100, "steps": None}, "task classify has no tokens"),
         ({"task": "classify", "memory_budget": "1MiB"}, "needs a prediction"),
-        ({"padding": "fixed"}, "samples of text are all of seq_len"),
-        ({"label_field": "x"}, "are of task classify"),
+        ({"padding": "fixed"}, "samples of text all have seq_len"),
+        ({"label_field": "x"}, "apply to task classify"),
     ],
 )
 def test_what_a_task_cannot_do_is_refused(home, values, said):
@@ -402,7 +402,7 @@ def test_rows_that_are_learnt_and_held_out_are_said(home, tmp_path):
     assert "are among those to train on" in hints(alike)
     assert "among those" not in hints(train)
     told = hints(train, train)
-    assert "the rows to validate with are those to train on" in told and "among" not in told
+    assert "the validation rows are also training rows" in told and "among" not in told
 
 
 def test_what_is_evaluated_is_said_and_counted_once(home, chatted, tmp_path):
@@ -440,9 +440,11 @@ def test_a_layer_over_classes_that_would_be_drawn_is_not_evaluated(home, classif
         return folder
 
     whole = settings.out / "model"
-    assert "tells 0, 1 apart, the data has the labels x, y" in refused(whole, lambda n: "xy"[n % 2])
+    assert "has the classes 0, 1, but the data has the labels x, y" in refused(
+        whole, lambda n: "xy"[n % 2]
+    )
     base = changed("base", architectures=["LlamaForCausalLM"])
-    assert "holds no classifier" in refused(base, lambda n: n % 2)
+    assert "has no classifier" in refused(base, lambda n: n % 2)
     other = changed("other", label2id={"0": 1, "1": 0})
     assert "contradicts itself: label2id has 0 as class 1" in refused(other, lambda n: n % 2)
     lacking = changed("lacking")
@@ -469,7 +471,7 @@ def test_token_ids_beyond_the_tokenizer_beside_the_model_are_said(home, classifi
         return " ".join(gather(settings, None, home / "cache", 1, ()).hints)
 
     said = hints(tokens + 9)
-    assert f"holds token ids up to {tokens + 9}, and the model's tokenizer has {tokens}" in said
+    assert f"have token ids up to {tokens + 9}, but the model's tokenizer has {tokens}" in said
     assert "another tokenizer" not in hints(tokens - 1)
 
 
@@ -549,7 +551,7 @@ def test_weights_that_are_not_read_are_not_replaced_by_random_ones(home, chatted
     (model / "data").mkdir()  # and tokens, as nanoGPT's
     for name in ("data/train.bin", "data/shakespeare.bin", "val.bin", "fineweb_train_000001.bin"):
         (model / name).touch()
-    assert "has no weights: the model begins with random ones" in hints()
+    assert "has no weights: the model starts with random ones" in hints()
 
 
 def test_stored_weights_with_another_tokenizer_are_said(home, chatted, tmp_path):
@@ -564,7 +566,7 @@ def test_stored_weights_with_another_tokenizer_are_said(home, chatted, tmp_path)
             "test",
         )  # fmt: skip
         found = " ".join(gather(settings, None, home / "cache", 1, ()).hints)
-        assert ("mean something else to the stored weights" in found) is told
+        assert ("which the stored weights have not learnt" in found) is told
 
 
 def test_files_that_are_trained_and_validated_on_are_said(home, chatted, tmp_path):
@@ -580,4 +582,4 @@ def test_files_that_are_trained_and_validated_on_are_said(home, chatted, tmp_pat
             "test",
         )  # fmt: skip
         found = " ".join(gather(settings, None, home / "cache", 1, ()).hints)
-        assert (f"{name} of --eval-data is in --data, too" in found) is told
+        assert (f"{name} of --eval-data is also in --data" in found) is told

@@ -25,10 +25,10 @@ def test_the_optimizer_in_backward_has_one_micro_batch():
     ("values", "said"),
     [
         ({"micro_batch": "auto"}, "Give a number of samples"),
-        ({"memory_budget": "8GiB"}, "Say what is recomputed"),
+        ({"memory_budget": "8GiB"}, "Choose what is recomputed"),
         ({"memory_limit": "1GiB"}, "compares with a --machine"),
-        ({"task": "classify"}, "which a classifier has not"),
-        ({"precision": "fp8"}, "which this host's CPU has not. Name a --machine"),
+        ({"task": "classify"}, "which a classifier does not have"),
+        ({"precision": "fp8"}, "which this host's CPU does not have. Name a --machine"),
     ],
 )
 def test_what_training_finds_or_has_no_trace_is_refused(values, said):
@@ -45,7 +45,7 @@ def test_fp8_is_traced_for_a_machine_that_has_it(tmp_path):
     settings = TrainSettings(
         model=str(model), precision="fp8", seq_len=64, micro_batch=1, strategy="ddp"
     )
-    with pytest.raises(BadInputError, match="which A100 SXM 80 GB has not"):
+    with pytest.raises(BadInputError, match="which A100 SXM 80 GB does not have"):
         question(settings, DEFAULTS, find_node("dgx-a100", ACCELERATORS), 1)
     machine, traced = find_node("hgx-h100", ACCELERATORS), {}
     for precision in ("bf16", "fp8"):
@@ -65,6 +65,6 @@ def test_a_laptop_is_a_process_and_a_rack_has_many_hosts():
     assert laptop.plan.precision == "fp32"  # whatever this host's own CPU is good at
     rack = question(settings, DEFAULTS, find_node("gb200-nvl72", ACCELERATORS), 1)
     assert (rack.plan.world_size, rack.ask.ranks_per_host) == (72, 4)
-    with pytest.raises(BadInputError, match="which laptop's CPU has not"):
+    with pytest.raises(BadInputError, match="which laptop's CPU does not have"):
         fp8 = settings.model_copy(update={"precision": "fp8"})
         question(fp8, DEFAULTS, find_node("laptop", ACCELERATORS), 1)

@@ -104,7 +104,7 @@ def test_a_small_memory_gets_a_plan_that_needs_less():
 
 
 def test_less_than_the_process_itself_needs_is_told():
-    with pytest.raises(BadInputError, match="a process itself takes"):
+    with pytest.raises(BadInputError, match="a process itself uses"):
         picked(nproc=1, memory_limit=2**20)
 
 
@@ -139,7 +139,7 @@ def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(auto_plan, "fullest", lambda *_: real(*_).model_copy(
         update={"reserved_bytes": 2**50}))  # fmt: skip
-    with pytest.raises(BadInputError, match="none of the planner's picks fits"):
+    with pytest.raises(BadInputError, match="none of the planner's choices fits"):
         picked(nproc=2)
 
 

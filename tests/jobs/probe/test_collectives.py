@@ -98,10 +98,10 @@ def lost(how, folder):
 @pytest.mark.parametrize(
     ("how", "said_of_it"),
     [
-        ("die", "rank 2 on .* is gone: look at what it said last"),
+        ("die", "rank 2 on .* is gone: look at its last output"),
         pytest.param(
             "hang",
-            "rank 2 on .* does not come to it: .* in deadly: time.sleep",
+            "rank 2 on .* does not reach it: .* in deadly: time.sleep",
             marks=pytest.mark.slow,
         ),
     ],

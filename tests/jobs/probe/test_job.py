@@ -89,12 +89,12 @@ def hides(value, *times):
 
 def test_times_are_said_where_they_are_figures():
     assert hides(0.5, 1e-3, 2e-3, 2.5e-3) == [
-        "overlap: 1 ms of computing and 2 ms of all-reduce take 2.5 ms at once: 50% of the shorter "
-        "hides behind the longer"
+        "overlap: 1 ms of computation and 2 ms of all-reduce take 2.5 ms together: 50% of the "
+        "shorter is hidden by the longer"
     ]
-    assert hides(0.5, 1e-3, None, 2.5e-3) == ["overlap: 50% of the shorter hides behind the longer"]
+    assert hides(0.5, 1e-3, None, 2.5e-3) == ["overlap: 50% of the shorter is hidden by the longer"]
     (unknown,) = hides(None, 1e-3, 2e-3, None)
-    assert unknown == "overlap: how much hides is not stable enough to say: it drifted"
+    assert unknown == "overlap: the hidden share was not stable enough: it drifted"
 
 
 def finding(severity, what):

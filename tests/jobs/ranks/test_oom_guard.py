@@ -116,10 +116,13 @@ def test_the_proposed_plan_lives_where_the_first_cannot(control_group, words):
     enter = lambda: (control_group / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
     plain = outpace("traced", words, preexec_fn=enter)
     assert plain.returncode == 4, plain.stderr
-    assert "more than the control group's limit lets it have" in plain.stderr
+    assert "a step is predicted to need" in plain.stderr
+    assert "of the control group's limit" in plain.stderr
     blind = outpace("blind", words, preexec_fn=enter)
     assert blind.returncode == 4, blind.stderr
-    assert "of the control group's limit, 560.00 MiB less 64.00 MiB to end in order" in blind.stderr
+    assert (
+        "of the control group's limit, 560.00 MiB less 64.00 MiB for an orderly end" in blind.stderr
+    )
     again = outpace("traced", [*pasted(plain.stderr), "--json"], preexec_fn=enter)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["steps"] == 2
@@ -137,7 +140,7 @@ def test_tracing_is_given_up_for_training():
     first = tracer(ask)
     asking = threading.Timer(0.2, tracer.give_up)
     asking.start()
-    with pytest.raises(BadInputError, match="could not be traced: the process for it ended"):
+    with pytest.raises(BadInputError, match="could not be traced: its process ended"):
         while True:
             tracer(ask)
     assert tracer(ask) == first
@@ -150,7 +153,7 @@ def test_memory_that_grows_beyond_the_limit_ends_the_run_with_its_anatomy(
 ):
     done = outpace("blind", [*words, "--memory-limit", f"{limit_mib}MiB"])
     assert done.returncode == 4, done.stderr
-    assert "rank 0 needs more memory than it may have" in done.stderr
+    assert "rank 0 needs more memory than it may use" in done.stderr
     assert f"of --memory-limit, {limit_mib}.00 MiB" in done.stderr
     for kind in ("weights", "activations and buffers", "the process itself"):
         assert re.search(rf"^  {kind} +[0-9.]+ MiB$", done.stderr, re.MULTILINE), done.stderr
@@ -182,7 +185,7 @@ def test_all_ranks_end_when_one_runs_out(words, tmp_path, ours):
     assert [process.returncode for process in ranks] == [4, 4], said
     assert "Traceback" not in said[0] + said[1]
     if not ours:
-        assert "rank 1 needs more memory than it may have" in said[0]
+        assert "rank 1 needs more memory than it may use" in said[0]
     assert time.monotonic() - began_s < 150
     # What was saved before is whole; nothing else is left.
     (kept,) = (tmp_path / "run" / "checkpoints").iterdir()

@@ -105,7 +105,7 @@ def test_a_trial_compresses_as_the_run_will():
 
 
 def test_a_live_model_cannot_be_tried_elsewhere(capsys):
-    with pytest.raises(BadInputError, match="where a live model cannot be carried"):
+    with pytest.raises(BadInputError, match="which is not possible with a live model"):
         outpace.train(torch.nn.Linear(2, 2), micro_batch="auto", progress=False)
     assert main(["train", "--print-config", "--memory-budget", "1GB", "--micro-batch", "auto"]) == 2
     assert "Give the micro-batch as a number" in capsys.readouterr().err

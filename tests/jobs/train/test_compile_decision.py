@@ -64,7 +64,7 @@ def test_it_compiles_where_that_pays_back_within_the_run_and_says_after_how_many
     [
         ({"measure_only": True}, {}, True, None),
         ({}, {"precision": "fp8"}, True, "float8"),
-        ({}, {}, False, "not known"),
+        ({}, {}, False, "is unknown"),
     ],
 )
 def test_what_is_decided_without_a_planner(settings, plan, compiles, word):
@@ -83,7 +83,7 @@ def test_the_planner_is_asked_what_a_step_takes():
     made = Plan.parse({"compile": True, "micro_batch": 16, "precision": "bf16"}, "test")
     few, many = (decide(asked(), made, CUDA, machine, Ranks(), steps, 12) for steps in (70, 20_000))
     assert not few.compile and many.compile
-    assert "pays back after" in few.sentence and "70" in few.sentence
+    assert "pays off after" in few.sentence and "70" in few.sentence
 
 
 def test_a_resumed_run_stays_as_it_was(tmp_path, corpus, token_cache):

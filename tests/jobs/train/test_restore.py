@@ -181,7 +181,7 @@ def test_a_changed_run_is_not_taken_for_the_one_that_was(
         ["eval", "--run", run],
         ["generate", "x", "--run", run],
     ):
-        assert "its checksum does not fit" in said_by(capsys, 2, *words)
+        assert "its checksum does not match" in said_by(capsys, 2, *words)
     for words in (["report", run, "--format=md"], ["runs", "show", run], ["runs", run.parent]):
         assert "checksum" in said_by(capsys, 0, *words)
     assert contents(run) == before
@@ -191,7 +191,7 @@ def test_a_changed_result_is_shown_with_that_said(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(run / "result.json", final_loss=0.5)
-    assert "its checksum does not fit" in said_by(capsys, 0, "report", run, "--format=md")
+    assert "its checksum does not match" in said_by(capsys, 0, "report", run, "--format=md")
     change(run / "result.json", step_time_s=-1)
     assert "step_time_s" in said_by(capsys, 2, "report", run, "--format=md")
 

@@ -63,7 +63,7 @@ def test_data_cut_by_rank_are_refused_and_taken_where_the_check_is_off(tmp_path,
     """Each rank would learn its share of its own part only: half of the data, never all."""
     assert train(tmp_path, "cut", "--nproc=2") == 2
     said = " ".join(capfd.readouterr().err.split())
-    assert "sample 0 of the dataset is another on rank 1 than on rank 0" in said
+    assert "sample 0 of the dataset differs between rank 1 and rank 0" in said
     assert "whole data set" in said and "--check model" in said
     assert not (tmp_path / "cut").exists()
     assert train(tmp_path, "cut", "--nproc=2", "--check=model") == 0
@@ -79,8 +79,8 @@ def test_validation_data_cut_by_rank_are_refused_and_whole_ones_are_not(tmp_path
 def test_samples_that_cannot_be_repeated_are_said(tmp_path, capfd):
     assert train(tmp_path, "own_generator") == 0
     said = " ".join(capfd.readouterr().err.split())
-    assert "of the dataset is another each time that it is read" in said
-    assert "A resumed run then learns other samples" in said
+    assert "of the dataset differs each time that it is read" in said
+    assert "A resumed run then learns from other samples" in said
     assert train(tmp_path, "same") == 0
     assert "each time that it is read" not in capfd.readouterr().err
 
@@ -125,7 +125,7 @@ def test_a_rank_that_reads_for_longer_than_the_limit_of_exchanges_is_waited_for(
     assert all(end.fine for end in ends), [end.said for end in ends]
     for rank in range(2):
         said = (tmp_path / f"{rank}").read_text()
-        assert "sample 0 of the dataset is another on rank 1 than on rank 0, though most" in said
+        assert "sample 0 of the dataset differs between rank 1 and rank 0, though most" in said
 
 
 def test_samples_that_are_not_compared_are_said(tmp_path):

@@ -14,8 +14,8 @@ USUAL = Facts("b", "a processor", 8, others_cores=0.1, clock_hz=3e9)
         (Facts("a", "a processor", 8, others_cores=2.1), "Other programs use 2.1 cores"),
         (Facts("a", "a processor", 8, clock_hz=2e9), "Its cores run at 2.00 GHz, the others' at 3"),
         (Facts("a", "a processor", 4), "It computes with 4 threads"),
-        (Facts("a", "an older processor", 8), "another processor than the others: an older"),
-        (Facts("a", "a processor", 8, others_cores=0.2, clock_hz=2.9e9), "Nothing that is seen"),
+        (Facts("a", "an older processor", 8), "a different processor: an older"),
+        (Facts("a", "a processor", 8, others_cores=0.2, clock_hz=2.9e9), "Nothing observed"),
     ],
 )
 def test_the_cause_is_what_differs(its, said):

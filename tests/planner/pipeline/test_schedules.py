@@ -135,7 +135,7 @@ def test_what_dualpipev_may_do_together_is_what_torch_pairs(ranks):
         (("pipedream", 2, 2), "pipedream is no pipeline schedule. Use mp, gpipe"),
         (("gpipe", 0, 2), "at least one rank and one micro-batch, but got 0 and 2"),
         (("zb", 2, 0), "at least one rank and one micro-batch, but got 2 and 0"),
-        (("mp", 2, 2), "mp has one micro-batch under way"),
+        (("mp", 2, 2), "mp has one micro-batch in flight"),
         (("1f1b", 4, 3), "1f1b needs a micro-batch for each of 4 stages"),
         (("1f1b", 4, 4, 2), "1f1b with 2 stages on a rank: it has exactly 1. Use interleaved"),
         (("interleaved", 3, 7), "does not divide into 2 rounds. Use 6"),

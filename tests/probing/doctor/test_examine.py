@@ -235,7 +235,7 @@ def test_findings_out_of_order_are_refused():
     def one(severity):
         return Finding(check="c", what="w", seen="s", remedy="r", severity=severity)
 
-    with pytest.raises(ValueError, match="not in the order of their cost"):
+    with pytest.raises(ValueError, match="not ordered by cost"):
         Examination(findings=(one("low"), one("severe")), checked=(), not_checked={})
     with pytest.raises(ValueError, match="at least 1 character"):
         Slowdown(low=1, high=2, of="x", source="")

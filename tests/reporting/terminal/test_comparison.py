@@ -132,7 +132,10 @@ def test_a_report_of_an_experiments_file_says_what_to_do(tmp_path, capsys):
     path = tmp_path / "experiment.toml"
     path.write_text("rounds = 2\n")
     assert main(["report", str(path)]) == 2
-    assert f"outpace compare {path}, then outpace report the directory" in capsys.readouterr().err
+    assert (
+        f"outpace compare {path}, then call outpace report with the directory"
+        in capsys.readouterr().err
+    )
 
 
 def test_all_verdicts_are_printed_with_the_page(tmp_path, capsys):
