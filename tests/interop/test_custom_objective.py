@@ -296,7 +296,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 def test_parameters_of_the_loss_are_trained_only_inside_the_module() -> None:
     module = Plain()
-    with pytest.raises(BadInputError, match="put them into the module"):
+    with pytest.raises(BadInputError, match="Give them to the module, as an attribute"):
         build_custom_model(lambda: (module, nn.Linear(2, 1)))
     assert build_custom_model(lambda: (module, module.head)).loss is module.head
 

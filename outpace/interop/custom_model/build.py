@@ -67,8 +67,8 @@ def _check_trainable(model: CustomModel, name: str) -> None:
         if any(id(parameter) not in inside for parameter in model.loss.parameters()):
             raise BadInputError(
                 f"{name}() gave a {type(model.loss).__name__} as the loss, with parameters that "
-                "the module does not have, and only the module's are trained; put them into the "
-                "module"
+                "the module does not have, and only the module's are trained. Give them to the "
+                "module, as an attribute (self.loss = …), whose forward or loss uses them."
             )
 
 
