@@ -16,3 +16,12 @@ def seed_generators(*key: int) -> int:
     random.seed(int(mixed[0]))
     np.random.seed(mixed[1])
     return wide
+
+
+def seed_all_generators(device: torch.device, *key: int) -> None:
+    """Seed the CPU's generators from `key`, and the device's."""
+    wide = seed_generators(*key)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(wide)
+    elif device.type == "mps":
+        torch.mps.manual_seed(wide)

@@ -1,6 +1,6 @@
 """Batches of any form, cut by their samples."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -75,6 +75,27 @@ def _slice(batch: Batch, begin: int, size: int) -> Batch:
         return leaf[begin : begin + size] if has_samples else leaf
 
     return tree_map(part_of, _plain(batch))
+
+
+def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
+    """Return at least two parts with a share of every batch's samples, two batches' together.
+
+    Those at `place` among `places`; None where samples are too few, or cannot be put together.
+    """
+    if samples_in(passes[0]) % places:
+        return None
+    shares = [cut(batch, places)[place] for batch in passes]
+    half = len(shares) // 2
+    pairs: list[list[Batch]] = [
+        list(pair) for pair in zip(shares[:half], shares[half:], strict=False)
+    ]
+    pairs += [[share] for share in shares[2 * half :]]
+    if len(pairs) == 1:
+        if samples_in(shares[0]) % 2:
+            return None
+        pairs = [list(halves) for halves in zip(*(cut(share, 2) for share in shares), strict=True)]
+    joined = [one[0] if len(one) == 1 else concatenate(*one) for one in pairs]
+    return None if any(part is None for part in joined) else joined
 
 
 def explain_lengths(batch: Batch) -> str:

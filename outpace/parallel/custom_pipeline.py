@@ -36,6 +36,7 @@ from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.pipeline_inspection import PipelineInspection, receive, send
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.stage_checkpoints import without_reentry
+from outpace.parallel.stage_draws import PlainDraws, StageDraws
 from outpace.parallel.tensors import drop_all_but, meta_copy, widen_trained
 from outpace.planner.pipeline.stages import spread_by_cost
 from outpace.records.errors import BadInputError
@@ -127,6 +128,7 @@ class CustomPipeline(Spread):
         others = [n for s in range(len(parts)) if s not in mine for n in parts[s]]
         still = {id(buffer) for n in others for buffer in blocks[n].buffers()}
         drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], held)
+        self._draws = StageDraws(request.device)
         # The last one takes the objective itself, after the others have copied it.
         self._stages = {
             stage: CustomStage(
@@ -136,6 +138,8 @@ class CustomPipeline(Spread):
                 stage in ends,
                 stage == mine[-1],
                 schedule.splits_backward,
+                stage,
+                self._draws,
             )
             for stage in mine
         }
@@ -182,15 +186,39 @@ class CustomPipeline(Spread):
         """Learn the forms for the schedule, and which buffers belong to each stage."""
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
+    def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
+        """Learn what `learn_forms` does from a whole objective on this rank, without values."""
+        ends = (0, len(self._parts) - 1)
+        by_micro_batch(objective.model)  # type: ignore[arg-type]
+        whole = {
+            stage: CustomStage(objective, self._names, part, stage in ends)
+            for stage, part in enumerate(self._parts)
+        }
+        self._look.learn_alone(whole, cut(batch, self._plan.pp_microbatches)[0], hooks)
+
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
         hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
-        for batch in batches:
-            count = self._plan.pp_microbatches
+        if not self._look.taken:
+            self.learn_forms(batches[0], hooks)  # also whether numbers are drawn
+        with self._draws.step():
+            self._run_passes(batches, hooks, totals)
+        self._add_up_rest()
+        for stage in self._stages.values():
+            for block in stage.blocks():
+                commit(block)
+        self._look.settle_buffers()
+        return totals
+
+    def _run_passes(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
+        """Run the schedule on each batch, and add up the `totals`."""
+        count = self._plan.pp_microbatches
+        for place, batch in enumerate(batches):
             parts = cut(batch, count)
             schedule = self._schedule_for(parts[0], hooks)
+            self._draws.begin_pass(place * count)
             for stage in self._stages.values():
                 stage.batches = parts
             for running in self._running:
@@ -203,12 +231,14 @@ class CustomPipeline(Spread):
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
-        self._add_up_rest()
-        for stage in self._stages.values():
-            for block in stage.blocks():
-                commit(block)
-        self._look.settle_buffers()
-        return totals
+
+    def plain_draws(self) -> PlainDraws:
+        """Return the seeds by which a plain module draws as the next step's stages do."""
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, self._draws.peek(), group=self._group)
+        keys = [told[rank] for rank in self._ranks_of]
+        begins = {self._names[part.start - 1]: n for n, part in enumerate(self._parts) if n}
+        return PlainDraws(keys, begins, self._at)
 
     def _schedule_for(self, batch: Batch, hooks: StepHooks) -> Any:
         """Return the schedule for micro-batches like this one, rebuilt when their shapes change."""

@@ -38,6 +38,7 @@ from outpace.parallel.block_values import (
 )
 from outpace.parallel.blocks import named_blocks, parameters_outside
 from outpace.parallel.layout import Batch
+from outpace.parallel.stage_draws import StageDraws
 from outpace.parallel.tensors import deep_copy
 from outpace.records.errors import BadInputError
 
@@ -94,7 +95,7 @@ class CustomStage(nn.Module):
     `holds_rest` says that parameters outside of blocks are real here. Parameters and buffers are
     shared with the objective that this is made of. `in_place` takes the objective itself, so that
     a loss that refers to the module by another way than its argument finds it. `splits`: its
-    backward is split.
+    backward is split. `draws` seeds what stage `number` draws.
     """
 
     def __init__(
@@ -105,8 +106,11 @@ class CustomStage(nn.Module):
         holds_rest: bool,
         in_place: bool = False,
         splits: bool = False,
+        number: int = 0,
+        draws: StageDraws | None = None,
     ) -> None:
         super().__init__()
+        self._number, self._draws = number, draws
         self.objective = objective if in_place else copy_structure(objective)
         self._names, self.mine, self._splits = names, mine, splits
         self.first, self.last = mine.start == 0, mine.stop == len(names)
@@ -122,6 +126,7 @@ class CustomStage(nn.Module):
         self._received: Message | None = None
         self._returned: list[Any] = []
         self._next = 0
+        self._micro_batch: int | None = None  # the one whose forward runs
         self._past: dict[int, Message] = {}
         self._recomputing: int | None = None
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
@@ -150,12 +155,17 @@ class CustomStage(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         """Return what this micro-batch sends to the next stage; on the last stage the totals."""
-        micro_batch = int(number)
+        self._micro_batch = micro_batch = int(number)
         message = None
+        if self.first:
+            self._seed_draws(micro_batch)
         if not self.first:
             assert self.taken is not None
             message = self._past[micro_batch] = self.taken.replace_tensors(received)
-        output = self.run(self.batches[micro_batch], message)
+        try:
+            output = self.run(self.batches[micro_batch], message)
+        finally:
+            self._micro_batch = None
         if isinstance(output, Tensor):
             return output
         self._require_alike(output)
@@ -190,6 +200,7 @@ class CustomStage(nn.Module):
             return self._message(leaving, received)
         finally:
             self._received = None
+            self._note_draws()
         if self._next < len(self._names):
             raise BadInputError(
                 f"the forward ended without calling block {self._names[self._next]!r}. A pipeline "
@@ -247,10 +258,24 @@ class CustomStage(nn.Module):
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed(self, number: int) -> None:
-        if self._looks:
-            torch.manual_seed(number)
-            random.seed(number)
-            np.random.seed(number)
+        """Seed in a look, and note what was drawn since the last time."""
+        if not self._looks:
+            return
+        self._note_draws()
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        if self._draws is not None:
+            self._draws.watch()
+
+    def _note_draws(self) -> None:
+        if self._looks and self._draws is not None:
+            self._draws.note()
+
+    def _seed_draws(self, micro_batch: int | None) -> None:
+        """Seed for what this stage draws of a micro-batch, in training."""
+        if self._draws is not None and micro_batch is not None:
+            self._draws.seed(self._number, micro_batch)
 
     def _message(self, leaving: Leaving, received: Message | None) -> Message:
         found = split(leaving.output)
@@ -321,6 +346,9 @@ class CustomStage(nn.Module):
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         """Return and leave what a block of another stage would: what was received, else NaN."""
+        if number + 1 == self.mine.start:
+            now = self._recomputing
+            self._seed_draws(self._micro_batch if now is None else now)
         if message is None:
             return _unknown(args, kwargs)
         for key, (form, tensors) in message.values.items():

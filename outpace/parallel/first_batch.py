@@ -4,12 +4,15 @@ A copy of the user's module, taken before it is laid out, runs forward and backw
 samples, cut as the plan cuts them; every rank takes a part of the pieces. Then the layout does the
 same. Compared are the sums of losses and, of each parameter's gradient, a projection
 (comparison.py), and what the forward itself writes to parameters. Generators stay as they are;
-buffers, and weights that the forward changes, are put back. Where nothing is dropped at random,
-what the layout did is the first step's, and is not done again: all stays as it has become.
+buffers, and weights that the forward changes, are put back. Where the plain module drops what the
+layout drops, what the layout did is the first step's, and is not done again: all stays as it has
+become. Tensor-parallel ranks drop otherwise; their plain pass takes samples together otherwise than
+the layout, so that equality also shows what further forwards are asked about else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -110,9 +113,9 @@ class FirstBatch:
         """Compare, on this rank's `passes`. Collective. Raises BadInputError on all ranks.
 
         `run` makes the first step's forward and backward with `given` (None: the layout does).
-        Where nothing is dropped at random, and with `reuse`, they are made once: returns its
-        totals, and leaves gradients, buffers and generators as it does. Else returns None, and all
-        is as it was. `ready` is called before what the layout does.
+        Where the plain module draws what the layout does, and with `reuse`, they are made once:
+        returns its totals, and leaves gradients, buffers and generators as it does. Else returns
+        None, and all is as it was. `ready` is called before what the layout does.
         """
         run = layout.gradients if run is None else run
         told: list[Any] = [None] * self._ranks.world_size
@@ -124,13 +127,21 @@ class FirstBatch:
         if reason is not None:
             self._tell_left_out(reason)
             return None
-        device = layout._device()
         allowed = choose_tolerance(self._plan, min(held.narrowest for held in holders))
         layout.learn_forms(passes[0] if passes else None, StepHooks(hooks.cast))
         for _, parameter in layout.named_parameters():
             parameter.grad = None
         parts = parts_tolerance(self._plan, allowed)
-        found = self._plain.run(layout, passes, StepHooks(hooks.cast), holders, parts)
+        asked = layout, passes, StepHooks(hooks.cast), holders
+        apart = self._plain.run_apart(*asked)
+        if apart is not None:
+            ready()
+            near = replace(allowed, loss=min(allowed.loss, parts.cut))
+            wrong, totals = self._compare(apart, layout, passes, hooks, run, holders, near, reuse)
+            if wrong is None:
+                self._plain.release()
+                return totals
+        found = self._plain.run(*asked, parts)
         if isinstance(found, PlainFailure):
             if found.by_cut:
                 raise _on_all_ranks(found.reason)
@@ -139,6 +150,30 @@ class FirstBatch:
         self._require_alike(found)
         self._require_shared_state(found, allowed)
         ready()
+        wrong, totals = self._compare(found, layout, passes, hooks, run, holders, allowed, reuse)
+        if wrong is not None:
+            what, cause = wrong
+            cause = explain_state_of_wrong(found.states) or cause
+            raise _on_all_ranks(self._refusal(what, cause))
+        self._tell_differences(found, allowed, len(passes) * self._plan.pp_microbatches)
+        return totals
+
+    def _compare(
+        self,
+        found: PlainSums,
+        layout: Layout,
+        passes: Sequence[Batch],
+        hooks: StepHooks,
+        run: Run,
+        holders: Sequence[Held],
+        allowed: ComparisonLimits,
+        reuse: bool,
+    ) -> tuple[tuple[str, str] | None, Tensor | None]:
+        """Run the layout, and return what differs and the likely cause, None where nothing does.
+
+        And the first step's totals, if this was it. Collective. Raises BadInputError.
+        """
+        device = layout._device()
         watch = MovedParameters(layout.named_parameters())
         kept = False
         with preserve_state(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
@@ -150,11 +185,7 @@ class FirstBatch:
                 self._sums(layout, found, holders, factor), allowed, self._plan.pp > 1,
             )  # fmt: skip
             wrong = compared.first_wrong()
-            if wrong is not None:
-                what, cause = wrong
-                cause = explain_state_of_wrong(found.states) or cause
-                raise _on_all_ranks(self._refusal(what, cause))
-            kept = reuse and not again and self._plan.precision not in SCALED
+            kept = wrong is None and reuse and not again and self._plan.precision not in SCALED
             if kept:
                 keep()
             else:
@@ -162,10 +193,10 @@ class FirstBatch:
                     parameter.grad = None
         if not kept:
             layout.take_back()
-        ways_out = WAYS_OUT[self._by_command]
-        LaterWrites(layout, self._plan, found.written, ways_out, steps=int(kept)).begin()
-        self._tell_differences(found, allowed, len(passes) * self._plan.pp_microbatches)
-        return totals if kept else None
+        if wrong is None:
+            ways_out = WAYS_OUT[self._by_command]
+            LaterWrites(layout, self._plan, found.written, ways_out, steps=int(kept)).begin()
+        return wrong, totals if kept else None
 
     def _tell_differences(self, found: PlainSums, allowed: ComparisonLimits, count: int) -> None:
         """Say what is right, and yet not what one process over the whole batch computes.
@@ -402,7 +433,7 @@ class FirstBatch:
             hooks = StepHooks(hooks.cast, scale=lambda loss_sum: loss_sum * averages)
         with ExitStack() as stack:
             nothing = None
-            if self._plain.ranks_per_share > 1:  # who draw otherwise than the plain module
+            if not self._plain.draws_alike:
                 nothing = stack.enter_context(without_dropout(layout.objective))
             if compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))

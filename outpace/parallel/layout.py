@@ -14,6 +14,7 @@ from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import master_weights, masters_within
 from outpace.parallel.shared_buffers import SharedBuffers
+from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -176,6 +177,13 @@ class Layout:
 
         Collective. Nothing in most layouts.
         """
+
+    def plain_draws(self) -> PlainDraws | None:
+        """Return what lets a plain module draw as the next step's stages do. Collective.
+
+        None where that is not needed, since each rank has its own samples, or cannot be.
+        """
+        return None
 
     def take_back(self) -> None:
         """Undo what collectives have counted in the `gradients` of a look, which is no step."""

@@ -9,7 +9,7 @@ is another one, the forward or the loss takes something from blocks that does no
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class StageFindings:
 
 
 class PipelineInspection:
-    """Inspections by micro-batches, of a pipeline's ranks. All methods but one are collective."""
+    """Inspections by micro-batches, of a pipeline's ranks. All methods but two are collective."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PipelineInspection:
         self._stages, self._ranks_of, self._names, self._parts = stages, ranks_of, names, parts
         self._held, self._group, self._at = held, group, device
         self._rank = dist.get_rank(group)
-        self.taken = False
+        self.taken = self._alone = False
         self._moving: tuple[Key, ...] = ()
         held_parts = dict(held.named_modules())
         self._holders = [
@@ -76,6 +76,8 @@ class PipelineInspection:
 
     def take(self, batch: Batch, hooks: StepHooks) -> None:
         """Let each stage know what comes and goes. Raises BadInputError on all ranks, if on one."""
+        if self._alone:
+            return
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}
         found: dict[int, StageFindings] = {}
@@ -90,6 +92,26 @@ class PipelineInspection:
         if not self.taken:
             self._compare(batch, hooks, outputs)
             self.taken = True
+
+    def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
+        """Let each stage know what `take` would, from all stages on this rank; not collective.
+
+        `whole` are those of a model without values, by their numbers: nothing is compared.
+        """
+        taken: dict[int, Message | None] = {}
+        outputs: dict[int, Message | Tensor | None] = {}
+        found: dict[int, StageFindings] = {}
+        output: Message | Tensor | None = None
+        for number, stage in whole.items():
+            assert not isinstance(output, Tensor)
+            taken[number] = output
+            with torch.no_grad(), without_reentry(always=True):
+                output, found[number] = self._look_at(stage, batch, hooks, output)
+            outputs[number] = output
+        unsendable = self._settle(found, taken, outputs)
+        if unsendable is not None:
+            raise unsendable
+        self.taken = self._alone = True
 
     @contextmanager
     def _preserve_training_state(self) -> Iterator[None]:
@@ -136,19 +158,26 @@ class PipelineInspection:
     def _look(
         self, stage: CustomStage, number: int, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
+        output, found = self._look_at(stage, batch, hooks, taken)
+        self._require_known(number, taken, output)
+        model: nn.Module = stage.objective.model  # type: ignore[assignment]
+        buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in found.moved}
+        nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
+        return output, replace(found, nan=nan)
+
+    def _look_at(
+        self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
+    ) -> tuple["Message | Tensor", StageFindings]:
+        """Look at a stage, whatever its values."""
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
                 output, read, moved = stage.look(batch, taken)
         finally:
             stage.records = False
-        self._require_known(number, taken, output)
         passed = () if taken is None else tuple(taken.values)
         left = tuple(key for key in stage.leaves if key not in passed)
-        model: nn.Module = stage.objective.model  # type: ignore[assignment]
-        buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in moved}
-        nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
-        return output, StageFindings(left, tuple(sorted(read)), tuple(moved), nan)
+        return output, StageFindings(left, tuple(sorted(read)), tuple(moved))
 
     def _require_known(
         self, number: int, taken: Message | None, output: "Message | Tensor"

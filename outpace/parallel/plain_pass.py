@@ -2,12 +2,13 @@
 
 A copy of the user's module, taken before it is laid out, runs on the same samples, cut as the plan
 cuts them; every rank takes a part of the pieces. What it draws at random is what the layout will
-draw, where each rank has samples of its own; else nothing is dropped. Generators, buffers, and
+draw, where each rank has samples of its own, and of a pipeline's stages (stage_draws.py); else
+nothing is dropped. Generators, buffers, and
 weights that the forward changes are as they were afterwards.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,13 @@ from torch.utils._pytree import tree_map
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.model_options import apply_checkpointing
 from outpace.nn.spread import is_spread
-from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in
+from outpace.parallel.batches import (
+    concatenate,
+    cut,
+    explain_lengths,
+    samples_in,
+    take_apart,
+)
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.comparison import ComparisonLimits, Projection
@@ -35,14 +42,11 @@ from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradi
 from outpace.parallel.kept_state import KeptState, find_kept_state
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.mixed_samples import MixedDifference, MixedSamples, Taker
-from outpace.parallel.module_state import preserve_state
+from outpace.parallel.module_state import kept_attributes, preserve_state
 from outpace.parallel.moved_parameters import MovedParameters, keep_values
-from outpace.parallel.plain import (
-    random_state,
-    same_random_state,
-    without_dropout,
-)
+from outpace.parallel.plain import without_dropout
 from outpace.parallel.plain_copy import Held, fill_copy, model_of, redirect_references
+from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import meta_copy
 from outpace.parallel.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
 from outpace.records.errors import first_names
@@ -99,6 +103,8 @@ class PlainPass:
         self._plan, self._ranks, self._blocks = plan, ranks, blocks
         self.left_out: str | None = None
         self.synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
+        self._recomputes = False
+        self.draws_alike = False  # whether what is drawn is what the layout will draw
         self._copy: nn.Module | None = None
         self._trained: list[nn.Module] = []
         self._hooks = {
@@ -135,10 +141,11 @@ class PlainPass:
         `holders`: what each rank has. `allowed`: between a batch and its parts. Once, for the
         copy is given up.
         """
-        assert self._copy is not None
-        plain, self._copy = self._copy, None
-        trained, self._trained = self._trained, []
+        plain, trained = self._hold()
+        self.release()
         device = layout._device()
+        draws = layout.plain_draws()
+        self.draws_alike = self.ranks_per_share == 1 or draws is not None
         if self._plan.data_rank(self._ranks.rank) is None:
             passes = []
         state = None
@@ -154,7 +161,8 @@ class PlainPass:
             in_order = state is not None and self._needs_order(state)
             watch = MovedParameters(model.named_parameters())
             with watch:
-                reason = self._run_pieces(plain, found, passes, hooks, in_order)
+                pieces = self._pieces(passes, in_order)
+                reason = self._run_pieces(plain, found, pieces, hooks, draws)
             self.synchronised |= watch.communicates  # by collectives of the user's own
             unseen = watch.written_unseen()
             found.moved = watch.put_back()
@@ -198,6 +206,61 @@ class PlainPass:
         dist.all_gather_object(said, report)
         found.reports = said
         return found
+
+    def run_apart(
+        self,
+        layout: Layout,
+        passes: Sequence[Batch],
+        hooks: StepHooks,
+        holders: Sequence[Held],
+    ) -> "PlainSums | None":
+        """Return the sums of this rank's part of all samples, put together otherwise. Collective.
+
+        Of tensor-parallel ranks, which have the same samples. Where the layout, which runs whole
+        micro-batches, computes the same, no sample sees others or what calls before have left.
+        None where samples cannot be taken apart, or a forward changes anything that may matter.
+        """
+        if self._plan.tp == 1:
+            return None
+        plain, trained = self._hold()
+        device = layout._device()
+        parts = take_apart(passes, self._place, self.ranks_per_share)
+        with (
+            preserve_state(layout.objective, device),
+            fill_copy(plain, layout, self._plan, self._ranks, holders) as names,
+            redirect_references(trained, plain),
+        ):
+            model = model_of(plain)
+            found = PlainSums(names, model, device)
+            watch = MovedParameters(model.named_parameters())
+            reason: str | None = "samples cannot be taken apart"
+            if parts is not None:
+                pieces = [(number, part, True) for number, part in enumerate(parts)]
+                with watch:
+                    reason = self._run_pieces(plain, found, pieces, hooks, None, keeps=True)
+            changed = any((
+                watch.written_unseen(), watch.put_back(), watch.written,
+                found.buffers, found.moved_back, found.keeps,
+            ))  # fmt: skip
+            made = len(list(model.parameters())) != len(names)
+        if changed or made or watch.communicates:
+            reason = reason or "forwards change what may matter"
+        return found if gather_first(reason) is None else None
+
+    def release(self) -> None:
+        """Give the copy up."""
+        self._copy, self._trained = None, []
+
+    def _hold(self) -> tuple[nn.Module, list[nn.Module]]:
+        assert self._copy is not None
+        return self._copy, self._trained
+
+    def _let_recompute(self, model: nn.Module) -> None:
+        """Let a copy recompute as the run, which has no memory for more. Once."""
+        if not self._recomputes:
+            named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
+            apply_checkpointing(model, "full", named)
+            self._recomputes = True
 
     def _first_of(self, found: "PlainSums", state: KeptState, in_order: bool) -> First | None:
         """Return this rank's first piece, as it is to be compared with its parts.
@@ -310,14 +373,15 @@ class PlainPass:
         self,
         plain: nn.Module,
         found: "PlainSums",
-        passes: Sequence[Batch],
+        pieces: Iterable[tuple[int, Batch, bool]],
         hooks: StepHooks,
-        in_order: bool,
+        draws: PlainDraws | None,
+        keeps: bool = False,
     ) -> str | None:
-        """Add up this rank's part of the pieces; why that cannot be, or None.
+        """Add up this rank's part of the `pieces`, as of `_pieces`; why that cannot be, or None.
 
-        Of several ranks with the same samples each takes every n-th piece, and nothing is dropped.
-        `in_order`: as `_pieces`.
+        `draws` lets ranks with the same samples draw what the layout will; without it they drop
+        nothing. `keeps`: note whether attributes change.
         """
         model, device = model_of(plain), found.sums.device
         for name, parameter in model.named_parameters():
@@ -326,29 +390,30 @@ class PlainPass:
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, name=name: found.take(name, p)
                 )
-        alone = self.ranks_per_share == 1
-        begin = random_state(device)
+        draws = draws or PlainDraws([None], {}, device)
         try:
             if self._plan.recomputes or self._plan.offload_activations != "none":
-                # As the run, which has no memory for more.
-                named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
-                apply_checkpointing(model, "full", named)
-            dropping = nullcontext() if alone else without_dropout(plain)
-            with preserve_state(plain, device), dropping as nothing, torch.enable_grad():
+                self._let_recompute(model)
+            dropping = nullcontext() if self.draws_alike else without_dropout(plain)
+            follow = draws.follow(model)
+            with preserve_state(plain, device), follow, dropping as nothing, torch.enable_grad():
                 versions = _versions(model)
-                for number, piece, mine in self._pieces(passes, in_order):
+                before = kept_attributes(plain) if keeps else {}
+                for number, piece, mine in pieces:
+                    draws.begin(number)
                     with hooks.cast(), torch.set_grad_enabled(mine), self._guard_forwards():
                         loss_sum, count, *_ = plain(piece)
                     if mine:
                         _run_backward(model, found, number, piece, loss_sum, count, versions)
-                drew = not same_random_state(begin, random_state(device))
-                found.drops = drew or (nothing is not None and nothing.would_drop)
+                draws.note()
+                found.drops = draws.drew or (nothing is not None and nothing.would_drop)
+                found.keeps = keeps and kept_attributes(plain) != before
             found.add_up()
         except Exception as error:
             return _failure(error)
-        if drew and not alone:
+        if draws.drew and not self.draws_alike:
             return "the module draws random numbers, dropout apart"
-        if drew and found.first is not None:  # what dropping makes of it
+        if draws.drew and found.first is not None:  # what dropping makes of it
             found.first = found.first[0], None
         return None
 
@@ -447,6 +512,7 @@ class PlainSums:
         self.buffers: dict[str, Tensor] = {}  # saved ones that the first piece has moved
         self.moved_back: dict[str, Tensor] = {}  # saved ones that its backward alone has moved
         self.drops = True  # whether forwards draw numbers, or would but for dropout that is off
+        self.keeps = False  # whether forwards change attributes, if that was asked
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # as all ranks know it
         self._taker: Taker | None = None

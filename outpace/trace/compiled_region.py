@@ -73,7 +73,8 @@ class _Partitioned:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else id(leaf)
                     for leaf in leaves)  # fmt: skip
-        parameters = dict(self._module.named_parameters())
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        parameters: dict[str, Tensor] = dict(named)
         with self._watch.set_aside():
             if key not in self._graphs:
                 self._graphs[key] = self._compile(leaves, shape)

@@ -5,6 +5,7 @@ The user's function builds the module once, for real; what is traced is a copy w
 
 import copy
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ from torch.utils._pytree import tree_map
 from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.parallel import Layout, LayoutRequest
+from outpace.parallel import Layout, LayoutRequest, StepHooks
+from outpace.parallel.custom_pipeline import CustomPipeline
 from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
-from outpace.parallel.plain import has_dropout
+from outpace.parallel.plain import has_dropout, random_state, set_random_state
 from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.hardware import Accelerator
 from outpace.records.memory import MemoryAccount
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -82,8 +83,18 @@ class ModuleWorkload:
         watch.keep(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
         apply_plan_options(own, plan, scratch)
+        if plan.compile:
+            from outpace.trace.compiled_region import trace_compiled
+
+            trace_compiled(objective.model, plan, watch)
         request = LayoutRequest(objective, plan, ranks, CPU, own.blocks, own.layouts, scratch)
-        return lay_out(request, None)
+        layout = lay_out(request, None)
+        if self.value_free and isinstance(layout, CustomPipeline):
+            with watch.set_aside():
+                whole, given = _ValueFree(self.build()), StepHooks(mixed.cast)
+                lower_weights(whole, mixed)
+                layout.learn_forms_alone(whole, self.batch(), given)
+        return layout
 
 
 def account_of_module(
@@ -102,7 +113,6 @@ def account_of_module(
     `model` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
     that cannot be run without values.
     """
-    _require_traceable(plan)
     rules = Rules(accelerator)
     passes = min(accumulation, MOST_PASSES)
     batch = samples(plan.samples_read)
@@ -124,12 +134,17 @@ def account_of_module(
         drops=has_dropout(model.module),
         value_free=True,
     )
+    drawn = random_state(CPU)  # which looks at stages seed
     try:
-        strips = record_strips(work, rank, rules, ranks_per_host)
+        with warnings.catch_warnings():  # of scalars that are received, which are real
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            strips = record_strips(work, rank, rules, ranks_per_host)
     except OutpaceError:
         raise
     except Exception as error:
-        raise BadInputError(_failure(model.module, error)) from error
+        raise BadInputError(_failure(model.module, error, plan.compile)) from error
+    finally:
+        set_random_state(drawn, CPU)
     return summarise_strips(strips, plan, rank, rules, accumulation / passes)
 
 
@@ -167,27 +182,17 @@ def _is_ours(file: Path) -> bool:
     return any(file.is_relative_to(folder) for folder in _LIBRARIES)
 
 
-def _failure(module: nn.Module, error: Exception) -> str:
+def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:200]
     where = _place(traceback.extract_tb(error.__traceback__))
+    eager = (
+        "What a compiled forward leaves on modules (self.aux = …) is one thing that is not traced: "
+        "leave --compile out for a bound that is too high. "
+    )
     return (
         f"{type(module).__name__} cannot be traced without values: {where}: "
-        f"{type(error).__name__}: {said}. {_MEASURE}"
+        f"{type(error).__name__}: {said}. {eager if compiled else ''}{_MEASURE}"
     )
-
-
-def _require_traceable(plan: Plan) -> None:
-    if plan.strategy in SCHEDULES and plan.pp > 1:
-        raise BadInputError(
-            f"strategy {plan.strategy}: what stages of a module of your own send each other is "
-            f"known from running them together, so one rank cannot be traced alone. {_MEASURE} "
-            "outpace plan --model estimates it by formula."
-        )
-    if plan.compile:
-        raise BadInputError(
-            "--compile: a compiled module of your own is not traced. Leave it out for a bound that "
-            f"is too high. {_MEASURE}"
-        )
 
 
 def _on_no_memory(structure: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from outpace.data.seeding import seed_generators
+from outpace.data.seeding import seed_all_generators
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.signals import ENDING, may_handle
 
@@ -220,11 +220,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
     Dropout then needs no saved generator state: a resumed run draws the same numbers.
     """
-    wide = seed_generators(seed, step, rank)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(wide)
-    elif device.type == "mps":
-        torch.mps.manual_seed(wide)
+    seed_all_generators(device, seed, step, rank)
 
 
 @contextmanager

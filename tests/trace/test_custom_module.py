@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from outpace.interop.custom_model import CustomModel
+from outpace.launch.forked_job import run_forked
 from outpace.records.errors import BadInputError
+from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -56,12 +58,12 @@ def plan_of(strategy, world, **changes):
     return Plan.parse({**values, **changes}, "test")
 
 
-def traced(plan, make=Net, loss=entropy):
+def traced(plan, make=Net, loss=entropy, rank=0, accumulation=2):
     own = CustomModel(make(), loss)
     before = {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
     account = account_of_module(
-        own, samples, plan, accumulation=2, rank=0, settings=SETTINGS, accelerator=None,
-        ranks_per_host=8,
+        own, samples, plan, accumulation=accumulation, rank=rank, settings=SETTINGS,
+        accelerator=None, ranks_per_host=8,
     )  # fmt: skip
     after = own.module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -106,9 +108,64 @@ def test_what_looks_into_values_is_refused_with_its_line(make):
         traced(plan_of("single", 1), make)
 
 
-def test_stages_are_not_traced_one_by_one():
-    plan = Plan.parse(
-        {"strategy": "gpipe", "pp": 2, "micro_batch": 4, "pp_microbatches": 2}, "test"
+class Rated(Block):
+    """Leaves a penalty on itself, which the loss reads on the last stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x):
+        self.penalty = x.square().mean()
+        return self.drop(super().forward(x))
+
+
+class Staged(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Rated() for _ in range(4))
+
+
+def penalised(module, batch):
+    return entropy(module, batch) + sum(block.penalty for block in module.blocks)
+
+
+def staged_plan(strategy):
+    changes = {"pp": 2, "micro_batch": 256, "pp_microbatches": 4, "precision": "fp32"}
+    return Plan.parse({"strategy": strategy, **changes}, "test")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_a_stage_is_traced_as_it_is_measured_beside_the_others(tmp_path, strategy):
+    """One rank alone knows what all stages send each other; the others' values are not there."""
+    plan = staged_plan(strategy)
+
+    def act(rank):
+        work = ModuleWorkload(lambda: CustomModel(Staged(), penalised), samples, plan, 1, SETTINGS)
+        seen = measure(work, rank.ranks)
+        (tmp_path / f"{rank.ranks.rank}.json").write_text(seen.model_dump_json())
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+    for rank in range(2):
+        seen = MemoryAccount.model_validate_json((tmp_path / f"{rank}.json").read_text())
+        found = traced(plan, Staged, penalised, rank=rank, accumulation=1)
+        for kind in ("weights", "optimizer state", "gradients"):
+            assert found.peak.by_kind[kind] == pytest.approx(seen.peak.by_kind[kind], rel=0.02)
+        # Messages that are sent live on until the receiver has them.
+        assert found.peak_memory_bytes == pytest.approx(seen.allocated_bytes, rel=0.05)
+        assert found.flops == seen.flops > 0
+
+
+def test_a_compiled_module_saves_less_and_does_as_much():
+    eager, compiled = (
+        traced(plan_of("single", 1, compile=on, micro_batch=512), Net) for on in (False, True)
     )
-    with pytest.raises(BadInputError, match="what stages of a module of your own send each other"):
-        traced(plan)
+    assert compiled.peak_memory_bytes < eager.peak_memory_bytes
+    assert compiled.flops == eager.flops
+
+
+def test_what_a_compiled_block_leaves_on_itself_is_refused_with_a_way_out():
+    with pytest.raises(BadInputError, match="leave --compile out for a bound"):
+        traced(plan_of("single", 1, compile=True), Staged, penalised)

@@ -1,0 +1,130 @@
+"""Random numbers of a pipeline's stages: by stage and micro-batch, in whatever order they run.
+
+Where a stage of a custom model takes a micro-batch over, generators are seeded by the step's key of
+its rank, the stage's number and the micro-batch's. The plain module, told the keys, draws the same,
+so that what is dropped at random compares, and a look at the first batch can be the first step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.data.seeding import seed_all_generators
+from outpace.parallel.plain import random_state, same_random_state, set_random_state
+
+
+class StageDraws:
+    """The seeds of this rank's stages. `drawn`: whether any of their forwards has drawn numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.drawn = False
+        self._device = device
+        self._key: int | None = None
+        self._first = 0
+        self._seen: tuple[Any, ...] | None = None
+
+    def watch(self) -> None:
+        """Begin to watch the generators, until `note`."""
+        self._seen = random_state(self._device)
+
+    def note(self) -> None:
+        """Note whether numbers were drawn since `watch`, if it was called, and watch no more."""
+        if self._seen is not None:
+            self.drawn |= not same_random_state(self._seen, random_state(self._device))
+            self._seen = None
+
+    def peek(self) -> int | None:
+        """Return the next step's key; None where nothing is drawn."""
+        if not self.drawn:
+            return None
+        held = torch.get_rng_state()
+        key = _draw_key()
+        torch.set_rng_state(held)
+        return key
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Draw the key of a step. Generators are as after this draw at the end."""
+        if not self.drawn:
+            yield
+            return
+        self._key = _draw_key()
+        after = random_state(self._device)
+        try:
+            yield
+        finally:
+            self._key = None
+            set_random_state(after, self._device)
+
+    def begin_pass(self, first: int) -> None:
+        """Let micro-batches be counted from the number that the next pass's `first` one has."""
+        self._first = first
+
+    def seed(self, stage: int, micro_batch: int) -> None:
+        """Seed for what a stage draws of a pass's micro-batch. Nothing outside of a step."""
+        if self._key is not None:
+            seed_all_generators(self._device, self._key, stage, self._first + micro_batch)
+
+
+class PlainDraws:
+    """The seeds of all stages, for a plain module that runs through all of them.
+
+    `keys` are those of each stage's rank, None where it draws nothing, or draws as it comes; `ends`
+    are the blocks behind which a stage begins, by name: its number. `drew`: whether numbers were
+    drawn.
+    """
+
+    def __init__(
+        self, keys: Sequence[int | None], ends: Mapping[str, int], device: torch.device
+    ) -> None:
+        self.drew = False
+        self._keys, self._ends, self._device = keys, ends, device
+        self._number = 0
+        self._seen: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def follow(self, model: nn.Module) -> Iterator[None]:
+        """Seed behind the blocks that end stages, as a forward comes by."""
+        with ExitStack() as stack:
+            for name, stage in self._ends.items():
+                block = model.get_submodule(name)
+                stack.callback(_put_back_forward, block, vars(block).get("forward"))
+                block.forward = partial(self._run, block.forward, stage)
+            yield
+
+    def begin(self, number: int) -> None:
+        """Begin with a micro-batch, by its number in the step."""
+        self._number = number
+        self._seed(0)
+
+    def note(self) -> None:
+        """Note whether numbers were drawn since the last seed."""
+        if self._seen is not None:
+            self.drew |= not same_random_state(self._seen, random_state(self._device))
+
+    def _run(self, forward: Callable[..., Any], stage: int, /, *args: Any, **kwargs: Any) -> Any:
+        made = forward(*args, **kwargs)
+        self._seed(stage)
+        return made
+
+    def _seed(self, stage: int) -> None:
+        self.note()
+        key = self._keys[stage]
+        if key is not None:
+            seed_all_generators(self._device, key, stage, self._number)
+        self._seen = random_state(self._device)
+
+
+def _put_back_forward(block: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del block.forward
+    else:
+        block.forward = forward
+
+
+def _draw_key() -> int:
+    return int(torch.randint(2**62, ()))
