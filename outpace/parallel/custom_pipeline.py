@@ -9,10 +9,12 @@ gradients are added up over the two.
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
@@ -68,6 +70,7 @@ class Running(Stage):
         if whole:
             self._done.add(bwd_chunk_id)
         with (
+            patch.object(_backward, "get_param_groups", _group_parameters),
             self.submod.allow_recompute(bwd_chunk_id, whole),
             without_reentry(not self.submod.first),
         ):
@@ -373,6 +376,28 @@ class CustomPipeline(Spread):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
         return self._ranks_of[0]
+
+
+_group_as_torch = _backward.get_param_groups
+
+
+def _group_parameters(*graph: Any) -> list[dict[str, Any]]:
+    """Group parameters as torch's split backward does, so that no node is in two groups.
+
+    Where a parameter is used in several places, torch's own groups may overlap, by the order of a
+    set: then a gradient is computed twice, or of a graph that is gone.
+    """
+    merged: list[dict[str, Any]] = []
+    for group in _group_as_torch(*graph):
+        whole = {kind: set(group[kind]) for kind in ("params", "intermediates")}
+        apart = []
+        for other in merged:
+            if any(whole[kind] & other[kind] for kind in whole):
+                whole = {kind: whole[kind] | other[kind] for kind in whole}
+            else:
+                apart.append(other)
+        merged = [*apart, whole]
+    return merged
 
 
 def _meta_like(tensor: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ TRAPS = (
     "reentrant_checkpoints_in_forward:zb", "checkpoints_over_several_blocks:zb",
     "blocks_that_transpose:zb", "blocks_that_return_dicts:zbv", "moving_buffer_in_stem:zb",
     "own_loss_with_terms:gpipe", "running_averages_in_the_forward:1f1b",
-    "buffers_moved_without_a_version:mp",
+    "buffers_moved_without_a_version:mp", "parameters_in_a_ring:zb",
 )  # fmt: skip
 REFUSED = {
     "norm_of_all_parameters:gpipe": "the loss goes through all parameters",

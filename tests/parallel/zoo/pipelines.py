@@ -371,6 +371,23 @@ def faint_hooks_inside_of_blocks(seed: int) -> Entry:
     return build_seeded(seed, _Hooked), loss, vector_batch
 
 
+def parameters_in_a_ring(seed: int) -> Entry:
+    """Each parameter is added in two places, with another one in each: a split backward groups."""
+
+    class Block(ResidualBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shifts = nn.ParameterList(torch.randn(WIDTH) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            following = [*self.shifts[1:], self.shifts[0]]
+            for shift, other in zip(self.shifts, following, strict=True):
+                x = torch.tanh(x + (shift + other))
+            return super().forward(x)
+
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
+
+
 MODULES = (
     aux_on_blocks,
     aux_in_dicts_of_inner_modules,
@@ -383,6 +400,7 @@ MODULES = (
     blocks_that_return_dicts,
     moving_buffer_in_stem,
     own_loss_with_terms,
+    parameters_in_a_ring,
 )
 REFUSED = (
     norm_of_all_parameters,
