@@ -136,8 +136,10 @@ def staged_plan(strategy):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("strategy", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
-def test_a_stage_is_traced_as_it_is_measured_beside_the_others(tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "off"), [("1f1b", 0.05), pytest.param("zbv", 0.08, marks=pytest.mark.slow)]
+)
+def test_a_stage_is_traced_as_it_is_measured_beside_the_others(tmp_path, strategy, off):
     """One rank alone knows what all stages send each other; the others' values are not there."""
     plan = staged_plan(strategy)
 
@@ -153,8 +155,8 @@ def test_a_stage_is_traced_as_it_is_measured_beside_the_others(tmp_path, strateg
         found = traced(plan, Staged, penalised, rank=rank, accumulation=1)
         for kind in ("weights", "optimizer state", "gradients"):
             assert found.peak.by_kind[kind] == pytest.approx(seen.peak.by_kind[kind], rel=0.02)
-        # Messages that are sent live on until the receiver has them.
-        assert found.peak_memory_bytes == pytest.approx(seen.allocated_bytes, rel=0.05)
+        # In a trace messages are there at once, and none is on its way.
+        assert found.peak_memory_bytes == pytest.approx(seen.allocated_bytes, rel=off)
         assert found.flops == seen.flops > 0
 
 
