@@ -420,7 +420,10 @@ def test_the_best_is_written_for_every_trainer(name, capsys, tmp_path):
     written = said(capsys, *words, f"--out={path}")
     assert captured.out.rstrip() == written["text"].rstrip() != ""
     assert path.read_text() == written["text"] and written["file_name"] == str(path)
-    assert "As written: " in captured.err and " a step (" in captured.err
+    when = "After" if written["edits"] else "As written: "  # with edits of the script that it names
+    assert f"# {when}" in captured.err and " a step (" in captured.err
+    assert all(f"# To edit first: {edit}" in captured.err for edit in written["edits"])
+    assert bool(written["edits"]) == (name in ("accelerate", "fsdp", "torchtitan"))
     # Whose 16 bits are autocast's is not given master weights that nobody asked for.
     assert not [one for one in written["lost"] if "precision" in one]
     if name != "outpace":  # its command has flags
