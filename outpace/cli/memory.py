@@ -18,7 +18,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from outpace.jobs.memory.query import MemoryQuery, ModuleQuestion
+    from outpace.jobs.memory.query import AnyQuery
 
 _ABOUT = "Show where memory goes in a training step and whether it fits, traced without a GPU."
 _EPILOG = (
@@ -41,6 +41,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", "memory", *argv])
         return 0
+    from outpace.jobs.memory.formula import FormulaQuestion
     from outpace.jobs.memory.query import account, question, require_rank
 
     asked = question(settings, origins, node, arguments.nodes or 1)
@@ -48,6 +49,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     require_rank(asked, rank)
     measured = None
     if arguments.measure:
+        if isinstance(asked, FormulaQuestion):
+            raise BadInputError(f"--measure runs real steps, but {asked.outline.untrained}.")
         measured = _measure(asked, ranks or Ranks(), rank, environ)
         if measured is None:  # another rank speaks
             return 0
@@ -114,7 +117,7 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
 
 
 def _measure(
-    asked: "MemoryQuery | ModuleQuestion",
+    asked: "AnyQuery",
     ranks: Ranks,
     rank: int | None,
     environ: Mapping[str, str],
@@ -136,7 +139,7 @@ def _measure(
 
 
 def _show(
-    asked: "MemoryQuery | ModuleQuestion",
+    asked: "AnyQuery",
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     arguments: argparse.Namespace,
@@ -175,9 +178,7 @@ def _show(
     Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
 
 
-def _default_options(
-    asked: "MemoryQuery | ModuleQuestion", origins: Mapping[str, str]
-) -> dict[str, str]:
+def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:
     """Return the options that affect memory and were not given, with the values that were used."""
     from outpace.jobs.planning.request import PLANNED_SEQ_LEN
 
@@ -197,9 +198,7 @@ def _default_options(
     }
 
 
-def _plan_command(
-    asked: "MemoryQuery | ModuleQuestion", arguments: argparse.Namespace
-) -> str | None:
+def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | None:
     """Return the command that lists plans which fit on the same machines; None for this host's CPU.
 
     None for adapters as well: the planner assumes that all weights are trained.

@@ -128,6 +128,14 @@ def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
     assert '"name":"weights"' in (tmp_path / "m.html").read_text()
 
 
+def test_a_model_that_is_only_planned_for_is_answered_by_the_formula(capsys):
+    words = ["--model=mixtral-8x7b", "--machine=8xh100", "--strategy=zero3"]
+    assert main(["memory", *words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["traced"]["source"] == "estimated" and said["world_size"] == 8
+    assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values()) > 46e9 * 4 / 8
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

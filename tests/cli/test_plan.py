@@ -421,7 +421,7 @@ def test_the_best_is_written_for_every_trainer(name, capsys, tmp_path):
     assert captured.out.rstrip() == written["text"].rstrip() != ""
     assert path.read_text() == written["text"] and written["file_name"] == str(path)
     when = "After" if written["edits"] else "As written: "  # with edits of the script that it names
-    assert f"# {when}" in captured.err and " a step (" in captured.err
+    assert f"# {when}" in captured.err and " per step (" in captured.err
     assert all(f"# To edit first: {edit}" in captured.err for edit in written["edits"])
     assert bool(written["edits"]) == (name in ("accelerate", "fsdp", "torchtitan"))
     # Whose 16 bits are autocast's is not given master weights that nobody asked for.

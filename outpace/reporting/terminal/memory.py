@@ -96,7 +96,7 @@ def memory_table(
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("memory at the peak")
-    table.add_column("traced", justify="right")
+    table.add_column(traced.source, justify="right")
     table.add_column("", justify="right", style="dim")
     if measured is not None:
         table.add_column("measured", justify="right")
@@ -150,6 +150,11 @@ def _notes(
     if traced.world_size > 1:
         who = f"Rank {traced.rank} of {traced.world_size} ({plan.mesh})"
     lines = [f"{who}: the peak is in the {traced.peak.location} of step {traced.peak.step}."]
+    if traced.source == "estimated":
+        lines = [
+            f"{who.partition(' (')[0]}, the fullest: by the planner's formula, as outpace does not "
+            "train this model and can trace none of it."
+        ]
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
