@@ -18,7 +18,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from outpace.jobs.memory.query import AnyQuery
+    from outpace.jobs.memory.query import AnyQuery, MemoryQuery, ModuleQuestion
 
 _ABOUT = "Show where memory goes in a training step and whether it fits, traced without a GPU."
 _EPILOG = (
@@ -117,7 +117,7 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
 
 
 def _measure(
-    asked: "AnyQuery",
+    asked: "MemoryQuery | ModuleQuestion",
     ranks: Ranks,
     rank: int | None,
     environ: Mapping[str, str],
