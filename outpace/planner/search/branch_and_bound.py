@@ -315,12 +315,14 @@ def _family(
 ) -> Iterator[PlanBatch]:
     """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
 
-    Of a kind that was found, only what may be faster still is looked at. Bytes that lie there for
-    good are estimated first, then times, then all bytes, which take the longest.
+    Of a kind that was found, only what may be faster still is looked at. Times are estimated before
+    bytes, which take longer; where none of the first layouts fitted, bytes that lie there for good
+    come before both.
     """
     fastest: dict[int, float] = {}
     least: _Least | None = None
     beyond: list[tuple[PlanBatch, Floats]] = []
+    began = False
     size = _FIRST
     while True:
         order = order[bound[order] <= _worth(fastest, count, kind[order])]
@@ -328,12 +330,13 @@ def _family(
             break
         part = expand(plain.take(order[:size]), chosen)
         order, size = order[size:], min(2 * size, _BATCH)
-        floor = floors(part)
-        able = floor <= memory_bytes
-        if not fastest:
+        if not fastest and began:
+            floor = floors(part)
+            able = floor <= memory_bytes
             lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
             beyond.append((part.take(lean), floor[lean]))
-        part = part.take(able)
+            part = part.take(able)
+        began = True
         seconds, own_kinds = estimate(question, part).step_s, kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _worth(fastest, count, own_kinds[piece])]
