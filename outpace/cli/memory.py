@@ -43,8 +43,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     from outpace.jobs.memory.formula import FormulaQuestion
     from outpace.jobs.memory.query import account, question, require_rank
+    from outpace.jobs.planning.find_outline import find_outline
 
-    asked = question(settings, origins, node, arguments.nodes or 1)
+    asked = question(settings, origins, node, arguments.nodes or 1, find_outline)
     rank = arguments.rank
     require_rank(asked, rank)
     measured = None
@@ -63,10 +64,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 def answer(argv: list[str]) -> MemoryAccount:
     """Return the memory that the command line asks for. Raises BadInputError."""
     from outpace.jobs.memory.query import account, question
+    from outpace.jobs.planning.find_outline import find_outline
 
     arguments = _parser().read(argv)
     settings, origins, node = _read_options(arguments)
-    return account(question(settings, origins, node, arguments.nodes or 1), arguments.rank)
+    return account(
+        question(settings, origins, node, arguments.nodes or 1, find_outline), arguments.rank
+    )
 
 
 def _read_options(

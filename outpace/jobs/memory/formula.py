@@ -1,18 +1,22 @@
 """Memory by the planner's formula, of models that outpace plans for and does not train."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from outpace.jobs.defaults import resolve_seq_len
-from outpace.jobs.planning.find_outline import find_outline
 from outpace.planner.memory import peak
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_batch import of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.memory import MemoryAccount, Moment
+from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
+
+# Name, outline and, if outpace builds it, spec of the model of a reference.
+FindOutline = Callable[[str], tuple[str, Outline, ModelSpec | None]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class FormulaQuestion:
         )  # fmt: skip
 
 
-def find_untrained(reference: str) -> Outline | None:
+def find_untrained(reference: str, find_outline: FindOutline) -> Outline | None:
     """Return the outline of a model that outpace only plans for; None for any other."""
     try:
         _, found, spec = find_outline(reference)

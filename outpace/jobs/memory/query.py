@@ -13,7 +13,7 @@ from outpace.interop.custom_model import CustomModel, build_custom_model, read_p
 from outpace.interop.models import open_model
 from outpace.jobs.defaults import keeps_masters, resolve_plan, resolve_seq_len
 from outpace.jobs.inputs.custom_batches import batch_of
-from outpace.jobs.memory.formula import FormulaQuestion, find_untrained
+from outpace.jobs.memory.formula import FindOutline, FormulaQuestion, find_untrained
 from outpace.jobs.memory.trace_worker import Ask, account_of
 from outpace.parallel.offload import require
 from outpace.planner.pipeline.stages import representatives
@@ -142,11 +142,16 @@ def ask_of_module(
 
 
 def question(
-    settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
-) -> MemoryQuery | ModuleQuestion | FormulaQuestion:
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    node: Node | None,
+    nodes: int,
+    find_outline: FindOutline | None = None,
+) -> AnyQuery:
     """Resolve open settings as training would on that machine. Raises BadInputError.
 
-    A model that outpace plans for and does not train is a question for the planner's formula.
+    With `find_outline`, a model that outpace plans for and does not train is a question for the
+    planner's formula.
     Without a global batch, it is one micro-batch per data-parallel rank.
     """
     _require_traceable(settings)
@@ -167,7 +172,7 @@ def question(
     try:
         opened = open_model(settings.model)
     except BadInputError:
-        outline = find_untrained(settings.model)
+        outline = find_outline and find_untrained(settings.model, find_outline)
         if outline is None:
             raise
         _require_formula(plan, outline)

@@ -210,13 +210,14 @@ def _warning(
         return f"{rests}{more}"
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     return (
-        f"{rests} {_when(written)}, a device needs {show_bytes(estimate.peak_memory_bytes)}{has}, "
-        f"as planned {show_bytes(planned.estimate.peak_memory_bytes)}: it "
+        f"{rests} {_describe_condition(written)}, a device needs "
+        f"{show_bytes(estimate.peak_memory_bytes)}{has}, as planned "
+        f"{show_bytes(planned.estimate.peak_memory_bytes)}: it "
         f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
     )
 
 
-def _when(written: ExportedPlan) -> str:
+def _describe_condition(written: ExportedPlan) -> str:
     """Say when a configuration trains as described: as it is, or once the script is edited."""
     match len(written.edits):
         case 0:
@@ -232,7 +233,8 @@ def figures(estimate: Estimate, written: ExportedPlan) -> str:
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     return (
-        f"{_when(written)}: {show_seconds(estimate.step_time_s)} per step ({low} to {high} with "
-        f"{estimate.level * 100:.0f} %), {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"{_describe_condition(written)}: {show_seconds(estimate.step_time_s)} per step "
+        f"({low} to {high} with {estimate.level * 100:.0f} %), "
+        f"{estimate.tokens_per_s:,.0f} tokens/s, "
         f"{show_bytes(estimate.peak_memory_bytes)}{has} per device."
     )
