@@ -23,7 +23,14 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.records.base import Record, put_aside, sync_folder, sync_paths, write_atomic
+from outpace.records.base import (
+    Record,
+    put_aside,
+    refuse_pipe,
+    sync_folder,
+    sync_paths,
+    write_atomic,
+)
 from outpace.records.checksums import checksum
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
@@ -118,6 +125,7 @@ def damage(folder: Path) -> str | None:
 
 def _file_damage(folder: Path) -> str | None:
     """Compare a checkpoint's files with its marker."""
+    refuse_pipe(folder / MARKER)
     entries = json.loads((folder / MARKER).read_text())
     for name, entry in entries.items():
         path = folder / name

@@ -64,6 +64,8 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
     What a kill cuts short is the last line, which is left out. Raises BadInputError where the file
     system does not let it be read.
     """
+    if path.is_fifo():  # to read it would be to wait for a writer
+        return RunLog(path, damage="it is a named pipe")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
