@@ -138,7 +138,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
         return _of_file(reference, prefixed)
     # pathlib's own patterns cannot begin at the root of the file system.
     found = glob.glob(reference, recursive=True)  # noqa: PTH207
-    matches = _each_once(Path(match) for match in found if Path(match).is_file())
+    matches = _drop_repeated(Path(match) for match in found if Path(match).is_file())
     if not matches:
         raise BadInputError(
             f"no data at {reference!r}: there is no such file or folder, and as a pattern it "
@@ -149,7 +149,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
     return _of_several(reference, matches, rows)
 
 
-def _each_once(files: Iterable[Path]) -> list[Path]:
+def _drop_repeated(files: Iterable[Path]) -> list[Path]:
     """The files of a pattern in order, each by its shortest path where folders link in a circle."""
     by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
