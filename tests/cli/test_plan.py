@@ -153,7 +153,7 @@ def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):
     assert speed == sorted(speed) and speed[3] < 64 * speed[0]
     text = shown(capsys, monkeypatch, *words)
     assert "Global batch 512 throughout" in text and "efficiency" in text
-    assert "The network takes over at" in text
+    assert "The network dominates from" in text
     assert "GiB" in text and "memory" in text and "More than 100 %" not in text
 
 
@@ -164,7 +164,7 @@ def test_more_than_all_of_linear_scaling_is_explained(capsys, monkeypatch):
     rows = said(capsys, *words)["scaling"]
     speed = [row["best"]["estimate"]["tokens_per_s"] / row["devices"] for row in rows]
     assert speed[1] > 1.005 * speed[0]
-    assert "More than 100 %: where more devices share the states" in shown(
+    assert "More than 100 %: with more devices sharing the states" in shown(
         capsys, monkeypatch, *words
     )
 
@@ -228,13 +228,13 @@ def test_a_change_that_decides_whether_it_fits_is_an_answer(capsys, monkeypatch)
     words = ["plan", "--model=llama-3-8b", "--machine=rtx-4090", "--global-batch=4",
              "--keep=offload_optimizer=none"]  # fmt: skip
     text = shown(capsys, monkeypatch, *words, "--what-if=memory=192GiB")
-    assert "the model does not fit now, and with memory=192GiB it does." in text
+    assert "the model does not fit now, but with memory=192GiB it does." in text
     for head in ("machine", "step", "tokens/s", "fastest plan", "now", "with memory=192GiB"):
         assert head in text
     both = said(capsys, *words, "--what-if=memory=192GiB")
     assert "does not fit" in both["now"]["unfit"] and both["then"]["plans"]
     words = ["plan", "--model=gpt2", "--machine=l4"]
-    assert "fits now, and with memory=1GiB it does not" in shown(
+    assert "fits now, but with memory=1GiB it does not" in shown(
         capsys, monkeypatch, *words, "--what-if=memory=1GiB"
     )
     sentence = refused(capsys, "plan", "--model=llama-3.1-405b", "--machine=l4",

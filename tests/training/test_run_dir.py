@@ -152,7 +152,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(
     little = shutil.disk_usage(tmp_path)._replace(free=2 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: little)
-        with pytest.raises(BadInputError, match=r"has 2\.0 MiB left, and a run needs 16 MiB"):
+        with pytest.raises(BadInputError, match=r"has 2\.0 MiB left, but a run needs 16 MiB"):
             RunDir(tmp_path / "new").begin(record)
     assert not (tmp_path / "new").exists()
 
