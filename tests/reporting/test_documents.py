@@ -121,7 +121,7 @@ def test_a_run_is_beside_its_prediction(of_run, run, probe):
     )
     assert low < said < high and seen == measured.step_time_s
     assert above == pytest.approx(seen / said - 1)
-    assert "guessed by its vector width" in words(of_run)
+    assert "guessed from its vector width" in words(of_run)
     better = run_document(read_run(run), Machine.load(probe))
     assert "outpace probe measured" in words(better)
     other = figure_in(better, "Predicted against measured", "Time of a step")
@@ -134,7 +134,7 @@ def test_a_run_on_the_processor_is_predicted_as_one_whatever_else_is_there(run):
     gpu = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
     machine = found.record.machine.model_copy(update={"devices": (gpu,)})
     beside = replace(found, record=found.record.model_copy(update={"machine": machine}))
-    assert "guessed by its vector width" in words(run_document(beside))
+    assert "guessed from its vector width" in words(run_document(beside))
     other = machine.model_copy(update={"cpu": "another one"})
     said = words(run_document(beside, other))
     assert "The probe is from another machine: cpu is another one there" in said
@@ -254,7 +254,7 @@ def test_without_a_trace_the_schedule_is_replayed_and_says_so(pipeline_run, tmp_
     assert {row[0] for row in timeline.table.rows} == {"planned", "replayed"}
     assert "Without --profile" in words(document)
     (tmp_path / "result.json").unlink()
-    assert "is not in this run" in words(run_document(read_run(tmp_path)))
+    assert "This run does not have the times of actions" in words(run_document(read_run(tmp_path)))
 
 
 def test_a_trace_that_is_cut_short_too_large_or_missing_is_none_and_it_is_said_why(
@@ -339,7 +339,7 @@ def test_a_comparisons_prediction_is_beside_the_medians_of_its_rounds(comparison
 
 def test_a_comparison_without_its_runs_says_what_is_not_there(comparison):
     record = Comparison.load(comparison / "comparison.json")
-    assert "The steps of these runs are not here." in words(comparison_document(record))
+    assert "The steps of these runs are not available." in words(comparison_document(record))
     assert "which are not here" in words(comparison_document(record))
 
 
@@ -353,7 +353,7 @@ def test_plans_have_their_pipelines_timeline_and_intervals(plans):
     planned = figure(document, "The pipeline's timeline")
     assert planned.table.rows[0][0] == "planned"
     costs = next(
-        one for one in parts(document, DataTable) if one.title.startswith("What is insisted")
+        one for one in parts(document, DataTable) if one.title.startswith("Cost of the fixed")
     )
     assert [row[0] for row in costs.rows] == [one.setting for one in answer.insistences]
     reasons = [one for one in parts(document, DataTable) if one.title.startswith("Families")]
@@ -390,7 +390,7 @@ def test_a_probe_shows_every_figure_with_its_interval(probe):
     for _, size, measured, said in fitted.table.rows:
         assert said.value == pytest.approx(1e-4 + size.value / 1e9)
         assert measured.value == pytest.approx(said.value)
-    assert "Of 14 figures 1 are unstable" in document.verdict[1]
+    assert "1 of 14 figures are unstable" in document.verdict[1]
 
 
 def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):

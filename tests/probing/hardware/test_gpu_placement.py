@@ -48,7 +48,7 @@ def test_one_gpu_without_nvlink_is_said_first(lost: int) -> None:
         f"GPU{lost} has no NVLink (NODE or SYS instead of NV18, which the other 7 GPUs have among "
         "them)."
     )
-    assert "An all-reduce over all 8 falls to PCIe" in second
+    assert "An all-reduce over all 8 drops to PCIe" in second
     best = place(topology).tensor_parallel
     assert best is not None and (best.size, best.worst_link) == (4, "NV18")
     assert f"GPU{lost}" in best.left_out
@@ -70,7 +70,7 @@ def test_a_gpu_with_fewer_links() -> None:
     odd = {(min(3, at), max(3, at)): "NV16" for at in range(8) if at != 3}
     first, second, *_ = said(joined(8, "NV18", odd))
     assert first.startswith("GPU3 has fewer NVLinks (NV16 instead of NV18")
-    assert "falls to the rate of NV16" in second
+    assert "drops to the rate of NV16" in second
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_matrix_without_nvlinks_says_so(text: str) -> None:
     assert topology.pcie_only
     lines = said(topology)
     assert "topo -mp`, which leaves NVLinks out" in lines[0] and "topo -m`." in lines[0]
-    assert not any("No group is joined by NVLink" in line or "crosses" in line for line in lines)
+    assert not any("No group is connected by NVLink" in line or "crosses" in line for line in lines)
     placement = place(topology)
     assert placement.bottleneck is None and placement.slow == ()
 

@@ -300,7 +300,7 @@ def test_a_tool_that_prints_something_else(path_to_tool):
 
 def test_without_a_tool(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolError, match="nvidia-smi is not here"):
+    with pytest.raises(ToolError, match="nvidia-smi is not on PATH"):
         read_live()
 
 

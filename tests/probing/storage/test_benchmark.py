@@ -110,7 +110,7 @@ def test_where_direct_io_is_refused_it_is_done_without_and_said(tmp_path, monkey
 )
 def test_memory_is_not_taken_for_a_disk(tmp_path):
     with storage_cases(MEMORY, "offload", quick=True) as disk:
-        assert "kept in memory (tmpfs)" in disk.notes[0]
+        assert "is in memory (tmpfs)" in disk.notes[0]
         assert all(case.key.of.get("direct", "no") == "no" for case in disk.cases)
 
 

@@ -60,7 +60,7 @@ def test_names_and_figures_are_whole_at_any_width(width):
         assert word in said
     assert "GPU" not in said  # of what is not there nothing is said
     whole = " ".join(said.split())
-    assert "ratio: to ddp, micro_batch=2, precision=bf16, the median of the rounds' ratios" in whole
+    assert "ratio: to ddp, micro_batch=2, precision=bf16; the median of the rounds' ratios" in whole
 
 
 @pytest.mark.parametrize(
