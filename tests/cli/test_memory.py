@@ -57,7 +57,7 @@ def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
     words = ["--seq-len=256", "--offload-optimizer=disk", f"--plot={tmp_path / 'm.html'}"]
     assert main([*TINY, *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "offloaded" in said and "not in the sum" in said
+    assert "offloaded" in said and "not included in the sum" in said
     assert (tmp_path / "m.html").exists()
     assert main([*TINY, *words, "--json"]) == 0
     anatomy = json.loads(capsys.readouterr().out)["traced"]["peak"]["by_kind"]
@@ -147,7 +147,7 @@ def test_a_model_that_is_only_planned_for_is_answered_by_the_formula(capsys):
         (["--nodes=2"], "--nodes 2: which machine? Name it with --machine"),
         (["--nproc=2", "--machine=hgx-h100"], "how many of these machines there are with --nodes"),
         (["--machine=RTX 4090", "--offload-activations=disk"], "is for training on the CPU"),
-        (["--machine=dgx-a100", "--precision=fp8"], "which A100 SXM 80 GB has not"),
+        (["--machine=dgx-a100", "--precision=fp8"], "which A100 SXM 80 GB does not have"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(words, sentence, capsys):

@@ -136,7 +136,7 @@ def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys,
     fits = (link("node", 8, 200e9), link("across", 2, 5e9))
     nodes = (tuple(range(8)), tuple(range(8, 16)))
     (unknown,) = network_advice([], nodes)
-    assert "the bandwidth between nodes is not known" in unknown.text
+    assert "the bandwidth between nodes is unknown" in unknown.text
     assert network_advice([], nodes[:1]) == []
     (advice,) = network_advice(fits, nodes)
     assert "320.00 Gbit/s per node" in advice.text
@@ -188,7 +188,7 @@ def test_on_one_host_the_links_between_its_devices_are_compared(capsys, monkeypa
     shown = " ".join(shown.split())
     assert "2 × NVLink 2 ◂" in shown
     assert "DDP: limited by this link, a step takes 7 % longer. 2 × NVLink 2 carries" in shown
-    assert "carries 50.00 GB/s, it needs 51.49 GB/s a device." in shown
+    assert "carries 50.00 GB/s, but it needs 51.49 GB/s a device." in shown
     assert main(["network", "--model=gpt2", "--machine=dgx-h100", "--global-batch=512",
                  "--micro-batch=64"]) == 0  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())

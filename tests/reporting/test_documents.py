@@ -340,7 +340,7 @@ def test_a_comparisons_prediction_is_beside_the_medians_of_its_rounds(comparison
 def test_a_comparison_without_its_runs_says_what_is_not_there(comparison):
     record = Comparison.load(comparison / "comparison.json")
     assert "The steps of these runs are not available." in words(comparison_document(record))
-    assert "which are not here" in words(comparison_document(record))
+    assert "which are not available" in words(comparison_document(record))
 
 
 def test_plans_have_their_pipelines_timeline_and_intervals(plans):

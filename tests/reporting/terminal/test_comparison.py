@@ -125,7 +125,7 @@ def test_a_page_of_commands_has_no_sections_of_what_they_do_not_tell(tmp_path, c
     assert titles == ["How they compare", "Topology", "Environment and command"]
     assert main(["report", str(tmp_path / "c"), "--format=md"]) == 0
     said = capsys.readouterr().out
-    assert "None" not in said and "{}" not in said and "are not here" not in said
+    assert "None" not in said and "{}" not in said and "are not available" not in said
 
 
 def test_a_report_of_an_experiments_file_says_what_to_do(tmp_path, capsys):
