@@ -35,8 +35,7 @@ class DeviceRates:
     `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
     `attention_narrow` the share of that for heads of 64. An optimizer reaches `optimizer_share` of
     the memory's rate. `hides` is the share of a collective that can proceed beside computing: none
-    where the same cores do both. `spread` is the standard deviation of the speed of devices of this
-    kind, as a share. `sharers` ranks take turns on a core: while some wait, the others
+    where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
     are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
     `piecewise`: rotations, and RMS norms of spread tensors, are put together from operators of
     their own; other RMS norms are the package's (nn.norms).
@@ -69,7 +68,6 @@ class DeviceRates:
     unaligned: float = 1.0
     optimizer_share: float = 1.0
     hides: float = 1.0
-    spread: float = 0.0
     sharers: float = 1.0
     unit_s: float = 0.0
     piecewise: bool = False
@@ -156,10 +154,9 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
         unaligned=efficiency.UNALIGNED[chip.architecture],
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
-        spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
-                 efficiency.COLLECTIVE_SOURCE, efficiency.DEVICE_SPREAD_SOURCE),
+                 efficiency.COLLECTIVE_SOURCE),
     )  # fmt: skip
 
 

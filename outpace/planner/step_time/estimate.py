@@ -21,8 +21,7 @@ class StepTimes:
     """Seconds of a step by what they go to, one entry a plan; they add up to the step.
 
     `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
-    `data_s` is exposed of gradients' and parameters' collectives, and what all wait in them for the
-    slowest device; `tensor_s`, `context_s`,
+    `data_s` is exposed of gradients' and parameters' collectives, `tensor_s`, `context_s`,
     `pipeline_s` and `expert_s` of those axes'. `loading_s` is waiting for samples.
     """
 
@@ -109,8 +108,7 @@ class _Step(Pipelines, CollectiveTimes):
             context_s=self.ring_s(forwards, backwards, shares, own),
             pipeline_s=self.sends_s(),
             expert_s=self.experts_s(busy),
-            data_s=self.exposed_data_s(ahead_s, back_s, pipeline)
-            + self.slowest_s((known - tensor) * fit),
+            data_s=self.exposed_data_s(ahead_s, back_s, pipeline),
             optimizer_s=np.zeros(len(c)),
             offload_s=self.offloading_s(busy),
             loading_s=np.zeros(len(c)),
