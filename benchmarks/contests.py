@@ -1,6 +1,6 @@
 """Plans beside each other in one job: their steps alternate, their memory is weighed.
 
-For benchmarks that compare levers. Steps go A B C, C B A, so that what drifts on the machine falls
+For benchmarks that compare options. Steps go A B C, C B A, so that what drifts on the machine falls
 on all alike.
 """
 

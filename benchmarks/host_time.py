@@ -13,7 +13,7 @@ GPU compiles is eager.
 Steps (forward, backward, clipping, optimizer) of both alternate, A B, B A, in one process; of
 several ranks in each of two processes. What is timed is the time of the process on cores, which
 neighbours on the machine disturb less than the wall's. The ratio is the median of those of pairs,
-with its 95 % interval; operators are counted in one step. Where transformers has no such lever it
+with its 95 % interval; operators are counted in one step. Where transformers has no such option it
 takes a plain step (selective checkpointing, optimizers of fewer bits).
 """
 
@@ -65,9 +65,9 @@ SPEC = {"family": "gpt2", "layers": LAYERS, "hidden": WIDTH, "heads": HEADS, "ff
 
 @dataclass(frozen=True)
 class Case:
-    """What outpace does (levers of its plan), and what transformers does beside it."""
+    """What outpace does (options of its plan), and what transformers does beside it."""
 
-    levers: dict[str, Any]
+    options: dict[str, Any]
     micro_batches: int = 1
     processes: int = 1
     checkpoints: bool = False  # transformers', too
@@ -127,10 +127,10 @@ def batches(count: int) -> list[torch.Tensor]:
 
 def make_stepper(case: Case, ranks: Ranks, control: dist.ProcessGroup | None) -> Stepper:
     """outpace's step, as `outpace train` has it."""
-    strategy = case.levers.get("strategy", "single")
+    strategy = case.options.get("strategy", "single")
     plan = Plan.parse(
         {"strategy": strategy, "precision": "bf16", "optimizer": "adamw-fused", "micro_batch": 1,
-         **fill_axes(strategy, ranks.world_size, {}), **case.levers}, "host_time",
+         **fill_axes(strategy, ranks.world_size, {}), **case.options}, "host_time",
     )  # fmt: skip
     mixed = make_mixed(plan.precision, CPU, False)
     model = Transformer(ModelSpec.parse(SPEC, "host_time"), 0)
@@ -182,7 +182,7 @@ def transformers_step(case: Case) -> Callable[[], object]:
     model.train()
     if case.checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if case.levers.get("strategy") == "zero3":
+    if case.options.get("strategy") == "zero3":
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for one in model.transformer.h:
             fully_shard(one, mp_policy=low)
@@ -193,7 +193,7 @@ def transformers_step(case: Case) -> Callable[[], object]:
     fused = {} if case.optimizer is _sgd else {"fused": True}
     optimizer = case.optimizer(parameters, lr=LR, **fused)
     given = batches(case.micro_batches)
-    casts = case.levers.get("strategy") != "zero3"
+    casts = case.options.get("strategy") != "zero3"
 
     def step() -> None:
         for tokens in given:

@@ -59,7 +59,7 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     """On this rank, in bytes; twice, since the first batch also makes the schedule."""
     import torch
 
-    from outpace.experiment.memory import Saved
+    from outpace.experiment.memory import SavedBytes
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.model_options import apply_checkpointing
     from outpace.nn.transformer import Transformer
@@ -78,7 +78,7 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     layout = apply(LayoutRequest(objective, plan, groups.ranks, torch.device("cpu")))
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens}
-    saved = Saved(layout.model.parameters())
+    saved = SavedBytes(layout.model.parameters())
     with saved:
         layout.gradients([batch], StepHooks())
     gradients = sum(p.grad.nbytes for p in layout.model.parameters() if p.grad is not None)

@@ -36,7 +36,7 @@ import race  # noqa: E402
 import watching  # noqa: E402
 from recording import RESULTS, circumstances, save  # noqa: E402
 
-from outpace.experiment.arms import Failed  # noqa: E402
+from outpace.experiment.arms import RunFailure  # noqa: E402
 from outpace.experiment.trials import paired_s  # noqa: E402
 from outpace.experiment.turns import TurnTraining, train_in_turn  # noqa: E402
 from outpace.records.measurement import WARMUP_STEPS  # noqa: E402
@@ -162,7 +162,7 @@ def auto(folder: Path, case: cases.Case) -> dict[str, Any]:
         )  # fmt: skip
     seconds = {}
     for arm, one, step_s in zip(arms, turned, paired_s(turned), strict=True):
-        if isinstance(one.result, Failed) or step_s is None:
+        if isinstance(one.result, RunFailure) or step_s is None:
             raise SystemExit(f"({case.name}) {arm} failed: {one.result}")
         seconds[arm] = step_s
         print(f"auto, ({case.name}) {arm}: {step_s:.3f} s", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
     python benchmarks/offload.py                        # all cases; records results/offload.json
     python benchmarks/offload.py --quick [--case NAME]  # a small model; records nothing
 
-Time: one process trains with and without the lever, step by step in turn (A B B A), and the ratio
+Time: one process trains with and without the option, step by step in turn (A B B A), and the ratio
 of each pair counts. Memory: each in a fresh process after three steps, from /proc/self/status:
 anonymous and resident, between steps and at the end of a forward.
 """
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What is compared: levers of the plain plan, and of the other.
+# What is compared: options of the plain plan, and of the other.
 CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "optimizer-cpu": ({}, {"offload_optimizer": "cpu"}),
     "optimizer-disk": ({}, {"offload_optimizer": "disk"}),
@@ -44,7 +44,7 @@ SHAPES = {
 PAIRS, QUICK_PAIRS = 16, 4
 
 
-def contender(levers: dict[str, str], quick: bool, groups):
+def contender(options: dict[str, str], quick: bool, groups):
     """A plan on one process, ready to take steps."""
     from outpace.experiment.strategy_run import StrategyRun
     from outpace.records.model import ModelSpec
@@ -55,12 +55,12 @@ def contender(levers: dict[str, str], quick: bool, groups):
     batch, seq_len = shape.pop("batch"), shape.pop("seq_len")
     described = {"family": "llama", "heads": 8, "kv_heads": 8, "max_positions": seq_len, **shape}
     spec = ModelSpec.parse(described, "benchmark")
-    plan = Plan.parse({"micro_batch": batch, **levers}, "benchmark")
+    plan = Plan.parse({"micro_batch": batch, **options}, "benchmark")
     return StrategyRun(plan, SyntheticTraining(spec, batch, seq_len), groups)
 
 
 def time_case(case: str, quick: bool) -> None:
-    """In a process of its own: print the pairs of seconds, with the lever and without."""
+    """In a process of its own: print the pairs of seconds, with the option and without."""
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -79,7 +79,7 @@ def time_case(case: str, quick: bool) -> None:
     print(json.dumps(pairs))
 
 
-def weigh(levers: dict[str, str], quick: bool) -> None:
+def weigh(options: dict[str, str], quick: bool) -> None:
     """In a process of its own: print what is in memory, and its parameters' bytes."""
     import torch
 
@@ -88,7 +88,7 @@ def weigh(levers: dict[str, str], quick: bool) -> None:
 
     seen: dict[str, int] = {}
     with process_groups(Ranks(), torch.device("cpu"), 60.0) as groups:
-        held = contender(levers, quick, groups)
+        held = contender(options, quick, groups)
         layout = held._stepper._layout
 
         def look(*_: object) -> None:
@@ -117,7 +117,7 @@ def inner(*words: str):
 
 
 def run_case(case: str, quick: bool) -> dict:
-    """The price of one lever, with all that was measured."""
+    """The price of one option, with all that was measured."""
     from overhead import interval
 
     flags = ["--quick"] if quick else []

@@ -47,7 +47,7 @@ from outpace.planner.plan import plans
 from outpace.planner.plan_batch import OPTIMIZERS, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.simulate_finalists import simulate_pipelines
-from outpace.planner.search.space import Wanted, expand, layouts, memory_options
+from outpace.planner.search.space import SearchRequest, expand, layouts, memory_options
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
@@ -309,7 +309,7 @@ def adapter_bytes(row: Row) -> dict[str, Any]:
         "predicted_bytes": round(peak),
         "measured_bytes": None if row.measured_bytes is None else round(row.measured_bytes),
         "parameters": float(row["params_b"]) * 1e9,
-        "called_oom": needs > published.chip(row).usable_bytes,
+        "called_oom": needs > published.chip(row).memory_bytes,
         "oom": row["outcome"] == "OOM",
     }
 
@@ -395,7 +395,7 @@ def speed() -> list[dict[str, Any]]:
     """Plans a second of `estimate`, and the time to an answer, of one process with one thread."""
     model = outline(PRESETS["llama-3-70b"].spec, "llama-3-70b")
     scores = []
-    asked = Wanted(model, 8192, 4096, 1024, 8, "bf16")
+    asked = SearchRequest(model, 8192, 4096, 1024, 8, "bf16")
     cluster = of_catalog(NODES["dgx-h100"], 128)
     columns = expand(layouts(asked), list(memory_options(asked)))
     columns = columns.take(slice(0, 200_000))
@@ -409,7 +409,7 @@ def speed() -> list[dict[str, Any]]:
     for devices, target in ANSWERS_S.items():
         nodes = devices // 8
         job = PlanningProblem(model, of_catalog(NODES["dgx-h100"], nodes),
-                  Wanted(model, 8192, 4 * devices, devices, 8, "bf16"))  # fmt: skip
+                  SearchRequest(model, 8192, 4 * devices, devices, 8, "bf16"))  # fmt: skip
         took = min(_timed(lambda job=job: plans(job)) for _ in range(2))
         scores.append(
             {"on": f"llama-3-70b, {devices:,} × H100", "figure": "answer of outpace plan, core s",

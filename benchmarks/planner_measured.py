@@ -258,14 +258,14 @@ def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     from outpace.planner.model.outline import outline
     from outpace.planner.plan import estimate_plan
     from outpace.planner.problem import PlanningProblem
-    from outpace.planner.search.space import Wanted
+    from outpace.planner.search.space import SearchRequest
     from outpace.records.plan import Plan
 
     number, world = _course(row), row["world"]
     name, _, seq_len, batch = COURSES[number]
     asked = Plan.parse(row["plan"], "benchmark")
     model = outline(_spec(number), name)
-    wanted = Wanted(model, seq_len, batch, world, world, asked.precision, on_host=True)
+    wanted = SearchRequest(model, seq_len, batch, world, world, asked.precision, on_host=True)
     return estimate_plan(PlanningProblem(model, cluster, wanted), asked).estimate
 
 

@@ -3,8 +3,8 @@
     python benchmarks/planner_memory.py                   # records results/planner_memory.json
     python benchmarks/planner_memory.py --seed 1 --least 4    # another draw, recorded nowhere
 
-Plans are drawn by a seed: some of every strategy, with levers at random, and then more until every
-lever's every setting occurs often enough. Each is traced as `outpace memory` does, on the fullest
+Plans are drawn by a seed: some of every strategy, with options at random, and then more until every
+option's every setting occurs often enough. Each is traced as `outpace memory` does, on the fullest
 of the ranks that differ, and reckoned by `outpace.planner.memory.peak`. Both are of the package,
 but share no formula: the trace runs the real model under fake tensors. The seed that is recorded
 was not looked at while the formulas were written (1 to 3 were, and 20261122, the first that was
@@ -81,8 +81,8 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
         {"pp": 2, "dp_shard": 2, "pp_microbatches": 4, "pp_schedule": "gpipe"},
     ],
 }  # fmt: skip
-# Every setting that is to occur, beside each lever's default.
-LEVERS: dict[str, list[Any]] = {
+# Every setting that is to occur, beside each option's default.
+OPTIONS: dict[str, list[Any]] = {
     "checkpointing": ["full", "selective", "attention"],
     "checkpoint_every": [2, 3],
     "precision": ["bf16", "fp16", "bf16-pure", "fp16-pure", "fp16-master", "fp8"],
@@ -117,11 +117,11 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> list[str]:
-        """Its strategy and the settings of levers that are not the defaults."""
-        levers = {k: v for k, v in self.asked.items() if k in LEVERS and v in LEVERS[k]}
-        levers |= {"device": "cuda"} if self.device == "cuda" else {}
-        levers |= {"accumulation": 3} if self.accumulation == 3 else {}
-        return [f"strategy={self.plan.strategy}", *(f"{k}={v}" for k, v in levers.items())]
+        """Its strategy and the settings of options that are not the defaults."""
+        options = {k: v for k, v in self.asked.items() if k in OPTIONS and v in OPTIONS[k]}
+        options |= {"device": "cuda"} if self.device == "cuda" else {}
+        options |= {"accumulation": 3} if self.accumulation == 3 else {}
+        return [f"strategy={self.plan.strategy}", *(f"{k}={v}" for k, v in options.items())]
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -132,28 +132,28 @@ def spec_of(name: str) -> ModelSpec:
 def draw(
     chance: random.Random, strategy: str, wanted: tuple[str, Any] | None = None
 ) -> Case | None:
-    """A plan with a few levers at random, and the one that is wanted; None where it is refused."""
+    """A plan with a few options at random, and the one that is wanted; None where it is refused."""
     model, (seq_len, micro_batch) = chance.choice(list(MODELS)), chance.choice(TOKENS)
     asked = {"strategy": strategy, "micro_batch": micro_batch}
     asked |= chance.choice(STRATEGIES[strategy])
-    levers = {name: chance.choice(LEVERS[name]) for name in chance.sample(list(LEVERS), 2)}
+    options = {name: chance.choice(OPTIONS[name]) for name in chance.sample(list(OPTIONS), 2)}
     if wanted is not None:
-        levers[wanted[0]] = wanted[1]
-    if "checkpoint_every" in levers:
-        levers.setdefault("checkpointing", chance.choice(LEVERS["checkpointing"]))
-    if str(levers.get("precision", "")).endswith("-pure"):
-        levers["optimizer"] = chance.choice(["adamw-bf16", "adamw-8bit", "adamw-4bit"])
-    accumulation = levers.pop("accumulation", 1)
-    device = levers.pop("device", "cpu")
-    if levers.get("precision") == "fp8":
+        options[wanted[0]] = wanted[1]
+    if "checkpoint_every" in options:
+        options.setdefault("checkpointing", chance.choice(OPTIONS["checkpointing"]))
+    if str(options.get("precision", "")).endswith("-pure"):
+        options["optimizer"] = chance.choice(["adamw-bf16", "adamw-8bit", "adamw-4bit"])
+    accumulation = options.pop("accumulation", 1)
+    device = options.pop("device", "cpu")
+    if options.get("precision") == "fp8":
         device = "cuda"
     try:
-        plan = Plan.parse({**asked, **levers}, "a drawn plan")
+        plan = Plan.parse({**asked, **options}, "a drawn plan")
     except BadInputError:
         return None
     if not comparable(plan, accumulation, device):
         return None
-    return Case(model, seq_len, accumulation, device, {**asked, **levers}, plan)
+    return Case(model, seq_len, accumulation, device, {**asked, **options}, plan)
 
 
 def comparable(plan: Plan, accumulation: int, device: str) -> bool:
@@ -180,13 +180,13 @@ def cases(seed: int, least: int) -> Iterator[Case]:
     """Until every strategy and every setting occurred often enough."""
     chance, seen, known = random.Random(seed), Counter[str](), set[str]()
     wanted: list[tuple[str, tuple[str, Any] | None]] = [(s, None) for s in STRATEGIES]
-    wanted += [("", (name, value)) for name, values in LEVERS.items() for value in values]
-    for strategy, lever in wanted:
-        key = f"strategy={strategy}" if lever is None else f"{lever[0]}={lever[1]}"
+    wanted += [("", (name, value)) for name, values in OPTIONS.items() for value in values]
+    for strategy, option in wanted:
+        key = f"strategy={strategy}" if option is None else f"{option[0]}={option[1]}"
         tries = 0
         while seen[key] < least and tries < 100 * least:
             tries += 1
-            case = draw(chance, strategy or chance.choice(list(STRATEGIES)), lever)
+            case = draw(chance, strategy or chance.choice(list(STRATEGIES)), option)
             if case is None or repr(case) in known:
                 continue
             known.add(repr(case))

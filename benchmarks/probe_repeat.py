@@ -24,7 +24,7 @@ from recording import save
 
 from outpace.records.figure import Figure
 from outpace.records.machine import Machine
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 from outpace.reporting.terminal.probe import show_machine
 
 HELD, HALF_WIDTH = 0.95, 0.03
@@ -39,7 +39,7 @@ def probe(folder: Path, number: int, quick: bool) -> Machine:
     return Machine.load(out)
 
 
-def pairs(first: Probed, second: Probed) -> list[dict[str, Any]]:
+def pairs(first: ProbeRecord, second: ProbeRecord) -> list[dict[str, Any]]:
     """Each figure of both."""
     again = {figure.key: figure for figure in second.all_figures()}
     return [_pair(figure, again[figure.key]) for figure in first.all_figures()

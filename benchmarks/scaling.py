@@ -202,14 +202,14 @@ def planner_layers(count: int, folder: Path) -> dict[str, float]:
 
 def trace(count: int, _: Path) -> dict[str, float]:
     from outpace.catalog.accelerators import ACCELERATORS
-    from outpace.jobs.memory.trace_worker import Ask, account_of
+    from outpace.jobs.memory.trace_worker import TraceRequest, account_of
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
     from outpace.records.settings import TrainSettings
 
     values = {"family": "llama", "layers": count, "hidden": 4096, "heads": 32, "kv_heads": 8,
               "ffn": 14336, "vocab": 32000, "max_positions": 4096}  # fmt: skip
-    ask = Ask(
+    ask = TraceRequest(
         spec=ModelSpec.parse(values, "scaling"),
         plan=Plan(strategy="zero3", dp_shard=8, precision="bf16"), seq_len=4096, accumulation=1,
         rank=0, settings=TrainSettings(), accelerator=ACCELERATORS["H100 SXM"], ranks_per_host=8,

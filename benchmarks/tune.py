@@ -195,9 +195,9 @@ def proposals(problem: Problem, folder: Path) -> list[Any]:
 
 def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[Any]:
     """A trial of each."""
-    from outpace.experiment.tune import Chosen
+    from outpace.experiment.tune import NextTrial
 
-    chosen = [Chosen("of the grid", one, one.step_time_s) for one in proposed]
+    chosen = [NextTrial("of the grid", one, one.step_time_s) for one in proposed]
     return measured(problem.given(folder), chosen, folder / "grid")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from outpace.experiment.module_verify import verify
     from outpace.nn.transformer import Transformer
-    from outpace.parallel.parallelize import Parallelized, parallelize
+    from outpace.parallel.parallelize import ParallelModule, parallelize
     from outpace.records.certificate import Certificate
     from outpace.records.errors import (
         BadInputError,
@@ -50,7 +50,7 @@ _PUBLIC = {
     "Measurement": "outpace.records.measurement",
     "ModelSpec": "outpace.records.model",
     "OutpaceError": "outpace.records.errors",
-    "Parallelized": "outpace.parallel.parallelize",
+    "ParallelModule": "outpace.parallel.parallelize",
     "Plan": "outpace.records.plan",
     "RunInfo": "outpace.records.measurement",
     "StepRecord": "outpace.records.measurement",
@@ -84,7 +84,7 @@ __all__ = [
     "Measurement",
     "ModelSpec",
     "OutpaceError",
-    "Parallelized",
+    "ParallelModule",
     "Plan",
     "RunInfo",
     "StepRecord",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.cli import options
 from outpace.launch.launcher_env import ranks_from
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.plan import Plan
 from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from outpace.records.comparison import Comparison
-    from outpace.records.estimate import Planned, Plans
+    from outpace.records.estimate import Plans, RankedPlan
     from outpace.records.finding import Examination
     from outpace.records.inventory import HostTopology
     from outpace.records.machine import Machine
@@ -208,7 +208,7 @@ def estimate(
     seq_len: int | None = None,
     global_batch: int | None = None,
     depth: Literal["estimate", "trace"] = "estimate",
-) -> "Planned":
+) -> "RankedPlan":
     """Estimate one plan, or one that a file has: its time, its memory, and whether it fits.
 
     Unlike a file, a Plan has no sequence length and batch: give those it was made for. With depth
@@ -420,7 +420,7 @@ def _merge(given: dict[str, Any]) -> tuple[TrainSettings, dict[str, str]]:
     for name in given:
         if name not in fields:
             raise BadInputError(
-                f"outpace.train has no keyword {name!r}.{nearest(name, fields)} "
+                f"outpace.train has no keyword {name!r}.{suggest(name, fields)} "
                 "The keywords are the flags of outpace train, with _ for -."
             )
     values = {

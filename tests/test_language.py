@@ -68,17 +68,17 @@ NO_PARTICIPLES = words_of(
 )
 ING_NOUNS = words_of(
     """
-    accounting binding briefing building casing ceiling checkpointing embedding encoding
-    ending grouping heading listing mapping masking meaning offloading opening padding pairing
-    pinning profiling proving pruning ranking rating reading recording ring rounding routing
-    sampling scaling setting sharding sibling spacing spelling spring string testing thing
-    throttling timing tokenising tracing training tuning warning wiring wording
+    accounting binding briefing building casing ceiling checkpointing crossing embedding encoding
+    ending finding grouping heading listing mapping masking meaning naming offloading opening
+    padding pairing pinning profiling proving pruning ranking rating reading recording ring
+    rounding routing sampling scaling setting sharding sibling spacing spelling spring string
+    testing thing throttling timing tokenising tracing training tuning warning wiring wording
     """
 )
 NO_ADVERBS = words_of(
     """
     ally anomaly apply assembly comply family imply multiply only plotly poly rely reply
-    supply
+    supply tally
     """
 )
 # Code and names of files within a text: what they are called is another matter.
@@ -277,6 +277,9 @@ class Reader(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Check a class's name, fields, docstring and methods."""
         self.scope.append(node.name)
+        if is_bare(node.name):
+            remedy = "Rename the class: a noun for what it is."
+            self.add("bare name", node.name, node.lineno, remedy)
         self._check_name(node.name, node.lineno)
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -394,6 +397,7 @@ def keys(source: str, path: str = "outpace/nn/loss.py") -> list[str]:
 def test_a_name_without_noun_and_verb_is_a_violation(name: str) -> None:
     assert keys(f"class A:\n    def {name}(self) -> int: ...") == [f"A.{name}: bare name: {name}"]
     assert keys(f"async def {name}(): ...") == [f"{name}: bare name: {name}"]
+    assert keys(f"class {name}: ...") == [f"{name}: bare name: {name}"]
 
 
 GOOD = words_of(

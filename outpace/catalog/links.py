@@ -6,7 +6,7 @@ Latencies are left out: what is published was measured on one machine, not speci
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outpace.records.errors import BadInputError, nearest, nearest_of
+from outpace.records.errors import BadInputError, nearest_of, suggest
 from outpace.records.hardware import Bundle, Link, LinkKind
 
 _GIGA = 1e9
@@ -78,7 +78,7 @@ def find_link(name: str) -> Link:
     if wanted in plain:
         return LINKS[plain[wanted]]
     raise BadInputError(
-        f"link {name!r} is not in the catalog.{nearest(wanted, plain)} It has "
+        f"link {name!r} is not in the catalog.{suggest(wanted, plain)} It has "
         f"{nearest_of(wanted, plain)}; docs/reference/catalog.md has all."
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.catalog.outlines import OUTLINES
 from outpace.records.base import Record
-from outpace.records.errors import BadInputError, nearest, nearest_model
+from outpace.records.errors import BadInputError, nearest_model, suggest
 from outpace.records.families import Family
 from outpace.records.model import ModelSpec, RopeScaling
 
@@ -156,7 +156,7 @@ def _bert() -> Iterator[tuple[str, Preset]]:
         yield name, _preset(_BERT.format(published), "bert", **size, **common)
 
 
-def _small() -> Iterator[tuple[str, Preset]]:
+def _outpace_presets() -> Iterator[tuple[str, Preset]]:
     tiny = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192}
     yield "outpace-tiny", _preset(_OURS, "llama", **tiny, vocab=512, max_positions=256, tied=True)
     small = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 704}
@@ -167,7 +167,11 @@ def _small() -> Iterator[tuple[str, Preset]]:
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    dict(preset for family in (_small, _gpt, _llama, _mistral, _qwen, _bert) for preset in family())
+    dict(
+        preset
+        for family in (_outpace_presets, _gpt, _llama, _mistral, _qwen, _bert)
+        for preset in family()
+    )
 )
 
 
@@ -251,6 +255,6 @@ def preset(name: str) -> ModelSpec:
         return PRESETS[name].spec
     except KeyError:
         raise BadInputError(
-            f"there is no model preset {name!r}.{nearest(name, PRESETS)} "
+            f"there is no model preset {name!r}.{suggest(name, PRESETS)} "
             "outpace models lists all that are known by name."
         ) from None

@@ -29,7 +29,7 @@ from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.interop.user_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
-from outpace.records.errors import BadInputError, harmless
+from outpace.records.errors import BadInputError, escape_controls
 from outpace.records.lines import encode_line
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
@@ -75,7 +75,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         show(comparison_text(comparison), folder, "again", comparison.command)
         if comparison.beside:
-            print(*map(harmless, comparison.beside), sep="\n  ")
+            print(*map(escape_controls, comparison.beside), sep="\n  ")
     return 0 if any(one.value is not None for one in comparison.outcomes) else 1
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from outpace.cli import options
 from outpace.cli.parser import whole_number
-from outpace.experiment.past_runs import Past, field_names, field_owner
-from outpace.records.errors import BadInputError, nearest
+from outpace.experiment.past_runs import PastRunFolder, field_names, field_owner
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.past import PastRun
 from outpace.records.units import read_bytes
 
@@ -28,7 +28,7 @@ class Condition:
     sign: str
     wanted: Any
 
-    def holds(self, run: Past) -> bool:
+    def holds(self, run: PastRunFolder) -> bool:
         """Return whether a run meets the condition; an order never holds for an unknown value."""
         value = run.value(self.name)
         if isinstance(value, Path):
@@ -59,7 +59,7 @@ def field_of(word: str, where: str) -> str:
     name = word.replace("-", "_")
     if field_owner(name) is None:
         raise BadInputError(
-            f"{where}: runs have no field {word!r}.{nearest(name, field_names())} The fields "
+            f"{where}: runs have no field {word!r}.{suggest(name, field_names())} The fields "
             f"are {', '.join(PastRun.model_fields)}, everything in result.json and the plan, "
             "and the settings of outpace train --help."
         )
@@ -86,7 +86,7 @@ def _parse_value(name: str, sign: str, text: str, where: str) -> Any:
     text = text.lower() if holds.kind is bool else text
     if allowed and text not in allowed:
         raise BadInputError(
-            f"{where}: {name} is one of {', '.join(allowed)}, or none.{nearest(text, allowed)}"
+            f"{where}: {name} is one of {', '.join(allowed)}, or none.{suggest(text, allowed)}"
         )
     return options.BOOLEANS[text] if holds.kind is bool else text
 

@@ -10,7 +10,7 @@ from outpace.cli.plan import ADAPTER_OPTIONS, add_question
 
 if TYPE_CHECKING:
     from outpace.planner.problem import PlanningProblem
-    from outpace.records.estimate import Planned
+    from outpace.records.estimate import RankedPlan
     from outpace.records.plan import PlanFile
 
 _ABOUT = "Show one plan in detail: its time, where the time goes, its memory, and whether it fits."
@@ -41,7 +41,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def answer(argv: list[str], file: "PlanFile") -> "Planned":
+def answer(argv: list[str], file: "PlanFile") -> "RankedPlan":
     """Return the estimate of the plan that the command line asks for. Raises BadInputError.
 
     `--plan` is the name of the plan in error messages.
@@ -49,7 +49,9 @@ def answer(argv: list[str], file: "PlanFile") -> "Planned":
     return _estimate(_parser().read(argv), file)[0]
 
 
-def _estimate(arguments: argparse.Namespace, file: "PlanFile") -> "tuple[Planned, PlanningProblem]":
+def _estimate(
+    arguments: argparse.Namespace, file: "PlanFile"
+) -> "tuple[RankedPlan, PlanningProblem]":
     from outpace.jobs.planning.estimate import estimate
     from outpace.jobs.planning.request import PlanQuestion
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from outpace.cli import options
 from outpace.records.base import read_toml, write_atomic
 from outpace.records.comparison import Arm
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.lines import strip_checksum
 from outpace.records.plan import Strategy
 from outpace.records.settings import TrainSettings
@@ -165,7 +165,7 @@ def _strategy(name: str, word: str) -> str:
     known = get_args(Strategy)
     if name not in known:
         raise BadInputError(
-            f"arm {word!r}: {name!r} is not a strategy.{nearest(name, known)} Write a "
+            f"arm {word!r}: {name!r} is not a strategy.{suggest(name, known)} Write a "
             "strategy, settings (micro_batch=2,precision=bf16) or environment variables "
             "(NAME=value), separated by commas; or give the .toml file of an experiment."
         )
@@ -176,7 +176,7 @@ def _setting(key: str, value: Any, where: str) -> dict[str, Any]:
     name = key.replace("-", "_")
     known = TrainSettings.model_fields
     if name not in known or name in ("out", "resume"):
-        raise BadInputError(f"{where}: {key!r} is not a setting.{nearest(name, known)}")
+        raise BadInputError(f"{where}: {key!r} is not a setting.{suggest(name, known)}")
     return {name: _plain(options.convert(name, _boolean(name, value), f"{where}: {key}"))}
 
 

@@ -36,7 +36,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             _tell(arguments, messages[-1]["content"], writer.answer([*begin, *messages]))
         return 0
     if arguments.prompt is None:
-        return _talk(writer, begin)
+        return _answer_lines(writer, begin)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if arguments.chat or arguments.system is not None:
         text = writer.answer([*begin, {"role": "user", "content": prompt}])
@@ -75,7 +75,7 @@ def _tell(arguments: argparse.Namespace, prompt: Any, text: str) -> None:
         print(text)
 
 
-def _talk(writer: "Writer", begin: "Sequence[Message]") -> int:
+def _answer_lines(writer: "Writer", begin: "Sequence[Message]") -> int:
     """Answer line by line, keeping the whole conversation in the context, until the input ends."""
     asks = sys.stdin.isatty()
     if asks:

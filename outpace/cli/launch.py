@@ -15,7 +15,7 @@ from outpace.cli.parser import Parser, number_type
 from outpace.launch import kubernetes, slurm_script
 from outpace.records.base import write_atomic
 from outpace.records.cluster_job import ClusterJob
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 
 _ABOUT = "Write a job for a cluster's scheduler that trains there and resumes when interrupted."
 _EPILOG = (
@@ -35,7 +35,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     kind, *rest = own
     if kind not in _WRITERS:
         raise BadInputError(
-            f"outpace launch has no scheduler {kind!r}.{nearest(kind, _WRITERS)} Use "
+            f"outpace launch has no scheduler {kind!r}.{suggest(kind, _WRITERS)} Use "
             f"{' or '.join(_WRITERS)}; see outpace launch slurm --help."
         )
     arguments = _parser(kind).read(rest)

@@ -33,10 +33,9 @@ from outpace.records.errors import (
     EXIT_OUT_OF_MEMORY,
     BadInputError,
     OutpaceError,
-    excerpt,
-    harmless,
-    nearest,
+    escape_controls,
     readable,
+    suggest,
 )
 from outpace.records.signals import ENDING
 from outpace.records.version import __version__
@@ -160,12 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = output_error()
         if output is not None:
             return _fail(str(output), output.exit_code, arguments, environ)
-        message = (
-            _disk_sentence(error)
-            or _file_sentence(error)
-            or _home_sentence(error)
-            or _logs_sentence(error, environ)
-        )
+        message = _disk_sentence(error) or _file_sentence(error) or _home_sentence(error)
         if message is not None:
             return _fail(message, 2, arguments, environ)
         return _fail(traceback.format_exc().rstrip(), 1, arguments, environ)
@@ -190,7 +184,7 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
         raise BadInputError(f"there is no command {name!r}: {_ELSEWHERE[name]}")
     if name not in COMMANDS:
         raise BadInputError(
-            f"there is no command {name!r}.{nearest(name, COMMANDS)} Commands: "
+            f"there is no command {name!r}.{suggest(name, COMMANDS)} Commands: "
             f"{', '.join(COMMANDS)}. See outpace --help."
         )
     try:
@@ -237,7 +231,7 @@ def _fail(
         # With --handed-over outpace.train raises it.
         who = "" if rank == "0" or message.startswith(f"rank {rank} ") else f"rank {rank}: "
         plain = message.startswith("Traceback ") and not who
-        said = harmless(message)
+        said = escape_controls(message)
         print(said if plain else f"outpace: {who}{said}", file=sys.stderr)
     if "--json" in arguments and rank == "0":
         print(json.dumps({"error": message, "exit_code": exit_code}))
@@ -311,16 +305,6 @@ def _home_sentence(error: BaseException) -> str | None:
     return (
         "a path begins with ~, which cannot be expanded: HOME is not set, or there is no such "
         "user. Write the path in full."
-    )
-
-
-def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | None:
-    """A sentence when torch does not understand TORCH_LOGS and so cannot be loaded; else None."""
-    if not isinstance(error, ValueError) or "log settings" not in str(error):
-        return None
-    return (
-        f"environment: TORCH_LOGS = {excerpt(environ.get('TORCH_LOGS', ''))} is nothing that torch "
-        "can log. Unset it, or see TORCH_LOGS=help python -c 'import torch'."
     )
 
 

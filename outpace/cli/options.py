@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from outpace.cli.parser import Parser, read_duration, whole_number
 from outpace.records.base import read_toml
-from outpace.records.errors import BadInputError, excerpt, nearest, shorten
+from outpace.records.errors import BadInputError, excerpt, shorten, suggest
 from outpace.records.settings import Size, TrainSettings
 from outpace.records.units import read_bytes
 
@@ -160,7 +160,7 @@ def from_toml(path: Path) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in _fields():
             between = "_" if "_" in key else "-"
-            close = nearest(key, [field.replace("_", between) for field in _fields()])
+            close = suggest(key, [field.replace("_", between) for field in _fields()])
             raise BadInputError(f"{path}: unknown key {key!r}.{close} See outpace train --help.")
         if name in values:
             raise BadInputError(f"{path}: {key!r} is given twice, with - and with _")
@@ -208,7 +208,7 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
     if holds.choices and value not in holds.choices:
         raise BadInputError(
             f"{where}: {excerpt(value)} is not one of {', '.join(holds.choices)}."
-            f"{nearest(str(value), holds.choices)}"
+            f"{suggest(str(value), holds.choices)}"
         )
     if holds.kind is int and not holds.size and _is_share(value):
         raise BadInputError(
@@ -280,7 +280,7 @@ def _sentence(origins: Mapping[str, str], problem: Any) -> str:
     where = flag(name) if origin == COMMAND_LINE else f"{origin}: {name}"
     message, value = problem["msg"], problem["input"]
     if problem["type"] == "extra_forbidden":
-        return f"{origin}: unknown key {name!r}.{nearest(name, _fields())}"
+        return f"{origin}: unknown key {name!r}.{suggest(name, _fields())}"
     said = shorten(value) if isinstance(value, str) else excerpt(value)
     return f"{where} {said}: {message[0].lower()}{message[1:]}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 
 LONGEST_S = 1e7  # of a time that is waited for, or that something may take: about four months
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -65,7 +65,7 @@ class Parser:
             raise BadInputError(
                 f"outpace {self.command} has no option {word!r}. {self.elsewhere[word]}"
             )
-        close = nearest(word, flags) if word.startswith("-") else _suggest_option(word, flags)
+        close = suggest(word, flags) if word.startswith("-") else _suggest_option(word, flags)
         kind = "option" if word.startswith("-") else "argument"
         raise BadInputError(
             f"outpace {self.command} has no {kind} {word!r}.{close} "
@@ -136,7 +136,7 @@ class _Argparse(argparse.ArgumentParser):
             return
         known = [str(choice) for choice in action.choices]
         raise argparse.ArgumentError(
-            action, f"{value!r} is not one of {', '.join(known)}.{nearest(str(value), known)}"
+            action, f"{value!r} is not one of {', '.join(known)}.{suggest(str(value), known)}"
         )
 
     def flags(self) -> list[str]:

@@ -219,7 +219,7 @@ def _export(
     arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
 ) -> int:
     """Export the chosen or the recommended plan, else the fastest that the format can express."""
-    from outpace.jobs.planning.export_format import Named, figures, pick
+    from outpace.jobs.planning.export_format import NamedModel, figures, pick
     from outpace.jobs.planning.find_outline import find_outline
 
     _, outline, spec = find_outline(arguments.model)
@@ -231,7 +231,7 @@ def _export(
             f"most {positions}, or give the model more (max_position_embeddings in its "
             "config.json, with rotary scaling)."
         )
-    model = Named(arguments.model, outline if spec is None else spec)
+    model = NamedModel(arguments.model, outline if spec is None else spec)
     try:
         picked = pick(arguments.emit, question, answer, model, chosen)
     except BadInputError as error:
@@ -243,7 +243,6 @@ def _export(
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.notes),
-                    "edits": list(written.edits),
                     "plan": picked.number, "title": picked.planned.title,
                     "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
                     "why": picked.why, "lost": list(written.differences),
@@ -255,11 +254,10 @@ def _export(
         sys.stdout.flush()
     # Formats with comments have said it themselves, in the text above; a warning has what is lost.
     told = written.notes if written.commented else written.differences
-    notes = [one for one in written.notes if one not in (*told, *written.edits)]
-    edits = [f"To edit first: {one}" for one in written.edits]
+    notes = [one for one in written.notes if one not in told]
     warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
-    estimate = [] if picked.estimate is None else [figures(picked.estimate, written)]
-    lines = [_format_start(arguments.out, written), picked.why, *edits, *estimate, *warning, *notes]
+    estimate = [] if picked.estimate is None else [figures(picked.estimate)]
+    lines = [_format_start(arguments.out, written), picked.why, *estimate, *warning, *notes]
     print("\n".join(f"# {line}" for line in lines), file=sys.stderr)
     return 0
 

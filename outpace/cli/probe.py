@@ -13,7 +13,7 @@ from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.cli.stopping import interrupt_once
 from outpace.launch.launcher_env import ranks_from
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.machine import Machine
 from outpace.records.probed import SectionName
 from outpace.records.settings import TrainSettings
@@ -91,7 +91,7 @@ def probe_machine(
     for name in given:
         if name not in (*_AS_IN_TRAINING, "model", "checkpoint_dir"):
             raise BadInputError(
-                f"outpace.probe has no keyword {name!r}.{nearest(name, _AS_IN_TRAINING)}"
+                f"outpace.probe has no keyword {name!r}.{suggest(name, _AS_IN_TRAINING)}"
             )
     settings = _settings({"model": None, "checkpoint_dir": Path(), **given})
     chosen = _sections(list(sections))
@@ -115,7 +115,7 @@ def _sections(words: list[str]) -> tuple[SectionName, ...]:
     for word in words:
         if word not in SECTIONS:
             raise BadInputError(
-                f"outpace probe has no section {word!r}.{nearest(word, (*SECTIONS, 'all'))} "
+                f"outpace probe has no section {word!r}.{suggest(word, (*SECTIONS, 'all'))} "
                 f"Sections: {', '.join(SECTIONS)}, or all."
             )
     if "collectives" in words:

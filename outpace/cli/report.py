@@ -13,7 +13,7 @@ from outpace.cli.parser import Parser
 from outpace.records.base import read_json
 from outpace.records.certificate import Certificate
 from outpace.records.comparison import Comparison
-from outpace.records.errors import BadInputError, harmless
+from outpace.records.errors import BadInputError, escape_controls
 from outpace.records.estimate import Plans
 from outpace.records.hang_report import HangReport
 from outpace.records.machine import Machine
@@ -73,7 +73,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         sys.stdout.write(made.content)
     else:
         for document in made.documents:
-            print(*map(harmless, document.verdict), sep="\n")
+            print(*map(escape_controls, document.verdict), sep="\n")
         print(f"report: {made.out}")
     return 0
 

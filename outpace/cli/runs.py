@@ -11,7 +11,7 @@ from outpace.cli import options
 from outpace.cli.conditions import condition_of, field_of
 from outpace.cli.parser import Parser
 from outpace.experiment.past_runs import (
-    Past,
+    PastRunFolder,
     count,
     find,
     is_run,
@@ -65,8 +65,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def select(
-    runs: Sequence[Past], where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
-) -> list[Past]:
+    runs: Sequence[PastRunFolder],
+    where: Sequence[str] = (),
+    sort: str | None = None,
+    reverse: bool = False,
+) -> list[PastRunFolder]:
     """Return the runs that meet all conditions, in the requested order."""
     conditions = [condition_of(word) for word in where]
     by = None if sort is None else field_of(sort, "--sort")
@@ -86,7 +89,7 @@ def _existing_folders(names: Sequence[str]) -> list[Path]:
     return [Path(name) for name in names if Path(name).is_dir()]
 
 
-def _sort(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
+def _sort(runs: list[PastRunFolder], name: str | None, reverse: bool) -> list[PastRunFolder]:
     """Sort by a field, smallest first; runs with an unknown value come last in either order."""
     if name is None:
         return runs[::-1] if reverse else runs
@@ -102,7 +105,7 @@ def _order(value: Any) -> tuple[bool, float, str]:
     return (not is_number, value if is_number else 0.0, "" if is_number else str(value))
 
 
-def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None:
+def _list(runs: list[PastRunFolder], of: int, folders: list[Path], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"runs": [one.row.model_dump(mode="json") for one in runs]}, indent=2))
         return

@@ -10,7 +10,7 @@ from types import FrameType
 from outpace.launch.local import SAME_SIGNAL_S
 
 
-class _Once:
+class _InterruptHandler:
     """A signal handler: the first signal interrupts, one right after it counts as the same key
     press.
 
@@ -56,7 +56,7 @@ def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterato
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    once = _Once(told, end, before)
+    once = _InterruptHandler(told, end, before)
     signal.signal(signal.SIGINT, once)
     try:
         yield

@@ -43,7 +43,7 @@ def repair_streams(argv: Sequence[str]) -> None:
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     sys.stdout = _text(_Output(1), sys.stdout, errors)
-    sys.stderr = _text(_Lenient(2), sys.stderr, "outpace-text")
+    sys.stderr = _text(_LenientOutput(2), sys.stderr, "outpace-text")
 
 
 def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
@@ -80,7 +80,7 @@ class _Output(io.FileIO):
             raise
 
 
-class _Lenient(_Output):
+class _LenientOutput(_Output):
     """A descriptor that accepts whatever is written, even if its disk or terminal does not."""
 
     def write(self, data: Any) -> int:

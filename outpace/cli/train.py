@@ -220,10 +220,10 @@ def _say(sentence: str) -> None:
 
 def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
     """Apply the plan's settings; rank 0 prints on standard error what was chosen."""
-    from outpace.jobs.planning.auto_plan import settle
+    from outpace.jobs.planning.auto_plan import apply_settings_plan
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
-    settings, origins = settle(asked.settings, asked.origins, ranks, say)
+    settings, origins = apply_settings_plan(asked.settings, asked.origins, ranks, say)
     return replace(asked, settings=settings, origins=origins)
 
 

@@ -167,7 +167,7 @@ def _trials(
 ) -> tuple["TuningEnd", BaseException | None]:
     """Run the trials, writing each at once; also return the interruption, if there was one."""
     from outpace.experiment.trials import Trials, fit_together
-    from outpace.experiment.tune import Chosen, TuningEnd, tune
+    from outpace.experiment.tune import NextTrial, TuningEnd, tune
 
     own = {name: value for name, value in asked.items() if name not in _NOT_OF_TRIALS}
     trials, seen = Trials(own, folder, host_bytes), list(before)
@@ -178,7 +178,7 @@ def _trials(
             file.write(encode_line(trial).decode())
             _say(_line(trial))
 
-        def race(number: int, several: Sequence[Chosen]) -> Sequence[PlanTrial]:
+        def race(number: int, several: Sequence[NextTrial]) -> Sequence[PlanTrial]:
             titles = ", ".join(one.proposal.title for one in several)
             plans = [one.proposal.plan for one in several]
             if fit_together(plans, seen, host_bytes, proposer.machine):

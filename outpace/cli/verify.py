@@ -10,7 +10,7 @@ from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import JoinedList, Parser, number_type
 from outpace.launch.launcher_env import ranks_from
 from outpace.records.certificate import Certificate
-from outpace.records.errors import BadInputError, OutpaceError, nearest
+from outpace.records.errors import BadInputError, OutpaceError, suggest
 from outpace.records.interpreter import PYTHON
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, PlanFile, Strategy
@@ -184,7 +184,7 @@ def _read_options(text: str) -> dict[str, str]:
         if not given or name not in Plan.model_fields:
             raise BadInputError(
                 f"--levers {pair}: write NAME=VALUE with the name of a field of a "
-                f"plan.{nearest(name, Plan.model_fields)}"
+                f"plan.{suggest(name, Plan.model_fields)}"
             )
         levers[name] = value.strip()
     return levers
@@ -241,7 +241,7 @@ def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
     for word in words:
         if word not in known:
             raise BadInputError(
-                f"{flag} {word}: there is no such {flag.strip('-')}.{nearest(word, known)} "
+                f"{flag} {word}: there is no such {flag.strip('-')}.{suggest(word, known)} "
                 f"Use some of {', '.join(known)}, or all."
             )
     return [word for word in known if word in words]

@@ -54,7 +54,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         with Command(command, console, arguments.json) as started:
             sampler = Sampler([started.pid], nvml=nvml)
-            watching = _Watching(sampler, view, arguments.every, said=lambda: started.said)
+            watching = _UtilisationWatch(sampler, view, arguments.every, said=lambda: started.said)
             try:
                 started.outlive(watching.sample_until)
             finally:
@@ -63,10 +63,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             return started.exit_code
     sampler = Sampler(roots, nvml=nvml)
     doing = (lambda: "") if folder is None else (lambda: _latest_step(folder))
-    watching = _Watching(sampler, view, arguments.every, doing)
+    watching = _UtilisationWatch(sampler, view, arguments.every, doing)
     code = 0
     try:
-        watching.sample_until(_nap, arguments.for_s)
+        watching.sample_until(_sleep, arguments.for_s)
     except KeyboardInterrupt:
         code = _INTERRUPTED if arguments.for_s is not None else 0
     finally:
@@ -89,7 +89,7 @@ def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
         )
 
 
-class _Watching:
+class _UtilisationWatch:
     """Watcher that takes samples, shows them and saves them."""
 
     def __init__(
@@ -133,13 +133,13 @@ class _Watching:
             self._view.show(load, self._doing(), self._said())
 
 
-def _nap(seconds: float) -> bool:
+def _sleep(seconds: float) -> bool:
     time.sleep(seconds)
     return False
 
 
 def _finish(
-    watching: _Watching, arguments: Namespace, console: "Console", command: bool = False
+    watching: _UtilisationWatch, arguments: Namespace, console: "Console", command: bool = False
 ) -> None:
     """Write the files, then the table or the JSON document."""
     from outpace.reporting.terminal.console import Console

@@ -24,7 +24,7 @@ from outpace.data.conversations import (
     conversation_of,
 )
 from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
-from outpace.data.padded import IGNORED, Ragged, concatenate_samples
+from outpace.data.padded import IGNORED, RaggedSamples, concatenate_samples
 from outpace.data.row_files import Row, checked_text
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, OutpaceError
@@ -90,7 +90,7 @@ def _with_fixed_date(template: str) -> str:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedConversation:
     """A conversation as text, and where the assistant speaks.
 
     `answers` are the messages that the spans are of, None where that is not known. `whole` is False
@@ -203,7 +203,7 @@ class ChatFormat:
 
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> Rendered:
+    ) -> RenderedConversation:
         """The whole text and the assistant's part of it. Raises BadInputError, naming `where`.
 
         A template that writes the date writes LEARNT_DATE.
@@ -222,18 +222,18 @@ class ChatFormat:
             spans.append((len(before), len(through)) if is_prefix else None)
         found = tuple(span for span in spans if span is not None)
         if len(found) == len(spans):
-            return Rendered(text, found, answers)
+            return RenderedConversation(text, found, answers)
         if spans[-1] is None:
             raise BadInputError(
                 f"{where}: what the assistant says cannot be found: the tokenizer's chat template "
                 "does not begin a conversation with what it makes of its beginning. Use a template "
                 "with {% generation %} blocks, or set chat_template in the tokenizer's folder."
             )
-        return Rendered(text, (spans[-1],), answers[-1:], whole=False)
+        return RenderedConversation(text, (spans[-1],), answers[-1:], whole=False)
 
     def _render_generation_marks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: str
-    ) -> Rendered:
+    ) -> RenderedConversation:
         """Render the text, with the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -250,7 +250,7 @@ class ChatFormat:
         spans, answers = tuple((int(start), int(end)) for start, end in places[0]), None
         if len(spans) == len(_answers_of(messages)):
             answers = _answers_of(messages)
-        return Rendered(text, spans, answers)
+        return RenderedConversation(text, spans, answers)
 
     @contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
@@ -278,7 +278,7 @@ class ChatFormat:
         return "" if file is None else f" in {file}"
 
     def encode(
-        self, rendered: Rendered, spans: Sequence[Span] | None = None
+        self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
         """Ids of the text and which of them the assistant writes: those that begin in a span.
 
@@ -288,7 +288,7 @@ class ChatFormat:
         return ids, said
 
     def encode_joined(
-        self, rendered: Rendered, spans: Sequence[Span]
+        self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
         """Encode as `encode` does; say whether a span begins within a token, not learnt then."""
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
@@ -337,7 +337,7 @@ class Conversations:
     have no part in conversations, and what messages have that the template does not write.
     """
 
-    samples: Ragged
+    samples: RaggedSamples
     cut: int
     empty: int
     partial: int
@@ -468,7 +468,7 @@ def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[st
 
 
 def _learnt_spans(
-    chat: ChatFormat, rendered: Rendered, talk: Conversation, where: str
+    chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
     """The spans of the answers to learn. Raises BadInputError where that cannot be told."""
     answers = _answers_of(talk.messages)
@@ -500,7 +500,7 @@ def _require_calls_written(chat: ChatFormat, talk: Conversation, number: int, wh
         )
 
 
-def _alters(rendered: Rendered, talk: Conversation) -> bool:
+def _alters(rendered: RenderedConversation, talk: Conversation) -> bool:
     """Whether the template leaves out part of an answer to learn, but for white space."""
     if rendered.answers is None:
         return len(rendered.spans) < len(_answers_of(talk.messages))

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.conversations import describe_form
-from outpace.data.padded import Ragged, concatenate_samples
+from outpace.data.padded import RaggedSamples, concatenate_samples
 from outpace.data.row_files import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
@@ -301,10 +301,10 @@ def _gpt_pairs(tokenizer: Tokenizer) -> Any:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedSamples:
     """Samples, and how many were longer than allowed and were cut."""
 
-    samples: Ragged
+    samples: RaggedSamples
     cut: int
 
 
@@ -314,7 +314,7 @@ def encode(
     labels: Sequence[str],
     seq_len: int,
     segments: bool,
-) -> Encoded:
+) -> EncodedSamples:
     """Token ids of the examples, the longer text of a pair cut first; `segments`: 0 and 1.
 
     Raises BadInputError for a label that is not among `labels`, or where no text would be left.
@@ -340,7 +340,7 @@ def encode(
             found.append(_sample(tokenizer, encoding, segments))
     fill = {"tokens": tokenizer.pad_id or 0, **({"segments": 0} if segments else {})}
     targets = [numbers[example.label] for example in examples]
-    return Encoded(concatenate_samples(found, fill, targets), cut)
+    return EncodedSamples(concatenate_samples(found, fill, targets), cut)
 
 
 def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:

@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.data.classify import Encoded
-from outpace.data.padded import Ragged
+from outpace.data.classify import EncodedSamples
+from outpace.data.padded import RaggedSamples
 from outpace.records.base import keep_memo
 
 _VALUES, _FILL = "values.", "fill."
 
 
-def load_or_encode(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> Encoded:
+def load_or_encode(
+    cache_dir: Path, key: str, encode: Callable[[], EncodedSamples]
+) -> EncodedSamples:
     """Load the samples kept under `key`, or call `encode` and keep its result.
 
     `key` has to identify everything that the result depends on. A damaged file is replaced; where
@@ -29,7 +31,7 @@ def load_or_encode(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> 
     return made
 
 
-def _to_npz(made: Encoded) -> bytes:
+def _to_npz(made: EncodedSamples) -> bytes:
     samples, file = made.samples, io.BytesIO()
     arrays: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {
         "starts": samples.starts, "cut": np.asarray(made.cut, np.int64),
@@ -42,7 +44,7 @@ def _to_npz(made: Encoded) -> bytes:
     return file.getvalue()
 
 
-def _read(path: Path) -> Encoded:
+def _read(path: Path) -> EncodedSamples:
     """Raises for a file that is not whole; zip files have checksums."""
     # From memory: of a file that is none, numpy leaves it to the collector to close it.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
@@ -57,4 +59,4 @@ def _read(path: Path) -> Encoded:
     if not whole or (labels is not None and len(labels) != len(starts) - 1):
         raise ValueError(f"{path} is damaged")
     numbers = {name: int(one) for name, one in fill.items()}
-    return Encoded(Ragged(starts, values, numbers, labels), int(found["cut"]))
+    return EncodedSamples(RaggedSamples(starts, values, numbers, labels), int(found["cut"]))

@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedSamples:
     """Samples one after the other: sample i has the values [starts[i], starts[i + 1]) of each.
 
     `values` are by name; `fill` says what a padded place has. `labels`, where a sample has one
@@ -54,7 +54,7 @@ def concatenate_samples(
     samples: Sequence[Mapping[str, Sequence[int]]],
     fill: dict[str, int],
     labels: Sequence[int] | None = None,
-) -> Ragged:
+) -> RaggedSamples:
     """Put samples, each a mapping of equally long sequences, one after the other."""
     lengths = [len(next(iter(sample.values()))) for sample in samples]
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -62,7 +62,9 @@ def concatenate_samples(
         name: np.concatenate([np.asarray(sample[name], dtype=np.int32) for sample in samples])
         for name in fill
     }
-    return Ragged(starts, values, fill, None if labels is None else np.asarray(labels, np.int64))
+    return RaggedSamples(
+        starts, values, fill, None if labels is None else np.asarray(labels, np.int64)
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class PaddedDataset(Dataset[Batch]):
     filled up with samples without targets.
     """
 
-    samples: Ragged
+    samples: RaggedSamples
     most: int
     fixed: bool = False
     mask: bool = False

@@ -104,7 +104,7 @@ def digest_samples(
         with starting_workers() as begin:
             found: list[tuple[Digest | None, Digest | None]] = list(
                 DataLoader(
-                    _Twice(dataset, seed, indices), batch_size=None, num_workers=1,
+                    _RepeatedReads(dataset, seed, indices), batch_size=None, num_workers=1,
                     worker_init_fn=begin, multiprocessing_context=start_method(),
                     timeout=timeout_s, generator=torch.Generator(),
                 )
@@ -146,7 +146,7 @@ def _choose(count: int, seed: int) -> list[int]:
     return sorted({*chosen, *((0, count - 1) if count else ())})
 
 
-class _Twice(Dataset[tuple[Digest | None, Digest | None]]):
+class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
     """The digests of two reads of each of some samples."""
 
     def __init__(self, dataset: Any, seed: int, indices: Sequence[int]) -> None:

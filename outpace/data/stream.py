@@ -29,7 +29,7 @@ _RESIDENT_BYTES = 32 << 20
 _FAULT_BYTES = 2 << 20  # at most mapped with a page that is read: a huge page
 
 
-class Mapped:
+class MappedTokens:
     """A file of token ids, mapped into memory where it is used: pickled, it is a path only."""
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -42,7 +42,7 @@ class Mapped:
         self._read_bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mapped, (self.path, self._dtype, self._offset)
+        return MappedTokens, (self.path, self._dtype, self._offset)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,7 +74,7 @@ class Stream:
     not recorded. `extent` holds the smallest and the largest id of the shards where they are known.
     """
 
-    shards: Sequence[Mapped]
+    shards: Sequence[MappedTokens]
     ends: Array  # cumulative lengths of the shards
     start: int
     stop: int
@@ -157,7 +157,9 @@ class Stream:
 
 
 def _stream(
-    shards: Sequence[Mapped], document_starts: Array | None, extent: tuple[int, int] | None = None
+    shards: Sequence[MappedTokens],
+    document_starts: Array | None,
+    extent: tuple[int, int] | None = None,
 ) -> Stream:
     ends = np.cumsum([len(shard) for shard in shards]) if shards else np.zeros(1, dtype=np.int64)
     return Stream(tuple(shards), ends, 0, int(ends[-1]), document_starts, extent)
@@ -166,7 +168,7 @@ def _stream(
 def cached_stream(entry: Path, index: Index, split: str) -> Stream:
     """One split of a cache entry."""
     part = index.splits[split]
-    shards = [Mapped(entry / name, index.dtype) for name in part.shards]
+    shards = [MappedTokens(entry / name, index.dtype) for name in part.shards]
     starts = np.load(entry / part.documents, mmap_mode="r", allow_pickle=False)
     return _stream(shards, np.asarray(starts), (0, part.largest))
 
@@ -206,7 +208,7 @@ def _plain_stream(path: Path) -> Stream:
             f"{path} has an odd number of bytes, so it is no file of uint16 ids, as nanoGPT's, or "
             "it was cut short"
         )
-    return _stream([Mapped(path, _width_of(path, size))], None)
+    return _stream([MappedTokens(path, _width_of(path, size))], None)
 
 
 def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
@@ -225,7 +227,7 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
         )
     if not count:
         raise BadInputError(f"{path} holds no tokens")
-    return _stream([Mapped(path, dtype, _HEADER_BYTES)], None)
+    return _stream([MappedTokens(path, dtype, _HEADER_BYTES)], None)
 
 
 def _width_of(path: Path, size: int) -> str:
@@ -276,4 +278,4 @@ def megatron_stream(path: Path) -> Stream:
         document_starts = starts[borders[:-1]]
     except (OSError, ValueError, IndexError, OverflowError) as error:
         raise BadInputError(f"{idx} is not a readable Megatron index: {error}") from None
-    return _stream([Mapped(path, dtype.str)], document_starts)
+    return _stream([MappedTokens(path, dtype.str)], document_starts)

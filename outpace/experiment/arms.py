@@ -28,7 +28,7 @@ _TOLD = 2000  # characters of what a failed run said last
 
 
 @dataclass(frozen=True)
-class Failed:
+class RunFailure:
     """Failure of a run: its exit code, None if it was stopped; and the reason, for the user."""
 
     exit_code: int | None
@@ -59,7 +59,7 @@ def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) ->
     began_s = time.monotonic()
     found = train_once(given, folder / where, config, arm.environment, _limit_s(experiment))
     value, failure = None, None
-    if isinstance(found, Failed):
+    if isinstance(found, RunFailure):
         failure = found.reason
     elif found.steps <= WARMUP_STEPS:
         failure = _only_warm_up(found.steps)
@@ -77,7 +77,7 @@ def train_once(
     config: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float = math.inf,
-) -> Measurement | Failed:
+) -> Measurement | RunFailure:
     """Train in processes of their own with settings by way of a file; or why it failed."""
     code, said = _run(words_of(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
@@ -95,12 +95,12 @@ def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
     return [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]
 
 
-def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | Failed:
+def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | RunFailure:
     """Return a training's result, or its failure by the exit code, None if stopped at its limit."""
     if code is None:
-        return Failed(None, f"it was stopped after {limit_s:.0f} s")
+        return RunFailure(None, f"it was stopped after {limit_s:.0f} s")
     return (
-        Failed(code, _last_message(said, code))
+        RunFailure(code, _last_message(said, code))
         if code != 0
         else Measurement.load(run / RESULT_FILE)
     )

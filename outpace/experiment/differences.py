@@ -45,10 +45,10 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
     rows = [_values_of(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
-    return {name: values for name, values in found.items() if _tells(name, values)}
+    return {name: values for name, values in found.items() if _differs_clearly(name, values)}
 
 
-def _tells(name: str, values: Sequence[str]) -> bool:
+def _differs_clearly(name: str, values: Sequence[str]) -> bool:
     """Whether the values are others, and more so than an idle machine's load is."""
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]

@@ -175,11 +175,12 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
     of = ((record, _OF_RECORD), (record.settings, _OF_SETTINGS), (record.plan, _OF_PLAN))
     found = {name: getattr(one, name) for one, names in of for name in names}
     return {
-        "model": record.model or record.settings.model, "draws of dropout": _draws(record), **found,
+        "model": record.model or record.settings.model,
+        "draws of dropout": _dropout_source(record), **found,
     }  # fmt: skip
 
 
-def _draws(record: RunRecord) -> tuple[Any, ...] | None:
+def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
     """Return what decides dropout's draws; None without dropout (custom models aside)."""
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class Saved(saved_tensors_hooks):
+class SavedBytes(saved_tensors_hooks):
     """Counts the bytes that forwards keep for backwards while it is entered.
 
     `live_bytes` now and `peak_bytes` at most. Each storage counts once, however many tensors are
@@ -20,10 +20,10 @@ class Saved(saved_tensors_hooks):
         self._apart = {tensor.untyped_storage().data_ptr() for tensor in apart}
         self._holders: dict[int, int] = {}
 
-    def _keep(self, tensor: torch.Tensor) -> "_Kept":
-        return _Kept(tensor, self)
+    def _keep(self, tensor: torch.Tensor) -> "_KeptTensor":
+        return _KeptTensor(tensor, self)
 
-    def _give(self, kept: "_Kept") -> torch.Tensor:
+    def _give(self, kept: "_KeptTensor") -> torch.Tensor:
         return kept.tensor
 
     def hold(self, tensor: torch.Tensor, change: int) -> None:
@@ -41,10 +41,10 @@ class Saved(saved_tensors_hooks):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-class _Kept:
+class _KeptTensor:
     """A tensor that the graph holds; tells its account when the graph lets go of it."""
 
-    def __init__(self, tensor: torch.Tensor, account: Saved) -> None:
+    def __init__(self, tensor: torch.Tensor, account: SavedBytes) -> None:
         self.tensor = tensor.detach()
         self._account = account
         account.hold(self.tensor, 1)

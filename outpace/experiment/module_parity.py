@@ -296,7 +296,7 @@ class PlannedRun:
                 self._checkpointer.save(
                     *self.layout.checkpoint_state(self._optimizer), self._progress(step)
                 )
-                self._checkpointer.settle()
+                self._checkpointer.wait_for_ranks()
         self._compare_state("")
         self._checkpointer.close()
 

@@ -52,7 +52,7 @@ from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
 from outpace.records.certificate import Certificate, ParityVerdict, TensorDifference
-from outpace.records.errors import BadInputError, first_names, nearest
+from outpace.records.errors import BadInputError, first_names, suggest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
 from outpace.records.ranks import Ranks
@@ -211,7 +211,7 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
         return one
     if one not in STRATEGIES:
         raise BadInputError(
-            f"there is no strategy {one!r}.{nearest(one, STRATEGIES)} Use some of "
+            f"there is no strategy {one!r}.{suggest(one, STRATEGIES)} Use some of "
             f"{', '.join(STRATEGIES)}."
         )
     reason = refused_strategy(one)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from outpace.probing.utilisation.sampler import open_files
-from outpace.records.base import OnChange, Record, refuse_pipe
+from outpace.records.base import OnChange, Record
 from outpace.records.errors import BadInputError
 from outpace.records.lines import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, StepRecord
@@ -30,7 +30,7 @@ _OF_RECORD = (
 
 
 @dataclass(frozen=True)
-class Past:
+class PastRunFolder:
     """A run's folder; `record` and `result` are None where it has none that can be read.
 
     `failure`: why it ended before its last step, where that could still be written down.
@@ -75,7 +75,7 @@ def is_run(folder: Path) -> bool:
     return (folder / RUN_FILE).exists() or (folder / METRICS_FILE).exists()
 
 
-def find(folders: Iterable[Path]) -> list[Past]:
+def find(folders: Iterable[Path]) -> list[PastRunFolder]:
     """Every run in these folders and below them, newest first; of unknown time last."""
     # Path.resolve raises where a link leads in a circle.
     found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
@@ -100,15 +100,17 @@ def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
         yield Path(trouble.filename), trouble
 
 
-def read(folder: Path, trouble: OSError | None = None) -> Past:
+def read(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
     """A run as its files have it; what cannot be read is said in its row, and raises nothing."""
     if trouble is not None:
-        return Past(folder, _damaged_run(folder, f"cannot be looked into: {trouble.strerror}"))
+        return PastRunFolder(
+            folder, _damaged_run(folder, f"cannot be looked into: {trouble.strerror}")
+        )
     changed: list[str] = []
     try:
         record = RunRecord.load(folder / RUN_FILE, changed.append)
     except BadInputError as error:
-        return Past(folder, _damaged_run(folder, str(error)))
+        return PastRunFolder(folder, _damaged_run(folder, str(error)))
     row = PastRun(
         path=str(folder),
         state="unfinished",
@@ -127,9 +129,9 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
         failure = _failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
-        return Past(folder, damaged, record)
+        return PastRunFolder(folder, damaged, record)
     row = row.model_copy(update={**figures, "changed": tuple(changed)})
-    return Past(folder, row, record, result, failure)
+    return PastRunFolder(folder, row, record, result, failure)
 
 
 def _damaged_run(folder: Path, why: str) -> PastRun:
@@ -182,7 +184,6 @@ def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepReco
     """
     steps: list[StepRecord] = []
     try:
-        refuse_pipe(path)
         with path.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(begin)
@@ -203,7 +204,7 @@ def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepReco
         raise BadInputError(f"{path} is damaged: {error}") from None
 
 
-def mark_running(runs: Iterable[Past]) -> list[Past]:
+def mark_running(runs: Iterable[PastRunFolder]) -> list[PastRunFolder]:
     """Mark the runs that a process of this host is training."""
     known = list(runs)
     if all(one.row.state != "unfinished" for one in known):
@@ -212,7 +213,7 @@ def mark_running(runs: Iterable[Past]) -> list[Past]:
     return [_mark_if_running(one, open_now) for one in known]
 
 
-def _mark_if_running(one: Past, open_now: set[Path]) -> Past:
+def _mark_if_running(one: PastRunFolder, open_now: set[Path]) -> PastRunFolder:
     metrics = Path(os.path.realpath(one.folder / METRICS_FILE))
     if one.row.state != "unfinished" or metrics not in open_now:
         return one

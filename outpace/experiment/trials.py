@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from outpace.experiment.arms import Failed, safe, train_once
+from outpace.experiment.arms import RunFailure, safe, train_once
 from outpace.experiment.results import steps_of
-from outpace.experiment.tune import Chosen
+from outpace.experiment.tune import NextTrial
 from outpace.experiment.turns import TurnResult, TurnTraining, train_in_turn
 from outpace.records.machine import Machine
 from outpace.records.measurement import WARMUP_STEPS, Measurement
@@ -39,7 +39,7 @@ class Trials:
     folder: Path
     host_bytes: int | None = None
 
-    def run(self, number: int, chosen: Chosen) -> PlanTrial:
+    def run(self, number: int, chosen: NextTrial) -> PlanTrial:
         """Train by a plan for a few steps, with limits of time and memory."""
         expected_s = chosen.proposal.step_time_s
         steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
@@ -52,7 +52,7 @@ class Trials:
             found = {"step_time_s": ended.step_time_s, "undisturbed_s": quarter(steps_s)}
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
-    def race(self, number: int, several: Sequence[Chosen]) -> list[PlanTrial]:
+    def race(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
         """Train by several at once, which take turns; all of them must fit together."""
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
@@ -69,7 +69,7 @@ class Trials:
             for at, chosen in enumerate(several)
         ]  # fmt: skip
 
-    def _prepare(self, number: int, chosen: Chosen) -> TurnTraining:
+    def _prepare(self, number: int, chosen: NextTrial) -> TurnTraining:
         """A training in the trial's folder, where its plan is then."""
         where, plan = self.folder / _trial_folder(number, chosen), chosen.proposal.plan
         where.mkdir(parents=True, exist_ok=True)
@@ -82,10 +82,10 @@ class Trials:
         return TurnTraining(given, where / "run", where / "config.toml", steps, behind)
 
     def _trial(
-        self, number: int, chosen: Chosen, ended: Measurement | Failed, **found: Any
+        self, number: int, chosen: NextTrial, ended: Measurement | RunFailure, **found: Any
     ) -> PlanTrial:
         proposal = chosen.proposal
-        if isinstance(ended, Failed):
+        if isinstance(ended, RunFailure):
             found.update(failure=ended.reason, exit_code=ended.exit_code)
         else:
             found.update(
@@ -125,13 +125,13 @@ def fit_together(
     return sum(peak for _, peak in known) <= _OF_DEVICE * least
 
 
-def _trial_folder(number: int, chosen: Chosen) -> Path:
+def _trial_folder(number: int, chosen: NextTrial) -> Path:
     return Path("trials") / f"{number:02d}-{safe(chosen.proposal.title)}"
 
 
 def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
     """Return the times of one that ran in turn; none if it failed."""
-    if isinstance(one.result, Failed):
+    if isinstance(one.result, RunFailure):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]
     return {

@@ -41,7 +41,7 @@ class StepPredictor(Protocol):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class NextTrial:
     """Plan to try next, and why; `first_s` was predicted of it before any trial."""
 
     why: str
@@ -49,9 +49,9 @@ class Chosen:
     first_s: float
 
 
-Run = Callable[[int, Chosen], PlanTrial]  # under a number
+Run = Callable[[int, NextTrial], PlanTrial]  # under a number
 Race = Callable[
-    [int, Sequence[Chosen]], Sequence[PlanTrial]
+    [int, Sequence[NextTrial]], Sequence[PlanTrial]
 ]  # several in turn, from that number on
 
 
@@ -96,7 +96,7 @@ def tune(
             told(trial)
 
 
-def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> Chosen | None:
+def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> NextTrial | None:
     """None: nothing is worth it."""
     if not trials:
         return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
@@ -106,11 +106,11 @@ def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) ->
     return _choose(planner, f"it may take {show_seconds(_least_s(one))}", one)
 
 
-def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> Chosen:
-    return Chosen(why, proposal, planner.proposal(proposal.plan).step_time_s)
+def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextTrial:
+    return NextTrial(why, proposal, planner.proposal(proposal.plan).step_time_s)
 
 
-def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[Chosen]:
+def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[NextTrial]:
     """Return what to run in turn: the fastest, those close to it, and the default if it has room.
 
     None where the last trials were that, or nothing is to be told apart.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outpace.experiment.arms import Failed, outcome, words_of
+from outpace.experiment.arms import RunFailure, outcome, words_of
 from outpace.experiment.processes import ProcessTree
 from outpace.experiment.results import steps_of
 from outpace.records.interpreter import PYTHON
@@ -63,7 +63,7 @@ class TurnTraining:
 class TurnResult:
     """Result of a training in turns, and seconds of each counted step, by turn."""
 
-    result: Measurement | Failed
+    result: Measurement | RunFailure
     turns: tuple[tuple[float, ...], ...]
 
 

@@ -91,15 +91,15 @@ class Naming:
         """Whether the stored tensor is the transpose of ours."""
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
-    def canonical(self, stored: str) -> str:
+    def current_name(self, stored: str) -> str:
         """The current form of a name as it stands in a file, new or old."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
-    def is_ignored(self, canonical: str) -> bool:
+    def is_ignored(self, current_name: str) -> bool:
         """Whether a tensor of a file is none of the model's weights."""
-        return any(re.search(pattern, canonical) for pattern in self.ignored)
+        return any(re.search(pattern, current_name) for pattern in self.ignored)
 
 
 _NAMINGS: Mapping[str, Naming] = MappingProxyType(

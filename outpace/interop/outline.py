@@ -110,7 +110,7 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
         raise no_model_type(values, where)
     family = SAME_LAYERS.get(model_type, model_type)
     if family not in READERS:
-        raise _unknown(model_type, where)
+        raise _unknown_architecture(model_type, where)
     values = {**values, "model_type": family}
     config = ReadValues(load_config(directory, values, strict=family in FAMILIES))
     _restore_tied(config, values, where)
@@ -127,7 +127,7 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
 def outline_from_config(config: Any, where: str) -> Outline:
     """The outline of a `transformers` config. Raises BadInputError."""
     if config.model_type not in READERS:
-        raise _unknown(config.model_type, where)
+        raise _unknown_architecture(config.model_type, where)
     return _outline_from_config(config, where)[0]
 
 
@@ -150,7 +150,7 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
                 part.tie_word_embeddings = tied
 
 
-def _unknown(model_type: str, where: str) -> BadInputError:
+def _unknown_architecture(model_type: str, where: str) -> BadInputError:
     library = transformers_version()
     more = (
         f"; nor does transformers {library}, which a newer one may know"

@@ -289,7 +289,7 @@ def merge(
     pairs = dict(_read_pairs(folder))
     _require_targets(folder, pairs, [name.removesuffix(".weight") for name in groups])
     for module, pair in pairs.items():
-        stored = f"{module}.weight" if used is None else used.canonical(f"{module}.weight")
+        stored = f"{module}.weight" if used is None else used.current_name(f"{module}.weight")
         names = groups.get(stored)
         rows = [weights[name].shape[0] for name in names or ()]
         inner = weights[names[0]].shape[1:] if names else None

@@ -87,7 +87,7 @@ def _number(text: str) -> float | None:
     return value if value == 0 or _LEAST < value < _MOST else None
 
 
-def _steady(values: Sequence[float]) -> float | None:
+def _steady_median(values: Sequence[float]) -> float | None:
     """The median of what was logged after the first entry, which has start-up in it."""
     return statistics.median(values[1:] if len(values) > 1 else values) if values else None
 
@@ -188,7 +188,7 @@ def _torchtitan(lines: Sequence[str]) -> dict[str, Any] | None:
     return {
         "trainer": "torchtitan",
         "steps": max(1, len(found) - 1),
-        "tokens_per_s_per_device": _steady([rate for _, rate in found]),
+        "tokens_per_s_per_device": _steady_median([rate for _, rate in found]),
         "clock_step_s": _clock_step_s(re.compile(r"step:\s*(\d{1,15})\s"), lines),
         "peak_memory_bytes": int(max(gib for gib, _ in found) * _GIB),
         "memory_kind": "reserved",
@@ -243,7 +243,7 @@ def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
     return {
         "trainer": "megatron",
         "steps": max(1, len(times) - 1),
-        "step_time_s": (_steady(times) or 0.0) / 1e3,
+        "step_time_s": (_steady_median(times) or 0.0) / 1e3,
         "peak_memory_bytes": int(max(memory) * _MIB) if memory else None,
         "pp_schedules_all": True,
         **found,
@@ -317,7 +317,7 @@ def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
     return {
         "trainer": "deepspeed",
         "steps": max(1, len(rates) - 1),
-        "samples_per_s": _steady(rates),
+        "samples_per_s": _steady_median(rates),
         "clock_step_s": _clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines),
         "peak_memory_bytes": int(most * _GIB) or None,
         **({} if stage is None else {"zero": stage}),
@@ -327,12 +327,12 @@ def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
 
 def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
     human = rf"{_NUMBER}([KMBT]?)"
-    times = _human(rf"elapsed_time_per_iteration_ms: {human}", lines)
+    times = _read_abbreviated(rf"elapsed_time_per_iteration_ms: {human}", lines)
     if not times:
         return None
-    total = _human(rf"tokens_per_sec: {human}", lines)
-    each = _human(rf"tokens_per_sec_per_gpu: {human}", lines)
-    batch = _human(rf"global_batch_size: {human}", lines)
+    total = _read_abbreviated(rf"tokens_per_sec: {human}", lines)
+    each = _read_abbreviated(rf"tokens_per_sec_per_gpu: {human}", lines)
+    batch = _read_abbreviated(rf"global_batch_size: {human}", lines)
     found: dict[str, Any] = {}
     if total and each and each[-1]:
         found["world_size"] = max(1, round(total[-1] / each[-1]))
@@ -346,13 +346,13 @@ def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
     return {
         "trainer": "nanotron",
         "steps": max(1, len(times) - 1),
-        "step_time_s": (_steady(times) or 0.0) / 1e3,
-        "tokens_per_s_per_device": _steady(each) or None,
+        "step_time_s": (_steady_median(times) or 0.0) / 1e3,
+        "tokens_per_s_per_device": _steady_median(each) or None,
         **found,
     }
 
 
-def _human(pattern: str, lines: Iterable[str]) -> list[float]:
+def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[float]:
     """Numbers as nanotron writes them: 1.05M."""
     powers = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     compiled = re.compile(pattern)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.places import user_cache
 
 
@@ -34,7 +34,7 @@ def load_function(reference: str) -> Callable[[], Any]:
     build = getattr(module, name, None)
     if not callable(build):
         raise BadInputError(
-            f"{path} has no function {name!r}.{nearest(name, functions)} "
+            f"{path} has no function {name!r}.{suggest(name, functions)} "
             f"Give --model {path}:FUNCTION, a function that returns the model."
         )
     found: Callable[[], Any] = build
@@ -99,7 +99,9 @@ def _run_file(path: Path) -> ModuleType:
     # Loader workers that are spawned import the file again by this name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path, loader=_AsWritten(name, str(path)))
+    spec = importlib.util.spec_from_file_location(
+        name, path, loader=_UncachedLoader(name, str(path))
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -114,7 +116,7 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-class _AsWritten(importlib.machinery.SourceFileLoader):
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
     """Compiles the file as it is now: Python's bytecode cache takes a file of the same second and
     size for the old one.
     """

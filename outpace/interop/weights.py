@@ -43,7 +43,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: read only when asked for."""
 
     file: Path
@@ -116,7 +116,7 @@ def read_tensors(
 
 
 def _convert_all(
-    found: dict[str, Stored],
+    found: dict[str, StoredTensor],
     groups: dict[str, list[str]],
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
@@ -130,10 +130,12 @@ def _convert_all(
     return weights
 
 
-def _by_canonical_name(tensors: Sequence[Stored], used: Naming | None) -> dict[str, Stored]:
-    named: dict[str, Stored] = {}
+def _by_canonical_name(
+    tensors: Sequence[StoredTensor], used: Naming | None
+) -> dict[str, StoredTensor]:
+    named: dict[str, StoredTensor] = {}
     for tensor in tensors:
-        name = tensor.name if used is None else used.canonical(tensor.name)
+        name = tensor.name if used is None else used.current_name(tensor.name)
         if used is not None and used.is_ignored(name):
             continue
         other = named.setdefault(name, tensor)
@@ -149,7 +151,7 @@ def _by_canonical_name(tensors: Sequence[Stored], used: Naming | None) -> dict[s
 
 
 def _check_tied(
-    found: dict[str, Stored], spec: ModelSpec, used: Naming | None, directory: Path
+    found: dict[str, StoredTensor], spec: ModelSpec, used: Naming | None, directory: Path
 ) -> None:
     """Settle on one tensor where a file holds the same one twice; refuse if they differ."""
     if used is None:
@@ -173,13 +175,13 @@ def _check_tied(
     del found[used.tied_head]
 
 
-def _equal(one: Stored, other: Stored) -> bool:
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     alike = (one.shape, one.dtype) == (other.shape, other.dtype)
     return alike and torch.equal(one.read(), other.read())
 
 
 def _check(
-    found: dict[str, Stored],
+    found: dict[str, StoredTensor],
     groups: dict[str, list[str]],
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
@@ -226,7 +228,7 @@ def _stored_shape(
 
 
 def _convert(
-    tensor: Stored,
+    tensor: StoredTensor,
     names: list[str],
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
@@ -260,7 +262,7 @@ def require_numbers(tensor: Tensor, name: str) -> None:
 
 
 @contextmanager
-def _open_tensors(directory: Path) -> Iterator[list[Stored]]:
+def _open_tensors(directory: Path) -> Iterator[list[StoredTensor]]:
     """Open the directory's weight files and yield all their tensors."""
     paths = weight_files(directory)
     with ExitStack() as stack:
@@ -275,7 +277,7 @@ def _open_tensors(directory: Path) -> Iterator[list[Stored]]:
         yield _without_wrappers(tensors)
 
 
-def _without_wrappers(tensors: Sequence[Stored]) -> list[Stored]:
+def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """The tensors by the names that they have in the model itself.
 
     Programs that save a compiled or wrapped model write `_orig_mod.` before all names or before
@@ -287,7 +289,7 @@ def _without_wrappers(tensors: Sequence[Stored]) -> list[Stored]:
     return [replace(one, name=name) for one, name in zip(tensors, names, strict=True)]
 
 
-def _filter_by_index(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:
+def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Drop tensors that the index takes from another file.
 
     Files that were written before, for a model in another format, may hold more than it names.
@@ -400,7 +402,7 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
+def _open_safetensors(path: Path, stack: ExitStack) -> list[StoredTensor]:
     require_readable(path)
     try:
         file = stack.enter_context(safe_open(str(path), framework="pt"))
@@ -410,13 +412,13 @@ def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
         raise BadInputError(f"{path} is corrupt or cut short: {said}. Fetch it again.") from None
 
 
-def _entry(path: Path, file: Any, name: str) -> Stored:
+def _entry(path: Path, file: Any, name: str) -> StoredTensor:
     part = file.get_slice(name)
     shape, dtype = tuple(part.get_shape()), part.get_dtype()
-    return Stored(path, name, shape, dtype, lambda: file.get_tensor(name))
+    return StoredTensor(path, name, shape, dtype, lambda: file.get_tensor(name))
 
 
-def _open_bin(path: Path) -> list[Stored]:
+def _open_bin(path: Path) -> list[StoredTensor]:
     kinds = {
         torch.float64: "F64",
         torch.float32: "F32",
@@ -428,7 +430,9 @@ def _open_bin(path: Path) -> list[Stored]:
         mapped = zipfile.is_zipfile(path)  # torch's format until 1.5 is none, and is read whole
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         return [
-            Stored(path, name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t))
+            StoredTensor(
+                path, name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t)
+            )
             for name, t in values.items()
         ]
     except pickle.UnpicklingError as error:

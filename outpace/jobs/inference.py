@@ -38,7 +38,7 @@ from outpace.jobs.inputs.inputs import (
 from outpace.nn import generate as generation
 from outpace.nn.classifier import ClassificationObjective
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import Mixed, lower_weights, make_mixed
+from outpace.nn.mixed import MixedPrecision, lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, StepHooks
 from outpace.parallel.kept_state import explain_evaluated_state, find_kept_state
@@ -252,7 +252,7 @@ def _task(
     settings: TrainSettings,
     data: tuple[str, ...] | None,
     batch_size: int | None,
-    mixed: Mixed,
+    mixed: MixedPrecision,
     on_hint: Callable[[str], None],
 ) -> tuple[
     LanguageModelObjective | CustomObjective | ClassificationObjective, PaddedDataset, int | None

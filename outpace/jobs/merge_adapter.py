@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedModel:
     """The number of parameters written, and notes on the adapter."""
 
     parameters: int
@@ -31,7 +31,7 @@ class Merged:
 
 def merge_adapter(
     source: Path, out: Path, *, model: Path | None, base: Base | None, dtype: str
-) -> Merged:
+) -> MergedModel:
     """Write the merged Hugging Face directory of an adapter, or of a run's.
 
     `model` has the weights to merge into, by default those that the adapter names; `base` is their
@@ -51,7 +51,7 @@ def merge_adapter(
         out, opened.spec, weights, save, DTYPES[dtype], origin=opened.folder,
         stop_ids=_stop_ids(opened),
     )  # fmt: skip
-    return Merged(
+    return MergedModel(
         sum(tensor.numel() for tensor in weights.values()),
         (*adapter_notes(opened.adapter), *_base_notes(opened)),
     )

@@ -333,7 +333,7 @@ def conclude(ended: RanksEnd) -> None:
         sentence = _killed_sentence(ended.format_rank(rank), signum)
         raise WorkerError(sentence, 128 + signum, lost=not signals)
     if reports:
-        first = min(reports, key=_blame)
+        first = min(reports, key=_report_order)
         lost = first.exit_code in (1, EXIT_HANG) and not signals
         raise WorkerError(_attribute(first, ended), first.exit_code, lost)
     if not failures:
@@ -348,7 +348,7 @@ def conclude(ended: RanksEnd) -> None:
     raise WorkerError(sentence, code, lost=True)
 
 
-def _blame(report: RankReport) -> tuple[bool, float]:
+def _report_order(report: RankReport) -> tuple[bool, float]:
     """Return the sort key of reports: a crash may follow another rank's refusal, never cause it."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 

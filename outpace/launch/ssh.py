@@ -175,7 +175,7 @@ def _round(
     Returns the name of a host that was away and is back, for which the ranks have saved and ended.
     """
     parts = _parts(using, training, kept)
-    asked = _Asked(parts)
+    asked = _EndRequest(parts)
 
     def pass_on(signum: int, received: list[int]) -> None:
         asked.end(signal.Signals(signum), again=len(received) > 1)
@@ -198,7 +198,7 @@ def _round(
 
 
 @dataclass
-class _Asked:
+class _EndRequest:
     """Whether the ranks of these hosts have been asked to end; a second request ends them at
     once.
     """
@@ -234,7 +234,7 @@ def _parts(using: Sequence[HostCheck], training: Training, kept: Path) -> "list[
 
 @contextmanager
 def _watch_for_return(
-    away: Sequence[Host], training: Training, like: HostCheck, asked: _Asked
+    away: Sequence[Host], training: Training, like: HostCheck, asked: _EndRequest
 ) -> Iterator[list[str]]:
     """Ask the ranks to save and end when one of these hosts is ready again; yields its name."""
     back: list[str] = []

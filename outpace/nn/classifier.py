@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from outpace.nn.block import Linear, to_fp32
 from outpace.nn.loss import IGNORED
-from outpace.nn.parts import Absent
+from outpace.nn.parts import AbsentModule
 from outpace.nn.random_values import fill_normal
 from outpace.nn.transformer import INIT_STD, Transformer
 from outpace.records.model import ModelSpec
@@ -52,7 +52,7 @@ class Classifier(nn.Module):
         spec = model.spec
         self.spec: ModelSpec = spec
         if model.head_transform is not None:
-            model.head_transform = Absent()  # type: ignore[assignment]
+            model.head_transform = AbsentModule()  # type: ignore[assignment]
         model.head = model.head_bias = None
         self.backbone = model
         self.pooler = None if spec.causal else Linear(spec.hidden, spec.hidden)

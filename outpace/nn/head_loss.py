@@ -324,7 +324,7 @@ def whole_loss_sum(
 
 
 @dataclass
-class _Kept:
+class _KeptTensors:
     """Tensors that a forward leaves to its backward, each until it is used for the last time.
 
     `due` are the operands whose gradients are still to be asked for, by their numbers.
@@ -367,7 +367,7 @@ class _WholeLoss(torch.autograd.Function):
         ctx.passes, ctx.vocab = passes, len(weight)
         ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
         due = {number for number in range(3) if ctx.needs_input_grad[number]}
-        ctx.kept = _Kept(logits if due else None, operand, head, lse, columns, counts, due)
+        ctx.kept = _KeptTensors(logits if due else None, operand, head, lse, columns, counts, due)
         return ((lse - own) * counts).sum()
 
     @staticmethod
@@ -402,7 +402,7 @@ def _is_run(node: Any) -> bool:
 
 
 def _whole_gradients(
-    ctx: Any, kept: _Kept, loss_grad: Tensor, asked: set[int]
+    ctx: Any, kept: _KeptTensors, loss_grad: Tensor, asked: set[int]
 ) -> list[Tensor | None]:
     """Return gradients of hidden states, head and bias, in their dtypes; None if not asked for."""
     logits = kept.logits

@@ -29,7 +29,7 @@ DTYPES: Mapping[Precision, torch.dtype | None] = {
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedPrecision:
     """`cast()` is entered around each forward; `scaler` is None unless the loss is scaled.
 
     `cast(True)` is the same within `casts_kept`.
@@ -81,7 +81,7 @@ def weights_dtype(precision: Precision) -> torch.dtype | None:
     return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def lower_weights(objective: nn.Module, mixed: Mixed) -> dict[str, Tensor]:
+def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tensor]:
     """Cast an objective's weights as `mixed` says, in their place.
 
     Returns the weights that train as they were, in fp32, by their names in the objective's `model`,
@@ -132,7 +132,7 @@ def make_mixed(
     cache: bool,
     unknown_code: bool = False,
     fully_shards: bool = False,
-) -> Mixed:
+) -> MixedPrecision:
     """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
 
     `fully_shards`: shards of weights are gathered in 16 bits, so that they, in fp32, are the master
@@ -143,7 +143,7 @@ def make_mixed(
     """
     dtype = DTYPES[precision]
     if dtype is None:
-        return Mixed(None, _no_cast, None)
+        return MixedPrecision(None, _no_cast, None)
 
     def cast(kept: bool = False) -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype=dtype, cache_enabled=cache or kept)
@@ -154,7 +154,7 @@ def make_mixed(
     master = precision in MASTERS
     if fully_shards and precision == "bf16-master":
         weights, master = None, False
-    return Mixed(
+    return MixedPrecision(
         dtype,
         _no_cast if alone else cast,
         scaler,

@@ -25,7 +25,7 @@ from outpace.nn.block import Block
 from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp8 import apply_fp8
 from outpace.nn.kept_products import can_keep_products, keep_products
-from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
+from outpace.nn.offload import DiskStore, HostStore, offload_activations, require_place
 from outpace.nn.recomputed_buffers import BufferKeeper
 from outpace.nn.scratch import Scratch
 from outpace.records.compiled import compiled_region
@@ -240,5 +240,5 @@ def apply_options(
         on_disk = plan.offload_activations == "disk"
         device = next(module.parameters()).device
         require_place(plan.offload_activations, device)
-        place = OnDisk(scratch or Scratch()) if on_disk else OnHost(device)
+        place = DiskStore(scratch or Scratch()) if on_disk else HostStore(device)
         offload_activations(blocks or find_blocks(module), place)

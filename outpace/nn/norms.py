@@ -23,7 +23,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
     As `x`; 1/rms (rows, 1) is in fp32, or fp64 where `x` is. Of 16 bits all is computed in fp32.
     """
-    rows = _wide(x)
+    rows = _fp32_rows(x)
     factor = torch.linalg.vector_norm(rows, 2, -1, keepdim=True)
     factor = factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     weight = weight.to(rows.dtype)
@@ -49,7 +49,7 @@ def _rms_norm_backward(
     With x̂ = x/rms and g = grad·weight it is (g − x̂·mean(g·x̂))/rms: LayerNorm's, of a mean of 0,
     with mean(g)/rms added again.
     """
-    rows, its_grad, wide = _wide(x), _wide(grad), weight.to(factor.dtype)
+    rows, its_grad, wide = _fp32_rows(x), _fp32_rows(grad), weight.to(factor.dtype)
     x_grad, weight_grad, _ = torch.ops.aten.native_layer_norm_backward(
         its_grad, rows, [x.shape[-1]], torch.zeros_like(factor), factor, wide, None,
         [True, trains, False],
@@ -69,7 +69,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _fp32_rows(x: Tensor) -> Tensor:
     """Return `x` as rows (…, D), in fp32 at least."""
     return x.reshape(-1, x.shape[-1]).to(_wide_dtype(x))
 

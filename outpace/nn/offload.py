@@ -48,7 +48,7 @@ class Storage(Protocol):
         """Called once for each block, forward and backward: wait for copies that lag behind."""
 
 
-class _Mapped:
+class _MappedTensor:
     """A tensor in a mapped file; backward reads it from there."""
 
     def __init__(self, tensor: Tensor, scratch: Scratch) -> None:
@@ -62,7 +62,7 @@ class _Mapped:
         return self._tensor
 
 
-class OnDisk:
+class DiskStore:
     """Files that are mapped: reading ahead and writing back are the kernel's."""
 
     def __init__(self, scratch: Scratch) -> None:
@@ -70,16 +70,16 @@ class OnDisk:
 
     def keep(self, tensor: Tensor) -> Parcel:
         """Copy it into a file."""
-        return _Mapped(tensor, self._scratch)
+        return _MappedTensor(tensor, self._scratch)
 
     def pace(self) -> None:
         """The kernel holds up who writes faster than the disk."""
 
 
-class _Pinned:
+class _PinnedTensor:
     """A CUDA tensor in page-locked host memory."""
 
-    def __init__(self, tensor: Tensor, place: "OnHost") -> None:
+    def __init__(self, tensor: Tensor, place: "HostStore") -> None:
         place.down.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(place.down):
             memory = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -107,7 +107,7 @@ class _Pinned:
         return self._back
 
 
-class OnHost:
+class HostStore:
     """Page-locked host memory, with a stream for each direction beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class OnHost:
 
     def keep(self, tensor: Tensor) -> Parcel:
         """Begin to copy it to the host."""
-        return _Pinned(tensor, self)
+        return _PinnedTensor(tensor, self)
 
     def pace(self) -> None:
         """Or memory that waits to be copied, or was prefetched too early, would pile up."""
@@ -128,20 +128,20 @@ class OnHost:
                 event.synchronize()
 
 
-class _Shelf:
+class _SavedTensors:
     """Tensors that one forward of a block has saved: each once, however many operations save it.
 
     Not so from block to block: what a pipeline receives is written again into the same memory, of
     which autograd's versions know nothing.
     """
 
-    def __init__(self, keeper: "Keeper", weights: set[int], before: "_Shelf | None") -> None:
+    def __init__(self, keeper: "Keeper", weights: set[int], before: "_SavedTensors | None") -> None:
         self._keeper, self._weights = keeper, weights
         self._before = None if before is None else weakref.ref(before)
-        self._saved: dict[Any, weakref.ref[_Saved]] = {}
+        self._saved: dict[Any, weakref.ref[_SavedTensor]] = {}
         self._opened = False
 
-    def put(self, tensor: Tensor) -> "Tensor | _Saved":
+    def put(self, tensor: Tensor) -> "Tensor | _SavedTensor":
         """Return what brings a saved tensor back; or the tensor itself, if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
@@ -155,7 +155,7 @@ class _Shelf:
         found = None if known is None else known()
         if found is None:
             spec = tensor._spec if is_spread(tensor) else None
-            found = _Saved(self._keeper.place.keep(held.detach()), spec, self)
+            found = _SavedTensor(self._keeper.place.keep(held.detach()), spec, self)
             self._saved[key] = weakref.ref(found)
         return found
 
@@ -177,10 +177,10 @@ class _Shelf:
                 saved.parcel.prefetch()
 
 
-class _Saved:
+class _SavedTensor:
     """A saved tensor, plain or a part of a DTensor; keeps its shelf while it is needed."""
 
-    def __init__(self, parcel: Parcel, spec: Any, shelf: _Shelf) -> None:
+    def __init__(self, parcel: Parcel, spec: Any, shelf: _SavedTensors) -> None:
         self.parcel, self._spec, self._shelf = parcel, spec, shelf
 
     def open(self) -> Tensor:
@@ -204,7 +204,7 @@ class Keeper:
 
     def __init__(self, place: Storage) -> None:
         self.place = place
-        self._last: weakref.ref[_Shelf] | None = None
+        self._last: weakref.ref[_SavedTensors] | None = None
 
     def forward(self, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call `run`, the block's forward; what it saves goes to the place."""
@@ -212,7 +212,7 @@ class Keeper:
             return run(*args, **kwargs)
         self.place.pace()
         weights = {_memory(parameter) for parameter in block.parameters()}
-        shelf = _Shelf(self, weights, None if self._last is None else self._last())
+        shelf = _SavedTensors(self, weights, None if self._last is None else self._last())
         self._last = weakref.ref(shelf)
         with saved_tensors_hooks(shelf.put, _open):
             return run(*args, **kwargs)
@@ -229,7 +229,7 @@ class KeptForward:
         return self._keeper.forward(self.inner, self._block, *args, **kwargs)
 
 
-def _open(saved: "Tensor | _Saved") -> Tensor:
+def _open(saved: "Tensor | _SavedTensor") -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.open()
 
 

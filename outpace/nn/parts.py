@@ -18,7 +18,7 @@ class Part:
     last: bool
 
 
-class Absent(nn.Module):
+class AbsentModule(nn.Module):
     """Stand-in for a module that is elsewhere: hands on its first argument."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
@@ -35,7 +35,7 @@ def take_part(model: Transformer, part: Part) -> Transformer:
     with torch.device("meta"):
         taken = Transformer(model.spec)
     for number, block in enumerate(model.blocks):
-        taken.blocks[number] = block if number in part.blocks else Absent()
+        taken.blocks[number] = block if number in part.blocks else AbsentModule()
     modules = {
         "embed": _embedding(model, part),
         "final_norm": _last(model.final_norm, part),
@@ -50,13 +50,13 @@ def take_part(model: Transformer, part: Part) -> Transformer:
 
 
 def _last(module: nn.Module | None, part: Part) -> nn.Module | None:
-    return module if module is None or part.last else Absent()
+    return module if module is None or part.last else AbsentModule()
 
 
 def _embedding(model: Transformer, part: Part) -> nn.Module:
     if part.first:
         return model.embed
-    absent = Absent()
+    absent = AbsentModule()
     if part.last and model.head is None:
         absent.add_module("tokens", model.embed.tokens)
     return absent

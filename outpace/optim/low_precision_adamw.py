@@ -444,8 +444,8 @@ def step_moments(
         noise = _count_bits(weight, moments, streams)
     rate, root_of_share, kept = numbers
     gradient = gradient.float()
-    mean = _read(*moments[0]).lerp_(gradient, 1 - betas[0])
-    square = _read(*moments[1]).lerp_(gradient.square(), 1 - betas[1])
+    mean = _dequantize(*moments[0]).lerp_(gradient, 1 - betas[0])
+    square = _dequantize(*moments[1]).lerp_(gradient.square(), 1 - betas[1])
     for moment, value, random in zip(moments, (mean, square), noise[:2], strict=True):
         _write(*moment, value, random)
     root = square.sqrt_().div_(root_of_share).add_(eps)
@@ -478,7 +478,7 @@ def _numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
     return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept
 
 
-def _read(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
+def _dequantize(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
     """A moment in fp32, in memory of its own."""
     if scale is None or table is None:
         return held.to(torch.float32, copy=True)

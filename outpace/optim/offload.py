@@ -36,7 +36,7 @@ def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
-    return lambda groups: Offloaded(groups, build, has_twin, disk, scratch)
+    return lambda groups: OffloadedOptimizer(groups, build, has_twin, disk, scratch)
 
 
 def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _Unit:
         return ((p, twin) for p, twin in both if p is not twin)
 
 
-class Offloaded(torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that `build` makes of `groups`, with its state elsewhere.
 
     `has_twin` says which parameters are stepped as copies on the host; `disk` takes their state
@@ -165,7 +165,7 @@ class Offloaded(torch.optim.Optimizer):
         build: Build,
         has_twin: Callable[[Tensor], bool],
     ) -> _Unit:
-        twins = [self._twin(p) if has_twin(p) else p for p in parameters]
+        twins = [self._host_copy(p) if has_twin(p) else p for p in parameters]
         inner = build([{**group, "params": twins}])
         regions = [r for p in parameters if (r := self._scratch.region_of(local(p)))]
         fill_state(inner)
@@ -178,7 +178,7 @@ class Offloaded(torch.optim.Optimizer):
                     if twin is not p]  # fmt: skip
         return _Unit(parameters, twins, inner, self._lanes, regions, versions)
 
-    def _twin(self, parameter: Tensor) -> Tensor:
+    def _host_copy(self, parameter: Tensor) -> Tensor:
         memory = self._lanes.host_copy(local(parameter), wait=True)
         return nn.Parameter(_with_memory(parameter.detach(), memory))
 

@@ -79,7 +79,7 @@ class Members:
         return self
 
 
-class _Changed(_BatchNorm):
+class _ConvertedNorm(_BatchNorm):
     """A batch normalisation that was another class before, so nothing is made here."""
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -99,7 +99,7 @@ class _Changed(_BatchNorm):
         self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), momentum)
 
 
-class MicroBatchNorm(_Changed):
+class MicroBatchNorm(_ConvertedNorm):
     """Normalises by each micro-batch's statistics, and gathers the mini-batch's."""
 
     seen: tuple[int, Tensor, Tensor] | None
@@ -129,7 +129,7 @@ def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
     """Return the number of values in a channel, their mean, and the sum of squares about it."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     mean_C = x.mean(dims)
-    return x.numel() // x.shape[1], mean_C, (x - _wide(mean_C, x)).square().sum(dims)
+    return x.numel() // x.shape[1], mean_C, (x - _widen(mean_C, x)).square().sum(dims)
 
 
 def _merge_statistics(
@@ -141,11 +141,11 @@ def _merge_statistics(
     return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
 
 
-def _wide(values_C: Tensor, like: Tensor) -> Tensor:
+def _widen(values_C: Tensor, like: Tensor) -> Tensor:
     return values_C.view(1, -1, *[1] * (like.dim() - 2))
 
 
-class SynchronisedBatchNorm(_Changed):
+class SynchronisedBatchNorm(_ConvertedNorm):
     """Normalises by the statistics of all members' samples, as one process with all of them."""
 
     members: Members
@@ -187,9 +187,9 @@ class NormaliseAcrossRanks(torch.autograd.Function):
         x = to_fp32(input)
         count, mean_C, variance_C = _statistics_of_all(x, group)
         scale_C = (variance_C + eps).rsqrt()
-        unit = (x - _wide(mean_C, x)) * _wide(scale_C, x)
-        y = unit if weight is None else unit * _wide(to_fp32(weight), x)
-        y = y if bias is None else y + _wide(to_fp32(bias), x)
+        unit = (x - _widen(mean_C, x)) * _widen(scale_C, x)
+        y = unit if weight is None else unit * _widen(to_fp32(weight), x)
+        y = y if bias is None else y + _widen(to_fp32(bias), x)
         ctx.save_for_backward(unit, scale_C, weight, count)
         ctx.group, ctx.dtype = group, input.dtype
         ctx.mark_non_differentiable(mean_C, variance_C, count)
@@ -205,11 +205,11 @@ class NormaliseAcrossRanks(torch.autograd.Function):
         of_all = own.clone()
         dist.all_reduce(of_all, group=ctx.group)
         means = of_all / count
-        dx = dy - _wide(means[0], dy) - unit * _wide(means[1], dy)
+        dx = dy - _widen(means[0], dy) - unit * _widen(means[1], dy)
         scale_C = scale_C if weight is None else scale_C * to_fp32(weight)
         weight_grad = own[1].to(weight.dtype) if weight is not None else None
         bias_grad = own[0].to(weight.dtype) if weight is not None else None
-        return (dx * _wide(scale_C, dy)).to(ctx.dtype), weight_grad, bias_grad, None, None
+        return (dx * _widen(scale_C, dy)).to(ctx.dtype), weight_grad, bias_grad, None, None
 
 
 def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 What reads them, the model's forward or the loss, may be on another stage of a pipeline. A look at
 the first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of
-them other stages read (`Reads`); these travel with the hidden states.
+them other stages read (`ReadLog`); these travel with the hidden states.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,7 +99,7 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     )
 
 
-class Reads:
+class ReadLog:
     """Notes which of the attributes `keys` are read while they are watched."""
 
     def __init__(self) -> None:
@@ -131,16 +131,16 @@ class Reads:
                 return module._buffers[attribute]
             raise AttributeError(f"{type(module).__name__!r} has no attribute {attribute!r}")
 
-        def put(module: nn.Module, value: Any) -> None:
+        def set_value(module: nn.Module, value: Any) -> None:
             if attribute in module._buffers:
                 module._buffers[attribute] = value
             else:
                 vars(module)[attribute] = value
 
-        return property(get, put)
+        return property(get, set_value)
 
 
-def put(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
+def set_value(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
     """Set a module's value, in its buffer or as a plain attribute."""
     module, attribute = modules[key[0]], key[1]
     if attribute in module._buffers:

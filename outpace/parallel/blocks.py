@@ -7,7 +7,7 @@ from torch import nn
 
 from outpace.nn.model_options import find_blocks
 from outpace.parallel.layout import LayoutRequest
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 
 Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
 
@@ -55,7 +55,7 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
         if name not in known or not name:
             raise BadInputError(
                 f"blocks names {name!r}, but {type(model).__name__} has no part of that name."
-                f"{nearest(name, known)} Names are those of named_modules()."
+                f"{suggest(name, known)} Names are those of named_modules()."
             )
     return [known[name] for name in names]
 

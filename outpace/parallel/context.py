@@ -36,7 +36,10 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The ranks of one sequence; `rank` is this one's position."""
+    """The ranks of one sequence; `rank` is the place of this one among them.
+
+    `runs_on`: the kind of device to choose kernels for, where it is not that of the tensors.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -44,7 +47,7 @@ class SequenceRing:
     runs_on: str | None = None
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send to the next rank, and to receive the same amount from the previous one."""
+        """Begin to send to the next rank, and to receive as much from the one before."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -92,9 +95,7 @@ def ring_attention(
     sees: Visibility,
     dropout: float,
 ) -> Tensor:
-    """Compute attention of this rank's queries to the keys of all ranks. Collective over the
-    ring.
-    """
+    """Attention of this rank's queries to the keys of all ranks. Collective over the ring."""
     # From the CPU's generator, which recomputation of activations sets back.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
     kernel = choose_ring_kernel(q_BHSC, drops, ring.runs_on)
@@ -118,7 +119,7 @@ class RingAttention(torch.autograd.Function):
         causal: bool,
         kernel: RingKernel,
     ) -> Tensor:
-        """Merge each turn's attention by its log-sum-exp (Milakov and Gimelshein, 2018)."""
+        """Each turn's attention is merged by its log-sum-exp (Milakov and Gimelshein, 2018)."""
         held = own = torch.stack((k, v))
         out = torch.zeros_like(to_fp32(q))
         lse = out.new_full(q.shape[:-1], -torch.inf)
@@ -138,7 +139,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values around again, with their gradients one step behind."""
+        """Keys and values go round again, and their gradients one step behind them.
+
+        Each turn's gradients are those of its own keys, for it is given the output and the
+        log-sum-exp of all of them.
+        """
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
         q_grad = torch.zeros_like(to_fp32(q))
@@ -187,7 +192,7 @@ class PartOfSequence(nn.Module):
 
     @property
     def model(self) -> Transformer:
-        """The objective's model."""
+        """The objective's."""
         return self.objective.model
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -196,7 +201,7 @@ class PartOfSequence(nn.Module):
         return outcome
 
     def part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's chunks of each sequence, with their positions (S,)."""
+        """This rank's chunks of each sequence, with their positions (S,)."""
         self._check(batch)
         length, ranks = batch["tokens"].shape[1], self._ring.size
         at = torch.arange(length, device=batch["tokens"].device).chunk(2 * ranks)
@@ -236,7 +241,7 @@ class ContextParallel(Replicas):
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return the model as it computes without the other ranks of the ring."""
+        """The model as it computes without the other ranks of the ring."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None

@@ -30,10 +30,10 @@ from outpace.parallel.blocks import (
     parameters_outside,
     refuse_scripted,
 )
-from outpace.parallel.custom_stage import CustomStage, Message, Staged, copy_structure
+from outpace.parallel.custom_stage import CustomStage, Message, StagedObjective, copy_structure
 from outpace.parallel.fusion import fuse
 from outpace.parallel.gradient_hooks import refuse_hooks
-from outpace.parallel.layout import Batch, Layout, LayoutRequest, Spread, StepHooks
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.pipeline_inspection import PipelineInspection, receive, send
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
@@ -45,7 +45,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 
 
-class Running(Stage):
+class CustomPipelineStage(Stage):
     """A stage whose user's forward may make checkpoints around its blocks."""
 
     submod: CustomStage
@@ -99,7 +99,7 @@ class Running(Stage):
         super().clear_runtime_states()
 
 
-class CustomPipeline(Spread):
+class CustomPipeline(SpreadLayout):
     """This rank's stages of a custom model; `parts` are the blocks of each stage, by number."""
 
     # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
@@ -146,7 +146,7 @@ class CustomPipeline(Spread):
             )
             for stage in mine
         }
-        super().__init__(Staged(held, self._stages), group)
+        super().__init__(StagedObjective(held, self._stages), group)
         self._rest = set(rest)
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
@@ -260,13 +260,13 @@ class CustomPipeline(Spread):
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
-    def _stage(self, number: int) -> Running:
+    def _stage(self, number: int) -> CustomPipelineStage:
         """Build a stage with the forms of its inputs and outputs, which an inspection has shown."""
         stage = self._stages[number]
         inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
         totals = [torch.empty(2, dtype=self._look.loss_dtype)]
         outputs = totals if stage.given is None else stage.given.flat()
-        return Running(
+        return CustomPipelineStage(
             stage,
             number,
             len(self._parts),

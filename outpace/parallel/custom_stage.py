@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from outpace.parallel.block_values import (
     Form,
     Key,
-    Reads,
+    ReadLog,
     Snapshot,
     can_travel,
     changes,
     get,
     is_constant,
-    put,
+    set_value,
     snapshot,
     split,
 )
@@ -78,7 +78,7 @@ class Message:
         return Message(self.form, sent, values, self.returned)
 
 
-class Leaving(BaseException):
+class StageExit(BaseException):
     """Raised out of a user's forward, with what the stage's last block has returned.
 
     No Exception, so that theirs do not catch it.
@@ -196,7 +196,7 @@ class CustomStage(nn.Module):
         self._seed(2 * len(self._names))
         try:
             loss_sum, *others = self.objective(batch)
-        except Leaving as leaving:
+        except StageExit as leaving:
             return self._message(leaving, received)
         finally:
             self._received = None
@@ -217,7 +217,7 @@ class CustomStage(nn.Module):
         Hands on all that blocks leave. Also returned: which of earlier stages' values are read, and
         the buffers outside of blocks that move.
         """
-        reads, rest = Reads(), self._rest()
+        reads, rest = ReadLog(), self._rest()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
         rest_before = snapshot(rest)
         self._before, self._looks = snapshot(mine), True
@@ -249,7 +249,7 @@ class CustomStage(nn.Module):
         sent = {*self.modules_of(self.mine).values(), *self._rest().values()}
         for key in keys:
             if parts[key[0]] not in sent:
-                put(parts, key, torch.tensor(math.nan))
+                set_value(parts, key, torch.tensor(math.nan))
 
     def _rest(self) -> dict[str, nn.Module]:
         """The modules outside of blocks."""
@@ -277,7 +277,7 @@ class CustomStage(nn.Module):
         if self._draws is not None and micro_batch is not None:
             self._draws.seed(self._number, micro_batch)
 
-    def _message(self, leaving: Leaving, received: Message | None) -> Message:
+    def _message(self, leaving: StageExit, received: Message | None) -> Message:
         found = split(leaving.output)
         if found is None or not any(tensor.is_floating_point() for tensor in found[1]):
             raise BadInputError(
@@ -320,7 +320,7 @@ class CustomStage(nn.Module):
         if number in self.mine and self.records:
             self._returned.append(tree_map(_form_of, output))
         if number + 1 == self.mine.stop and not self.last:
-            raise Leaving(output, self._names[number])
+            raise StageExit(output, self._names[number])
         return output
 
     def _cut_off(self, number: int, output: Any) -> Any:
@@ -329,7 +329,7 @@ class CustomStage(nn.Module):
         for key in () if self.taken is None else self.taken.values:
             if key[0] in parts:
                 form, tensors = get(parts, key)
-                put(parts, key, form.join([tensor.detach() for tensor in tensors]))
+                set_value(parts, key, form.join([tensor.detach() for tensor in tensors]))
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
     def _visit_in_backward(
@@ -350,10 +350,10 @@ class CustomStage(nn.Module):
             now = self._recomputing
             self._seed_draws(self._micro_batch if now is None else now)
         if message is None:
-            return _unknown(args, kwargs)
+            return _nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():
             if key[0] in self._parts[number]:
-                put(self._parts[number], key, form.join([t.clone() for t in tensors]))
+                set_value(self._parts[number], key, form.join([t.clone() for t in tensors]))
         if number + 1 == self.mine.start:
             # Cloned, for it may be changed in place.
             return message.form.join([tensor.clone() for tensor in message.tensors])
@@ -362,7 +362,7 @@ class CustomStage(nn.Module):
             if isinstance(form, Tensor):
                 return _nan_of(device, form)
             return tree_map(partial(_nan_of, device), form)
-        return _unknown(args, kwargs)
+        return _nan_like(args, kwargs)
 
     def _follow(self, number: int) -> None:
         if number != self._next:
@@ -396,7 +396,7 @@ def copy_structure(module: nn.Module) -> nn.Module:
     return deep_copy(module, memo)
 
 
-class _Handed(torch.autograd.Function):
+class _DetachableCopy(torch.autograd.Function):
     """The same values in a tensor of its own, which a split backward may detach in place.
 
     What is left may be a view, a parameter, or what an earlier operation keeps for its gradient.
@@ -416,7 +416,7 @@ def _sendable(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     if not tensor.requires_grad:
         return tensor
-    handed: Tensor = _Handed.apply(tensor)  # type: ignore[no-untyped-call]
+    handed: Tensor = _DetachableCopy.apply(tensor)  # type: ignore[no-untyped-call]
     return handed
 
 
@@ -434,7 +434,7 @@ def _nan_of(device: torch.device, leaf: Any) -> Any:
     return torch.full(leaf.shape, nothing, dtype=leaf.dtype, device=device)
 
 
-def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+def _nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """NaN in the form of a block's first input."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
     return given.new_full(given.shape, math.nan, dtype=_float_dtype(given.dtype))
@@ -459,7 +459,7 @@ def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
                 setattr(part, name, nn.Parameter(stub, tensor.requires_grad))
 
 
-class Staged(nn.Module):
+class StagedObjective(nn.Module):
     """This rank's stages of an objective; `model` has their parameters, by their own names."""
 
     def __init__(self, model: nn.Module, stages: Mapping[int, CustomStage]) -> None:

@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import (
 from outpace.nn.block import Linear
 from outpace.optim.build import Build
 from outpace.parallel.gradient_hooks import refuse_hooks
-from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, StepHooks
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
 from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import meta_copy
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 
 # The style of each layout, and which of a weight's dimensions it splits.
 _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
@@ -44,7 +44,7 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 LAYOUTS = (*_STYLES, *_WHOLE)
 
 
-class CustomTensorParallel(Sharded):
+class CustomTensorParallel(ShardedLayout):
     """Custom model on the ranks of `mesh`, which all read the same samples.
 
     `shares` are names of modules whose weights are whole, and whose gradients are to be added up.
@@ -108,13 +108,13 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
         if layout not in LAYOUTS:
             raise BadInputError(
                 f"layouts has {pattern!r}: {layout!r}, which outpace does not know."
-                f"{nearest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}. Or use zero3."
+                f"{suggest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}. Or use zero3."
             )
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             raise BadInputError(
                 f"layouts names {pattern!r}, but {type(model).__name__} has no such part."
-                f"{nearest(pattern, modules)}"
+                f"{suggest(pattern, modules)}"
             )
         for name in names:
             if layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders):

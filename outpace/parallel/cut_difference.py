@@ -30,7 +30,7 @@ _MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
 
 
 @dataclass(frozen=True)
-class First:
+class FirstPiece:
     """A rank's first piece: `mean`, its loss, and of its `halves` sum and count, if they are known.
 
     `drops`: whether the module drops anything, which halves' losses leave out. `buffers` are the
@@ -59,7 +59,7 @@ class CutDifference:
 def compare_cut(
     plain: nn.Module,
     plan: Plan,
-    first: First | None,
+    first: FirstPiece | None,
     passes: Sequence[Batch],
     hooks: StepHooks,
     synchronised: bool,
@@ -136,7 +136,9 @@ def _find_read(
         return ()
 
 
-def _compare_buffers(plain: nn.Module, first: First, hooks: StepHooks, tolerance: float) -> Names:
+def _compare_buffers(
+    plain: nn.Module, first: FirstPiece, hooks: StepHooks, tolerance: float
+) -> Names:
     """Return the floating-point buffers that the first piece moves otherwise than its halves.
 
     Counters of calls are moved once by the one, and twice by the other.
@@ -158,7 +160,7 @@ def _compare_buffers(plain: nn.Module, first: First, hooks: StepHooks, tolerance
     return tuple(apart)
 
 
-def _compare_halves(mean_of: _MeanOf, first: First) -> float | None:
+def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first piece with its halves; None where it cannot be halved.
 
     Where its loss is not known, half of it with its quarters, which takes no longer.
@@ -180,7 +182,7 @@ def _mean(*totals: Totals) -> float:
 
 
 def _compare_pair(
-    mean_of: _MeanOf, first: First, passes: Sequence[Batch], micro_batches: int
+    mean_of: _MeanOf, first: FirstPiece, passes: Sequence[Batch], micro_batches: int
 ) -> float | None:
     """Compare a pipeline's first two pieces with both in one; None where there are none."""
     samples, size = samples_in(passes[0]), 2 * samples_in(first.piece)

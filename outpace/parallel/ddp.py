@@ -21,7 +21,7 @@ from outpace.nn.torch_versions import without_buffers
 from outpace.nn.uncompiled import leave_alone, skip_compile_query
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
-from outpace.parallel.peer_memory import Averaging, peer_memory_group
+from outpace.parallel.peer_memory import GradientAveraging, peer_memory_group
 from outpace.records.errors import BadInputError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 
@@ -86,7 +86,7 @@ class Replicas(Layout):
         elif device.type == "cpu" and request.ranks.local_world_size == request.ranks.world_size:
             near = peer_memory_group(wrapped.process_group)
             if near is not None:
-                averaging = Averaging(near, wrapped.process_group)
+                averaging = GradientAveraging(near, wrapped.process_group)
                 wrapped.register_comm_hook(None, averaging.begin)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -47,7 +47,7 @@ from outpace.parallel.moved_parameters import (
     is_lost_value,
 )
 from outpace.parallel.plain import without_dropout
-from outpace.parallel.plain_copy import Held, held_tensors
+from outpace.parallel.plain_copy import ModuleDtypes, held_tensors
 from outpace.parallel.plain_pass import (
     PlainFailure,
     PlainPass,
@@ -121,7 +121,7 @@ class FirstBatch:
         told: list[Any] = [None] * self._ranks.world_size
         reason = self._plain.left_out or self._too_large(layout)
         dist.all_gather_object(told, (reason, held_tensors(layout)))
-        holders: list[Held] = [held for _, held in told]
+        holders: list[ModuleDtypes] = [held for _, held in told]
         reason = next((one for one, _ in told if one is not None), None)
         reason = reason or self._on_no_rank(holders)
         if reason is not None:
@@ -165,7 +165,7 @@ class FirstBatch:
         passes: Sequence[Batch],
         hooks: StepHooks,
         run: Run,
-        holders: Sequence[Held],
+        holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
         reuse: bool,
     ) -> tuple[tuple[str, str] | None, Tensor | None]:
@@ -393,7 +393,7 @@ class FirstBatch:
         one = torch.ones((), dtype=torch.float32, device=device)
         return float(hooks.scale(one)) / layout.averages
 
-    def _on_no_rank(self, holders: Sequence[Held]) -> str | None:
+    def _on_no_rank(self, holders: Sequence[ModuleDtypes]) -> str | None:
         """Name the module's tensors that no rank has; None where there is none."""
         model, held = self._plain.model, set().union(*(one.dtypes for one in holders))
         named = (*model.named_parameters(), *model.named_buffers())
@@ -441,7 +441,7 @@ class FirstBatch:
         return totals, compiled or (nothing is not None and nothing.would_drop)
 
     def _sums(
-        self, layout: Layout, plain: PlainSums, holders: Sequence[Held], factor: float
+        self, layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float
     ) -> Tensor:
         """This rank's shares of products and squares of gradients, and 1 for each: (3, names)."""
         named = dict(layout.named_parameters()) if layout.has_sums else {}

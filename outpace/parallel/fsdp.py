@@ -129,12 +129,12 @@ def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> Mixed
     )
 
 
-class _Near:
+class _PeerCollective:
     def __init__(self, near: PeerMemoryGroup, unit: int) -> None:
         self._near, self._unit = near, unit
 
 
-class _Gather(_Near, DefaultAllGather):
+class _Gather(_PeerCollective, DefaultAllGather):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -146,7 +146,7 @@ class _Gather(_Near, DefaultAllGather):
         self._near.all_gather(output_tensor, input_tensor, self._unit)
 
 
-class _Scatter(_Near, DefaultReduceScatter):
+class _Scatter(_PeerCollective, DefaultReduceScatter):
     def __call__(
         self,
         output_tensor: Tensor,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Fused:
+class FusedGradients:
     """A buffer for the gradients of `parameters`, all of one dtype and on one device.
 
     Behind the gradients the buffer has one number for each parameter: 1 where it has a gradient.
@@ -61,7 +61,7 @@ def fuse(
     parameters: Iterable[nn.Parameter],
     limit_bytes: int | None = None,
     dtype: torch.dtype | None = None,
-) -> list[Fused]:
+) -> list[FusedGradients]:
     """Buffers of at most `limit_bytes` of gradients, parameters in the order given.
 
     A parameter larger than that has one of its own. `dtype` is that of the buffers, None for the
@@ -78,7 +78,7 @@ def fuse(
         else:
             groups.append([parameter])
             filled = size
-    return [Fused(group, dtype) for group in groups]
+    return [FusedGradients(group, dtype) for group in groups]
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:

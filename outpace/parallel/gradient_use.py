@@ -20,12 +20,16 @@ from outpace.records.errors import first_names
 
 
 def ranks_may_differ(objective: nn.Module) -> bool:
-    """Return whether ranks may use different parameters: a custom module can, outpace's cannot."""
+    """Whether ranks may use different parameters: a user's module can, outpace's own do not."""
     return isinstance(objective, CustomObjective)
 
 
 class GradientUse:
-    """Agreement of ranks on which of `named` parameters have a gradient on any of them."""
+    """Tells ranks which of `named` parameters have a gradient on any of them.
+
+    `steps` are done already. One message of a byte for each parameter. Only a rank that lacks a
+    gradient, or has written to a parameter, looks at the answer, so no other waits for its device.
+    """
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class GradientUse:
         self.all_wrote = False
 
     def agree(self, used: Sequence[bool]) -> None:
-        """Drop the gradients of parameters in `used` that no rank uses in this step. Collective."""
+        """A step's: drop the gradients of what is `used` on no rank. Collective."""
         self.steps += 1
         self.all_wrote = False
         complete, wrote = all(used), self.find_writes()

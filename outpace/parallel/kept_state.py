@@ -208,14 +208,14 @@ class _Comparison:
 
     def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
         """Return what other samples leave, of which the next ones leave nothing."""
-        with self._undone():
+        with self._without_effects():
             self._mean(other)
             left = kept_attributes(self._plain)
         return {n for n in {*begin, *left} if begin.get(n) != left.get(n)}
 
     def _loss_after(self, other: Batch | None, batch: Batch) -> tuple[float, dict[str, Any]]:
         """Return the mean loss of a batch, after another one, and what is kept then."""
-        with self._undone():
+        with self._without_effects():
             drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
             if other is not None:
                 self._mean(other)
@@ -268,7 +268,7 @@ class _Comparison:
 
     def _losses_in_a_row(self, batch: Batch) -> list[float]:
         losses = []
-        with self._undone():
+        with self._without_effects():
             drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
             for _ in range(_FORWARDS):
                 losses.append(self._mean(batch))
@@ -280,7 +280,7 @@ class _Comparison:
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
         """Whether a batch has another loss with the counters of these names changed."""
-        with self._undone():
+        with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
                 return False
             try:
@@ -298,7 +298,7 @@ class _Comparison:
 
     def _is_idle(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
         """Whether it is a counter, and the loss is the same with other calls counted."""
-        with self._undone():
+        with self._without_effects():
             counts = change_counters(self._plain, name, partial(add, calls))
         return counts and not self._matters([name], partial(add, calls), batch, fresh)
 
@@ -321,7 +321,7 @@ class _Comparison:
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
         """Return the shapes in what is kept after another batch, and a batch's loss after that."""
-        with self._undone():
+        with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
             shapes = shapes_in(kept_attributes(self._plain))
@@ -329,7 +329,7 @@ class _Comparison:
             return shapes, self._mean(batch)
 
     @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def _without_effects(self) -> Iterator[None]:
         """Meanwhile nothing is dropped, and writes are watched; afterwards all is as it was."""
         self._is_first = True
         with ExitStack() as stack:

@@ -333,7 +333,7 @@ def _fsdp_modules(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
-class Spread(Layout):
+class SpreadLayout(Layout):
     """Ranks of `group` hold different parts of the model.
 
     `ranks_of_a_part` of them hold the same part, as replicas or in shares.
@@ -359,7 +359,7 @@ class Spread(Layout):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
 
-class Sharded(Spread):
+class ShardedLayout(SpreadLayout):
     """Parameters are split over the ranks of `group`, the large ones at least, as DTensors.
 
     `meta_model` is the model as it was before, without memory for its weights.

@@ -10,9 +10,7 @@ from outpace.records.plan import Strategy
 
 
 def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
-    """Return strategies that a module's parts do not allow on `ranks` ranks, each with the
-    reason.
-    """
+    """Strategies that a module's parts do not allow on `ranks` ranks, each with the reason."""
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's models
     found = {name: str(refused_strategy(name)) for name in others}
     try:

@@ -142,7 +142,7 @@ def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def has_memory(value: object) -> TypeGuard[Tensor]:
-    """Return whether a tensor has its own memory, which tensor wrappers do not."""
+    """Whether it is a tensor of its own memory, which wrappers of tensors are not."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided
@@ -156,7 +156,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def is_lost_value(error: BaseException) -> bool:
-    """Return whether a backward failed because its inputs were overwritten after the forward."""
+    """Whether a backward failed since what it needs was written to after its forward."""
     return "modified by an inplace operation" in str(error.__cause__ or error)
 
 

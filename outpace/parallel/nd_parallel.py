@@ -18,7 +18,14 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel.context import PartOfSequence, SequenceRing, share_sequences
 from outpace.parallel.fsdp import shard
-from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, Spread, StepHooks
+from outpace.parallel.layout import (
+    Batch,
+    Layout,
+    LayoutRequest,
+    ShardedLayout,
+    SpreadLayout,
+    StepHooks,
+)
 from outpace.parallel.offload import gathers, offload_policy
 from outpace.parallel.pipeline import PipelineLayout, cut
 from outpace.parallel.tensor import SplitObjective, add_shares, split
@@ -27,7 +34,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
 
 
-class Product(Spread):
+class Product(SpreadLayout):
     """A layout over some axes, with what the others leave to do after it.
 
     `mesh` has all axes. `inner` holds the parameters and runs the passes.
@@ -128,7 +135,7 @@ def _whole_depth(
             request.runs_on,
         )
     assert dist.group.WORLD is not None
-    layout = Sharded(objective, copied, dist.group.WORLD)
+    layout = ShardedLayout(objective, copied, dist.group.WORLD)
     layout.averages = _replicas(plan)
     return layout
 

@@ -43,7 +43,7 @@ _REFUSED = {
 }
 
 
-class Parallelized:
+class ParallelModule:
     """A module laid out on the ranks of a plan, for the user's training loop.
 
     Every rank makes the same calls in the same order. `layout` is what the strategy made.
@@ -176,7 +176,7 @@ def parallelize(
     layouts: Mapping[str, str] | None = None,
     sync_batchnorm: bool = False,
     check: Literal["on", "off"] = "on",
-) -> Parallelized:
+) -> ParallelModule:
     """Lay a module (already on its device) out as the plan says; every rank calls this.
 
     All ranks start from rank 0's weights. The module is changed in place, and is not to be called
@@ -223,7 +223,7 @@ def parallelize(
         elif check == "on":
             first = FirstBatch(objective, plan, ranks, _warn, by_command=False, blocks=blocks)
         layout = lay_out(objective, custom, plan, ranks, device, scratch)
-    return Parallelized(layout, plan, ranks, device, scratch, first)
+    return ParallelModule(layout, plan, ranks, device, scratch, first)
 
 
 def _warn(sentence: str) -> None:

@@ -164,7 +164,7 @@ class PeerMemoryGroup:
     def all_reduce(self, buffer: Tensor, factor: float = 1.0) -> None:
         """Add up `buffer`, of any length, over the ranks, times `factor`, in place."""
         with self._or_give_up():
-            self._offer(buffer)
+            self._share_buffer(buffer)
             pieces = self._pieces(buffer)
             start, own = pieces[self._rank]
             self._sum(start, own, own, factor)
@@ -177,7 +177,7 @@ class PeerMemoryGroup:
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
         """Fill `buffer` with the ranks' parts, which are equally long; `part` may lie in it."""
         with self._or_give_up():
-            self._offer(part, 2 * unit)
+            self._share_buffer(part, 2 * unit)
             for (_, piece), one in zip(self._pieces(buffer), self._everyone, strict=True):
                 if one.rank != self._rank:
                     self._copy(one, 0, piece)
@@ -190,7 +190,7 @@ class PeerMemoryGroup:
     ) -> None:
         """Put this rank's piece of the ranks' summed buffers, times `factor`, into `part`."""
         with self._or_give_up():
-            self._offer(buffer, 2 * unit + 1)
+            self._share_buffer(buffer, 2 * unit + 1)
             start, own = self._pieces(buffer)[self._rank]
             self._sum(start, own, part, factor)
             self._move()
@@ -207,7 +207,7 @@ class PeerMemoryGroup:
                 ) from None
             raise
 
-    def _offer(self, buffer: Tensor, kind: int = 0) -> None:
+    def _share_buffer(self, buffer: Tensor, kind: int = 0) -> None:
         """Let others read this buffer, and find theirs."""
         self._notice.buffer = buffer.data_ptr()
         self._notice.kind = (kind << _LENGTH_BITS) + buffer.nbytes
@@ -299,7 +299,7 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
     return found if able.item() else None
 
 
-class Averaging:
+class GradientAveraging:
     """DDP's gradients by a `PeerMemoryGroup`: `begin` is its hook, whose work a thread does."""
 
     def __init__(self, peer_memory_group: PeerMemoryGroup, group: dist.ProcessGroup) -> None:

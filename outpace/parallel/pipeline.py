@@ -32,7 +32,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
 from outpace.nn.torch_versions import fill_missing_gradients
 from outpace.nn.transformer import Transformer
-from outpace.parallel.layout import Batch, Layout, LayoutRequest, Spread, StepHooks
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
 from outpace.parallel.tensors import local, meta_copy, whole, widen_trained
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
@@ -82,7 +82,7 @@ class Stage(PipelineStage):
         return gradients
 
 
-class PipelineLayout(Spread):
+class PipelineLayout(SpreadLayout):
     """This rank's stages of a transformer with its loss.
 
     `parts` are the stages of the whole pipeline, as parts of the model; `group` are its ranks,

@@ -88,7 +88,7 @@ class PipelineInspection:
             except Exception as raised:
                 error = raised
         seen = self._gather_findings(found, error)
-        self._gather_findings({}, self._settle(seen, taken, outputs))
+        self._gather_findings({}, self._route_values(seen, taken, outputs))
         if not self.taken:
             self._compare(batch, hooks, outputs)
             self.taken = True
@@ -108,7 +108,7 @@ class PipelineInspection:
             with torch.no_grad(), without_reentry(always=True):
                 output, found[number] = self._look_at(stage, batch, hooks, output)
             outputs[number] = output
-        unsendable = self._settle(found, taken, outputs)
+        unsendable = self._route_values(found, taken, outputs)
         if unsendable is not None:
             raise unsendable
         self.taken = self._alone = True
@@ -221,9 +221,9 @@ class PipelineInspection:
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:
-            self._lend()
+            self._send_blocks()
             if self._broadcast_from_last(None):
-                self._lend()
+                self._send_blocks()
         else:
             staged = outputs[last]
             assert isinstance(staged, Tensor)
@@ -298,7 +298,7 @@ class PipelineInspection:
             received.append((part, attribute, tensor))
         return received
 
-    def _lend(self) -> None:
+    def _send_blocks(self) -> None:
         """Send the last stage's rank the blocks that this one has, in order."""
         to = self._ranks_of[-1]
         for number, name in enumerate(self._names):
@@ -314,7 +314,7 @@ class PipelineInspection:
         stage = next(stage for stage, part in enumerate(self._parts) if number in part)
         return self._ranks_of[stage]
 
-    def _settle(
+    def _route_values(
         self,
         seen: Mapping[int, StageFindings],
         taken: Mapping[int, Message | None],

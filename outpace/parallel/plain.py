@@ -28,7 +28,7 @@ _RATES: Mapping[Any, tuple[str, int]] = {
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
-class NothingDropped(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Makes torch's functions for dropout the identity; `would_drop`: whether any would have."""
 
     def __init__(self, would_drop: bool = False) -> None:
@@ -79,7 +79,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_dropout(module: nn.Module) -> Iterator[NothingDropped]:
+def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
     """Meanwhile nothing of a module's activations is dropped, so that passes compare.
 
     What is yielded says whether anything would have been.
@@ -91,7 +91,7 @@ def without_dropout(module: nn.Module) -> Iterator[NothingDropped]:
     for part, name, _ in rates:
         setattr(part, name, 0.0)
     try:
-        with NothingDropped(any(rate > 0 and part.training for part, _, rate in rates)) as nothing:
+        with NoDropout(any(rate > 0 and part.training for part, _, rate in rates)) as nothing:
             yield nothing
     finally:
         for part, name, rate in rates:

@@ -25,7 +25,7 @@ def model_of(objective: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Held:
+class ModuleDtypes:
     """Part of a module on a rank: the dtypes of its parameters and buffers, by name.
 
     `narrowest`: the bytes of its narrowest floating-point parameter; `has_sums`: see `Layout`.
@@ -38,7 +38,7 @@ class Held:
 
 @contextmanager
 def fill_copy(
-    plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[Held]
+    plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> Iterator[list[str]]:
     """Give a copy without data the layout's weights and buffers; yield the parameters' names.
 
@@ -87,7 +87,7 @@ def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Itera
 
 
 def _values(
-    model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[Held]
+    model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> dict[int, Tensor]:
     """Return whole values for each parameter and buffer of a meta model, by `id`. Collective."""
     device = layout._device()
@@ -157,10 +157,10 @@ def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, T
         yield some
 
 
-def held_tensors(layout: Layout) -> Held:
+def held_tensors(layout: Layout) -> ModuleDtypes:
     """Describe the tensors that this rank holds."""
     parameters = [p for _, p in layout.named_parameters() if p.is_floating_point()]
-    return Held(
+    return ModuleDtypes(
         {name: tensor.dtype for name, tensor in _tensors_of(layout).items()},
         min((p.itemsize for p in parameters), default=8),
         layout.has_sums,

@@ -34,7 +34,7 @@ from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.comparison import ComparisonLimits, Projection
 from outpace.parallel.cut_difference import (
     CutDifference,
-    First,
+    FirstPiece,
     compare_cut,
     find_read_buffers,
 )
@@ -45,7 +45,7 @@ from outpace.parallel.mixed_samples import MixedDifference, MixedSamples, Taker
 from outpace.parallel.module_state import kept_attributes, preserve_state
 from outpace.parallel.moved_parameters import MovedParameters, keep_values
 from outpace.parallel.plain import without_dropout
-from outpace.parallel.plain_copy import Held, fill_copy, model_of, redirect_references
+from outpace.parallel.plain_copy import ModuleDtypes, fill_copy, model_of, redirect_references
 from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import meta_copy
 from outpace.parallel.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
@@ -133,7 +133,7 @@ class PlainPass:
         layout: Layout,
         passes: Sequence[Batch],
         hooks: StepHooks,
-        holders: Sequence[Held],
+        holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> "PlainSums | PlainFailure":
         """Return the sums of this rank's part, or why there are none on some rank. Collective.
@@ -212,7 +212,7 @@ class PlainPass:
         layout: Layout,
         passes: Sequence[Batch],
         hooks: StepHooks,
-        holders: Sequence[Held],
+        holders: Sequence[ModuleDtypes],
     ) -> "PlainSums | None":
         """Return the sums of this rank's part of all samples, put together otherwise. Collective.
 
@@ -262,7 +262,7 @@ class PlainPass:
             apply_checkpointing(model, "full", named)
             self._recomputes = True
 
-    def _first_of(self, found: "PlainSums", state: KeptState, in_order: bool) -> First | None:
+    def _first_of(self, found: "PlainSums", state: KeptState, in_order: bool) -> FirstPiece | None:
         """Return this rank's first piece, as it is to be compared with its parts.
 
         Of ranks with the same samples others than the first compare half of theirs with quarters:
@@ -276,7 +276,7 @@ class PlainPass:
             if self.synchronised:  # ranks may be unequal in number of forwards
                 return None
             mean = None if in_order or samples_in(piece) % 4 == 0 else mean
-        return First(piece, mean, state.halves, found.drops, found.buffers)
+        return FirstPiece(piece, mean, state.halves, found.drops, found.buffers)
 
     def _choose_piece(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
         """Return the micro-batch of which this rank gives samples, and its number among ranks.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.optim.build import Build
-from outpace.parallel.fusion import Fused, fuse
+from outpace.parallel.fusion import FusedGradients, fuse
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.tensors import (
@@ -182,7 +182,7 @@ class Server(Role):
         self.steps = request.plan.server_updates
         self._share = share if self.steps else []
         fused = fuse(share)
-        self._fused: list[Fused] = fused if self.steps else []
+        self._fused: list[FusedGradients] = fused if self.steps else []
         self._sums = [one.buffer for one in fused]
         drop_all_but(self._share, request.objective)
 

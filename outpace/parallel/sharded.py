@@ -20,7 +20,7 @@ from outpace.parallel.blocks import blocks_of, refuse_scripted
 from outpace.parallel.fsdp import shard, unsplittable
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
-from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, StepHooks
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
 from outpace.parallel.offload import group_of_one, offload_policy
 from outpace.parallel.tensors import meta_copy, sum_gradients
 from outpace.parallel.unit_order import UnitOrder
@@ -28,7 +28,7 @@ from outpace.parallel.whole_parameters import WholeParameters, explain_mixed
 from outpace.records.errors import BadInputError
 
 
-class CustomSharded(Sharded):
+class CustomSharded(ShardedLayout):
     """Sharded custom model, of which ranks may use different parameters.
 
     `replicated` are whole on each rank, which adds their gradients up after the last micro-batch.
@@ -113,9 +113,9 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
     shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again, whole)
     group: dist.ProcessGroup = over.get_group("dp_shard")
     if own:
-        layout: Sharded = CustomSharded(request.objective, copied, group, blocks, whole)
+        layout: ShardedLayout = CustomSharded(request.objective, copied, group, blocks, whole)
     else:
-        layout = Sharded(request.objective, copied, group)
+        layout = ShardedLayout(request.objective, copied, group)
     layout.averages = plan.data_parallel
     layout.computes_on = request.device
     if isinstance(layout, CustomSharded):

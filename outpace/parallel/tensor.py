@@ -39,7 +39,7 @@ from outpace.nn.block import to_autocast_dtype
 from outpace.nn.fp32_modules import in_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Embeddings, Transformer
-from outpace.parallel.layout import Batch, Layout, LayoutRequest, Sharded, StepHooks
+from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
 from outpace.parallel.tensors import local, meta_copy
 from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
 from outpace.records.errors import BadInputError
@@ -66,7 +66,7 @@ class WholeWeights(ParallelStyle):
         return output.redistribute(placements=[self.placement]).to_local()
 
 
-class LookedUp(WholeWeights):
+class EmbeddingLookup(WholeWeights):
     """An embedding whose weights are whole; ranks look up their parts of whole (…, S) numbers."""
 
     def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -98,7 +98,7 @@ class SplitRows(ParallelStyle):
         return summed.redistribute(placements=[self.placement]).to_local()
 
 
-class Gathered(ParallelStyle):
+class GatheredInput(ParallelStyle):
     """The first input is gathered from `placement`, once for all matrices that read it."""
 
     def __init__(self, placement: Placement) -> None:
@@ -198,10 +198,10 @@ def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]
     """Return how the parts of a block are split, by their names in it."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
-        "attention": Gathered(stream),
+        "attention": GatheredInput(stream),
         "attention.out": Rowwise(output_layouts=stream),
         "mlp_norm": WholeWeights(stream),
-        "mlp": Gathered(stream),
+        "mlp": GatheredInput(stream),
         "mlp.up": Colwise(),
         "mlp.down": Rowwise(output_layouts=stream),
     }
@@ -224,7 +224,7 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
         parallelize_module(model.final_norm, mesh, WholeWeights(stream))
     if model.head_transform is not None:
         replicate(model.head_transform, mesh)
-        parallelize_module(model.head_transform, mesh, Gathered(stream))
+        parallelize_module(model.head_transform, mesh, GatheredInput(stream))
     if model.head is not None:
         spread(model.head, "weight", mesh, Shard(0))
     if model.head_bias is not None:
@@ -239,8 +239,8 @@ def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) ->
     """Tokens by the vocabulary; the rest is small, and each rank looks its part up."""
     styles: dict[str, ParallelStyle] = {
         "tokens": SplitRows(stream),
-        "positions": LookedUp(stream),
-        "segments": LookedUp(stream),
+        "positions": EmbeddingLookup(stream),
+        "segments": EmbeddingLookup(stream),
         "norm": WholeWeights(stream),
     }
     if stream.is_shard() and getattr(embed.dropout, "p", False):
@@ -316,7 +316,7 @@ def add_shares(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-class TensorParallel(Sharded):
+class TensorParallel(ShardedLayout):
     """A Transformer split over the ranks of `mesh`, which all read the same samples."""
 
     def __init__(self, objective: SplitObjective, whole: nn.Module, mesh: DeviceMesh) -> None:

@@ -81,7 +81,7 @@ class UnitOrder:
         if self._units:
             self._finish()
         if self._tokens and loss_sum.requires_grad:
-            loss_sum = _Joined.apply(loss_sum, *self._tokens)  # type: ignore[no-untyped-call]
+            loss_sum = _JoinedLoss.apply(loss_sum, *self._tokens)  # type: ignore[no-untyped-call]
         self._tokens = []
         return (loss_sum, *others)
 
@@ -185,7 +185,7 @@ class UnitOrder:
         nothing = torch.zeros((), device=state._device, requires_grad=torch.is_grad_enabled())
         (given,), _ = state._pre_forward(unit, (nothing,), {})
         gathered = [p for held in fsdp_param_groups(state) for p in _unsharded_parameters(held)]
-        token = _Nothing.apply(given, *gathered)  # type: ignore[no-untyped-call]
+        token = _UnusedParameters.apply(given, *gathered)  # type: ignore[no-untyped-call]
         token = state._post_forward(unit, (given,), token)
         if token.requires_grad:
             self._tokens.append(token)
@@ -260,7 +260,7 @@ def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]
     held.post_backward = fill_and_reduce
 
 
-class _Nothing(torch.autograd.Function):
+class _UnusedParameters(torch.autograd.Function):
     """A number made of a unit's parameters, of which none has a gradient by it."""
 
     @staticmethod
@@ -275,7 +275,7 @@ class _Nothing(torch.autograd.Function):
         return (gradient, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
-class _Joined(torch.autograd.Function):
+class _JoinedLoss(torch.autograd.Function):
     """A loss, with numbers whose backward is to run beside its own."""
 
     @staticmethod

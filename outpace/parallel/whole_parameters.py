@@ -60,7 +60,7 @@ class WholeParameters:
         for name, parameter in nn.Module.named_parameters(self._module, *args, **options):
             if self._asks_whole and is_spread(parameter):
                 given = parameter, self._averages, self._used, self._wait
-                yield name, _Whole.apply(*given)  # type: ignore[no-untyped-call]
+                yield name, _WholeParameter.apply(*given)  # type: ignore[no-untyped-call]
             else:
                 yield name, parameter
 
@@ -76,7 +76,7 @@ def explain_mixed(error: RuntimeError) -> BadInputError | None:
     )
 
 
-class _Whole(torch.autograd.Function):
+class _WholeParameter(torch.autograd.Function):
     """A whole parameter of its shards. Collective, in both directions."""
 
     @staticmethod

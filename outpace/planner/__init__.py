@@ -1,1 +1,1 @@
-"""The planner: predicts time and memory of training plans, and ranks them. Imports no torch."""
+"""Closed forms without torch: what a model costs."""

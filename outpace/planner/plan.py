@@ -31,7 +31,7 @@ from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL, LEAN
 from outpace.planner.search.branch_and_bound import (
-    Found,
+    SearchResult,
     fastest,
     fastest_accepted,
     find_alternatives,
@@ -40,10 +40,10 @@ from outpace.planner.search.branch_and_bound import (
     search,
 )
 from outpace.planner.search.simulate_finalists import order, simulate_pipelines
-from outpace.planner.search.space import Wanted, to_plan
+from outpace.planner.search.space import SearchRequest, to_plan
 from outpace.planner.step_time.estimate import StepTimes, estimate, offloading
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Estimate, Insistence, OffloadingPart, Planned, Plans, Role
+from outpace.records.estimate import Estimate, KeptOption, OffloadingPart, Plans, RankedPlan, Role
 from outpace.records.plan import Plan
 from outpace.records.units import show_count
 
@@ -85,7 +85,7 @@ def plans(job: PlanningProblem) -> Plans:
             *job.outline.notes,
             *job.cluster.notes,
             _interval(job).note,
-            *_unsure(planned),
+            *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
             *_routing(job),
             *_adapters(job, planned),
@@ -123,7 +123,7 @@ def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
 
 
 def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
-    """Return the fields of `Planned` on what was measured; nothing on processors and guesses."""
+    """Return the fields of `RankedPlan` on what was measured; nothing on processors and guesses."""
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
     return {
@@ -137,7 +137,7 @@ def _extrapolations(job: PlanningProblem, plan: Plan) -> tuple[str, ...]:
     return extrapolations(likeness(job, plan))
 
 
-def _unsure(planned: Sequence[Planned]) -> list[str]:
+def _uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
     """Return what plans rest on that the interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
@@ -149,7 +149,7 @@ def _unsure(planned: Sequence[Planned]) -> list[str]:
     return told
 
 
-def _extrapolated_note(planned: Planned) -> list[str]:
+def _extrapolated_note(planned: RankedPlan) -> list[str]:
     """Return what of the first plan nothing that was measured resembles."""
     if not planned.extrapolated:
         return []
@@ -169,7 +169,7 @@ def _routing(job: PlanningProblem) -> list[str]:
     ]
 
 
-def _adapters(job: PlanningProblem, planned: Sequence[Planned]) -> list[str]:
+def _adapters(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
     """Return what takes less than training all weights, where these wait on the host."""
     if planned[0].plan.offload_parameters in (None, "none") or job.outline.untrained:
         return []
@@ -180,19 +180,16 @@ def _adapters(job: PlanningProblem, planned: Sequence[Planned]) -> list[str]:
     ]
 
 
-def _list_hints(job: PlanningProblem, found: Found) -> list[str]:
+def _list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
     """Return what is not searched and would gain, where hints are asked for."""
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, found.fastest)
-    told = hint(
-        job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, best,
-        _seconds(found),
-    )  # fmt: skip
+    told = hint(job.question, job.wanted, job.checked_bytes, job.limit, best, _seconds(found))
     return [] if told is None else [told]
 
 
-def _simulate_finalists(job: PlanningProblem, found: Found) -> Found:
+def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResult:
     """Simulate the finalists' pipelines, and rank them by the result.
 
     Two at least, that the fastest has another to be compared with.
@@ -202,14 +199,14 @@ def _simulate_finalists(job: PlanningProblem, found: Found) -> Found:
     return replace(found, times=times, ranked=ranked)
 
 
-def _search(job: PlanningProblem) -> Found:
+def _search(job: PlanningProblem) -> SearchResult:
     count = _FINALISTS * max(2, job.count)
     return _simulate_finalists(
-        job, search(job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, count)
+        job, search(job.question, job.wanted, job.checked_bytes, job.limit, count)
     )
 
 
-def _add_alternatives(job: PlanningProblem, found: Found) -> Found:
+def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
     """Add the simplest and the leanest of plans about as fast, with their pipelines simulated.
 
     In the place of one that is slower once it is simulated comes the best without a pipeline.
@@ -228,7 +225,7 @@ def _add_alternatives(job: PlanningProblem, found: Found) -> Found:
     )
 
 
-def _find_simulated_alternatives(job: PlanningProblem, found: Found) -> Found:
+def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
     found = find_alternatives(
         job.question, job.wanted, found, job.checked_bytes, job.least_bytes, job.limit
     )
@@ -237,14 +234,14 @@ def _find_simulated_alternatives(job: PlanningProblem, found: Found) -> Found:
     return replace(found, times=times)
 
 
-def _slow_alternatives(found: Found) -> tuple[bool, bool]:
+def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
     """Whether the simplest and the leanest are slower than they may be, once simulated."""
     took, least = found.times.step_s, float(found.times.step_s[found.fastest])
     slow = took[[found.simplest, found.leanest]] > least * np.array([EQUAL, LEAN])
     return bool(slow[0]), bool(slow[1])
 
 
-def list_places(found: Found) -> list[tuple[int, tuple[Role, ...]]]:
+def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
     """Places of plans with their roles: the recommended, fastest and leanest, then other kinds."""
     roles: list[tuple[int, Role]] = [
         (found.simplest, "recommended"), (found.fastest, "fastest"), (found.leanest, "leanest"),
@@ -261,10 +258,10 @@ def list_places(found: Found) -> list[tuple[int, tuple[Role, ...]]]:
     return [*listed.values(), *((place, ()) for place in others)]
 
 
-def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, Found]:
+def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
     """Search on all nodes; where nodes may stay idle, on those that are fastest."""
     best = job, _search(job)
-    for nodes in _fewer(job) if job.idle else ():
+    for nodes in _smaller_clusters(job) if job.idle else ():
         seconds = _seconds(best[1])
         if _least_s(job, nodes) >= seconds:
             break
@@ -275,12 +272,12 @@ def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, Found]:
     return best
 
 
-def _seconds(found: Found) -> float:
+def _seconds(found: SearchResult) -> float:
     """Seconds of the fastest plan's step; infinity where none fits."""
     return float(found.times.step_s[found.fastest]) if len(found.ranked) else math.inf
 
 
-def _fewer(job: PlanningProblem) -> list[int]:
+def _smaller_clusters(job: PlanningProblem) -> list[int]:
     """Fewer nodes that are worth a look, the most first.
 
     Halves again and again, powers of two, and those whose devices divide the global batch: all
@@ -315,7 +312,7 @@ def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, fl
 
 def fastest_plan(
     job: PlanningProblem, accepts: Callable[[Plan], bool]
-) -> tuple[Planned | None, int]:
+) -> tuple[RankedPlan | None, int]:
     """The fastest plan that fits and that `accepts` takes, and of how many."""
     plan, considered = fastest_accepted(
         job.question, job.wanted, job.checked_bytes, job.limit, accepts
@@ -326,12 +323,12 @@ def fastest_plan(
     return estimate_plan(job, plan).model_copy(update={"title": named}), considered
 
 
-def estimate_plan(job: PlanningProblem, plan: Plan) -> Planned:
+def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
     """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
     times = simulate_pipelines(job.question, columns, times, np.array([0]))
-    return Planned(
+    return RankedPlan(
         title=given_title(plan, job.wanted.precision, job.wanted.vary),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
@@ -344,10 +341,10 @@ def estimate_plan(job: PlanningProblem, plan: Plan) -> Planned:
 
 
 def _describe_plan(
-    job: PlanningProblem, found: Found, place: int, roles: tuple[Role, ...]
-) -> Planned:
+    job: PlanningProblem, found: SearchResult, place: int, roles: tuple[Role, ...]
+) -> RankedPlan:
     plan = to_plan(found.columns, place)
-    return Planned(
+    return RankedPlan(
         title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
@@ -436,11 +433,11 @@ def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, .
     return tuple(parts)
 
 
-def _insistences(job: PlanningProblem, fastest_s: float) -> list[Insistence]:
+def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
     """Return the cost of each option that the user insists on: the time without it."""
     rows = []
     wanted = job.wanted
-    asked: list[tuple[str, Wanted]] = [
+    asked: list[tuple[str, SearchRequest]] = [
         (f"{name}={value}", replace(wanted, keep={k: v for k, v in wanted.keep.items()
                                                   if k != name}))
         for name, value in wanted.keep.items()
@@ -451,11 +448,11 @@ def _insistences(job: PlanningProblem, fastest_s: float) -> list[Insistence]:
         _, found = _fastest(replace(job, wanted=freer, count=1))
         if len(found.ranked):
             free_s = _seconds(found)
-            rows.append(Insistence(setting=setting, slowdown=max(0.0, fastest_s / free_s - 1)))
+            rows.append(KeptOption(setting=setting, slowdown=max(0.0, fastest_s / free_s - 1)))
     return rows
 
 
-def _infeasible(job: PlanningProblem, found: Found) -> str:
+def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
     """Explain why nothing fits, and name the smallest machine that would do."""
     if not found.smallest:
         return impossible(job.wanted)
@@ -499,7 +496,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
         batch = math.ceil(job.wanted.global_batch / count) * count
         wanted = replace(job.wanted, world=count, per_node=count, global_batch=batch)
         other = replace(job, cluster=larger, wanted=wanted)
-        if fits(wanted, other.checked_bytes, other.least_bytes, job.limit):
+        if fits(wanted, other.checked_bytes, job.limit):
             return count, f"{count}x{name}"
         count *= 2
     return None
@@ -544,10 +541,10 @@ def _fits_on(job: PlanningProblem, nodes: int) -> bool:
     world = other.wanted.world
     batch = math.ceil(job.wanted.global_batch / world) * world
     wanted = replace(other.wanted, global_batch=batch)
-    return fits(wanted, other.checked_bytes, other.least_bytes, job.limit)
+    return fits(wanted, other.checked_bytes, job.limit)
 
 
-def throughput(job: PlanningProblem, nodes: int) -> Planned | None:
+def throughput(job: PlanningProblem, nodes: int) -> RankedPlan | None:
     """Return the fastest plan on `nodes` nodes; None where none fits."""
     used, found = _fastest(replace(job.with_nodes(nodes), count=2))
     if not len(found.ranked):

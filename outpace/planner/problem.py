@@ -11,7 +11,7 @@ from outpace.planner.calibration.cluster import Cluster
 from outpace.planner.memory import peak
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.plan_batch import OFFLOADS, Bools, Floats, PlanBatch
-from outpace.planner.search.space import Wanted
+from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 
@@ -27,7 +27,7 @@ class PlanningProblem:
 
     outline: Outline
     cluster: Cluster
-    wanted: Wanted
+    wanted: SearchRequest
     tokens: int | None = None
     price: float | None = None  # of a device and hour
     count: int = 5

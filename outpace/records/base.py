@@ -1,6 +1,5 @@
 """The base of every record: frozen, no unknown keys, JSON in and out, errors for people."""
 
-import errno
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from outpace.records.errors import BadInputError, excerpt, nearest, shorten
+from outpace.records.errors import BadInputError, excerpt, shorten, suggest
 
 Value = TypeVar("Value")
 OnChange = Callable[[str], None]  # is told that a file is not as it was written
@@ -93,15 +92,13 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
     Raises BadInputError, also if the file is too large for a record, and if its checksum does not
     match, unless `on_change` takes that message.
     """
-    with _explain_read_errors(path, "JSON", option):
-        refuse_pipe(path)
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+    with _explain_read_errors(path, "JSON", option), path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(
                 f"{path} is larger than {_MOST_BYTES >> 20} MiB, which no record is"
             )
-        values = _shallow(json.loads(content))
+        values = _check_depth(json.loads(content))
     if isinstance(values, dict) and _CHECKSUM in values:
         written = values.pop(_CHECKSUM)
         if written != _checksum(values):
@@ -129,7 +126,6 @@ def require_no_pointer(path: Path) -> None:
     Raises BadInputError, also for a file that cannot be read.
     """
     try:
-        refuse_pipe(path)
         with path.open("rb") as file:
             begin = file.read(len(_LFS_POINTER))
     except OSError as error:
@@ -144,19 +140,8 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
     """Read the table of a TOML file. `option`: the flag that names it. Raises BadInputError."""
     import tomllib
 
-    with _explain_read_errors(path, "TOML", option):
-        refuse_pipe(path)
-        with path.open("rb") as file:
-            return _shallow(tomllib.load(file))
-
-
-def refuse_pipe(path: Path) -> None:
-    """Raise OSError for a named pipe: to read it is to wait until somebody writes into it.
-
-    Those of a shell's `<(…)` lie in /dev, and have a writer.
-    """
-    if path.parts[:2] != ("/", "dev") and path.is_fifo():
-        raise OSError(errno.EINVAL, "it is a named pipe, not a file", str(path))
+    with _explain_read_errors(path, "TOML", option), path.open("rb") as file:
+        return _check_depth(tomllib.load(file))
 
 
 @contextmanager
@@ -191,7 +176,7 @@ def format_path(path: Path) -> str:
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
-def _shallow(value: Value) -> Value:
+def _check_depth(value: Value) -> Value:
     """Return the value. Raises RecursionError if processing it could, however deep the call stack
     is.
     """
@@ -223,7 +208,7 @@ def explain(error: ValidationError, where: str, known: Any) -> str:
 def _sentence(problem: Any, known: Any) -> str:
     name = shorten(".".join(str(part) for part in problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {name!r}.{nearest(name, known)}"
+        return f"unknown key {name!r}.{suggest(name, known)}"
     if problem["type"] == "value_error":
         return f"{name + ': ' if name else ''}{shorten(str(problem['ctx']['error']), 1000)}"
     if problem["type"] == "missing":

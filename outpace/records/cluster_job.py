@@ -41,13 +41,13 @@ class ClusterJob(Record):
                 f"{self.ranks_per_node} ranks for {self.gpus_per_node} GPUs on a node: each "
                 "rank needs its own GPU"
             )
-        unseen = [word for word in (*self.command, str(self.folder)) if _unseen(word)]
+        unseen = [word for word in (*self.command, str(self.folder)) if _is_unsafe_word(word)]
         if unseen:
             raise ValueError(f"{unseen[0]!r} contains a line break or another control character")
         return self
 
 
-def _unseen(word: str) -> bool:
+def _is_unsafe_word(word: str) -> bool:
     """Return whether text would break a line of a script, or display differently from what it
     is.
     """

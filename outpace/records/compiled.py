@@ -17,7 +17,7 @@ from outpace.records.strategies import TRAITS, Regions
 Region = Literal["whole", "blocks"]
 
 
-class Compiled(Record):
+class CompileTrial(Record):
     """Result of a trial: the same numbers, or an `error` that torch raises.
 
     `by_default`: compiled on CUDA if the user does not choose. `region`: how much is compiled at
@@ -39,16 +39,16 @@ class Compiled(Record):
         return self
 
 
-_WHOLE = Compiled(works=True, region="whole")
+_WHOLE = CompileTrial(works=True, region="whole")
 # Between blocks `fully_shard` gathers parameters, pipelines send, and the ring sends gradients that
 # one region's backward would bring all at its end.
-_BLOCKS = Compiled(works=True)
-_SENDS = Compiled(
+_BLOCKS = CompileTrial(works=True)
+_SENDS = CompileTrial(
     works=True, by_default=False, breaks="torch.distributed.P2POp and batch_isend_irecv"
 )
 # What the message advises makes it worse: with donated buffers off it runs, and the gradients of
 # the blocks' weights are wrong (their weights were off by their whole value after two steps).
-_SPLIT = Compiled(
+_SPLIT = CompileTrial(
     works=False,
     by_default=False,
     error="This backward function was compiled with non-empty donated buffers which requires "
@@ -58,10 +58,10 @@ _SPLIT = Compiled(
 
 # Of DDP's, torch cuts the region where its buckets of gradients end. Under tp a DTensor made before
 # the first block asks for a tensor's value: five graphs of a whole.
-_KINDS: Mapping[Regions, Compiled] = {
+_KINDS: Mapping[Regions, CompileTrial] = {
     "whole": _WHOLE, "blocks": _BLOCKS, "sends": _SENDS, "split": _SPLIT,
 }  # fmt: skip
-COMPILED: Mapping[str, Compiled] = {
+COMPILED: Mapping[str, CompileTrial] = {
     **{
         name: _KINDS[traits.compiled]
         for name, traits in TRAITS.items()

@@ -112,7 +112,7 @@ def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
     return ", ".join(first) + (f" and {more} more" if more else "")
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def suggest(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean …?' with the choices that a word may mean, or '' if there is none.
 
     Choices are found by meaning (`aliases`), then by spelling: a typing error, or the beginning of
@@ -157,7 +157,7 @@ def _one_slip(one: str, other: str) -> bool:
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:
-    """Return `nearest` for models: the same family, generation and size in another spelling.
+    """Return `suggest` for models: the same family, generation and size in another spelling.
 
     If there are none, return those of the family and generation with the closest size. Mixtral is
     not a typing error for Mistral, nor Llama 4 for Llama 3, so neither is proposed.
@@ -209,6 +209,6 @@ def _letters(name: str) -> str:
     return re.split(r"[^a-z]", name.lower().lstrip("./"), maxsplit=1)[0]
 
 
-def harmless(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return a text for a terminal, without control characters."""
     return _CONTROL.sub("\ufffd", text)

@@ -109,7 +109,7 @@ class MeasuredCase(Record):
         return self.predicted_s / self.measured_s - 1
 
 
-class Planned(Record):
+class RankedPlan(Record):
     """A plan, its cost, and the reason for its rank.
 
     `roles` are why it is listed: `recommended`, the simplest with the most free memory of those
@@ -140,7 +140,7 @@ class Planned(Record):
         return f"{join_roles(self.roles).capitalize()}: {self.title}" if self.roles else self.title
 
 
-class Rejected(Record):
+class RejectedFamily(Record):
     """A family of plans of which none was chosen, and why, with its best or smallest."""
 
     family: str
@@ -148,7 +148,7 @@ class Rejected(Record):
     plan: Plan | None = None
 
 
-class Insistence(Record):
+class KeptOption(Record):
     """An option that the user insists on, and its cost relative to the best plan without it."""
 
     setting: str
@@ -169,9 +169,9 @@ class Plans(Record):
     )
     seq_len: PositiveInt
     global_batch: PositiveInt
-    plans: tuple[Planned, ...] = Field(min_length=1)
-    rejected: tuple[Rejected, ...] = ()
-    insistences: tuple[Insistence, ...] = ()
+    plans: tuple[RankedPlan, ...] = Field(min_length=1)
+    rejected: tuple[RejectedFamily, ...] = ()
+    insistences: tuple[KeptOption, ...] = ()
     considered: NonNegativeInt
     took_s: NonNegativeFloat
     source: RateSource = Field(description="sources of the rates")
@@ -180,7 +180,7 @@ class Plans(Record):
         default={}, description="options that were not given, with the values used"
     )
 
-    def plan_for(self, role: Role) -> Planned | None:
+    def plan_for(self, role: Role) -> RankedPlan | None:
         """Return the plan listed as recommended, fastest or leanest; None if it is not listed."""
         return next((planned for planned in self.plans if role in planned.roles), None)
 

@@ -69,7 +69,7 @@ class NetworkPort(Record):
         return None if self.state is None else self.state.endswith("ACTIVE")
 
 
-class Busy(Record):
+class BusyProgram(Record):
     """Another user's or task's program that uses the CPU now."""
 
     program: str
@@ -102,7 +102,7 @@ class Inventory(Record):
     local_rank: int | None = None
     local_world_size: int | None = None
     other_busy_cores: float | None = None
-    busy: tuple[Busy, ...] = ()
+    busy: tuple[BusyProgram, ...] = ()
     gpus: tuple[GpuState, ...] = ()
     gpus_unknown: str | None = Field(default=None, description="why no GPUs can be seen")
     topology: Topology | None = None

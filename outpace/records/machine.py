@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field, PositiveInt
 
 from outpace.records.base import Record
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 from outpace.records.topology import Topology
 
 
@@ -32,7 +32,7 @@ class Machine(Record):
         default=None,
         description="links between devices, by the driver's numbers; None if it reports none",
     )
-    probed: Probed | None = Field(default=None, description="results of outpace probe")
+    probed: ProbeRecord | None = Field(default=None, description="results of outpace probe")
 
     def differences(self, other: "Machine") -> tuple[str, ...]:
         """Return which properties that affect speed differ in another machine."""

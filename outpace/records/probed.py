@@ -13,7 +13,7 @@ SectionName = Literal[
 ]  # fmt: skip
 
 
-class Shown(Protocol):
+class ProgressDisplay(Protocol):
     """Receiver of a section's progress."""
 
     def __call__(self, section: str, share: float) -> None:
@@ -85,7 +85,7 @@ class Steadiness(Record):
     warnings: tuple[str, ...] = ()
 
 
-class Probed(Record):
+class ProbeRecord(Record):
     """A probe: what was measured, when, with which versions, and all results."""
 
     date: str

@@ -276,7 +276,7 @@ def series(
         host=HostSeries(
             memory_total_bytes=hosts[0].memory_total_bytes,
             cores=tuple(
-                tuple(_short(value, "cores") for value in core)
+                tuple(_round_digits(value, "cores") for value in core)
                 for core in zip(*(host.cores for host in hosts), strict=True)
             ),
             **_transpose_loads(hosts),
@@ -286,12 +286,12 @@ def series(
 
 def _transpose_loads(loads: Sequence[Record]) -> dict[str, Any]:
     return {
-        name: tuple(_short(getattr(load, name), name) for load in loads)
+        name: tuple(_round_digits(getattr(load, name), name) for load in loads)
         for name in _columns(type(loads[0]))
     }
 
 
-def _short(value: float | None, name: str) -> float | None:
+def _round_digits(value: float | None, name: str) -> float | None:
     """Round to significant digits, so that a file with a thousand points stays small."""
     if value is None:
         return None
@@ -314,7 +314,7 @@ def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
         yield from one.cores
 
 
-class Thinned:
+class ThinnedLoads:
     """Series of loads that stays short: at `most` points, pairs are averaged and the period
     doubles.
     """

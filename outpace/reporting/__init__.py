@@ -1,1 +1,1 @@
-"""Presentation of records: pages, tables and figures."""
+"""Records as a reader sees them: pages, tables and figures."""

@@ -25,7 +25,7 @@ from outpace.trace.extend import (
     strip_of,
 )
 from outpace.trace.fake import fake_tensors
-from outpace.trace.offloading import Elsewhere, offload_to_disk, separate_host_memory
+from outpace.trace.offloading import OffloadScratch, offload_to_disk, separate_host_memory
 from outpace.trace.reserve import events_of, peak_reserved_bytes
 from outpace.trace.steps import Trainable, Workload, run_steps
 from outpace.trace.world import lay_out, one_rank
@@ -104,7 +104,7 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, fake_tensors(), watch:
             with separate_host_memory(watch, rules), work.functions(rules):
-                run_steps(work, ranks, watch, lay_out, rules, Elsewhere(watch))
+                run_steps(work, ranks, watch, lay_out, rules, OffloadScratch(watch))
             segments = watch.segments
     finally:
         if collecting:

@@ -52,10 +52,10 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
         return
     for module in model.modules():
         if isinstance(module.forward, CompiledForward):
-            module.forward = _Partitioned(module, module.forward.eager, watch)
+            module.forward = _PartitionedForward(module, module.forward.eager, watch)
 
 
-class _Partitioned:
+class _PartitionedForward:
     """A forward by the graphs that a compiler would make of it and of its backward."""
 
     def __init__(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
-from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
+from outpace.nn.mixed import MixedPrecision, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.parallel import Layout, LayoutRequest, StepHooks
 from outpace.parallel.custom_pipeline import CustomPipeline
@@ -67,14 +67,14 @@ class ModuleWorkload:
         """Entered around a trace."""
         return rules.functions(self.drops, self.plan)
 
-    def make_mixed(self) -> Mixed:
+    def make_mixed(self) -> MixedPrecision:
         """Return what products are computed in."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 
     def lay_out_model(
-        self, mixed: Mixed, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut, rules: Rules,
-        scratch: Scratch,
+        self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
+        rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
         """The module on this rank."""
         own, plan = self.build(), self.plan
@@ -153,11 +153,11 @@ class _ValueFree(CustomObjective):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Compute loss and count. Raises BadInputError where it reads a number."""
-        with _NoReads(self.model):
+        with _ReadRefusal(self.model):
             return super().forward(batch)
 
 
-class _NoReads(TorchDispatchMode):
+class _ReadRefusal(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module

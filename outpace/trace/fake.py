@@ -18,7 +18,7 @@ _FEW = {torch.int32: 2**20, torch.int64: 32}
 _FEW_OTHERS = 2
 
 
-class SmallAreReal(TorchDispatchMode):
+class RealSmallTensors(TorchDispatchMode):
     """Mode above a FakeTensorMode: small tensors made from nothing, or from such tensors, are real.
 
     Optimizers read their counts of steps, meshes their ranks, and DDP the sizes of parameters:
@@ -45,5 +45,5 @@ class SmallAreReal(TorchDispatchMode):
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Give tensors shapes, and memory only if they are small."""
-    with FakeTensorMode(allow_non_fake_inputs=True), SmallAreReal():  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

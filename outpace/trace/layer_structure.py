@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.records.outline import AttentionShape, Mlp, Stack
-from outpace.trace.products import Made
+from outpace.trace.products import ProductCall
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LayerWeights:
     hidden: int
     rows: int
 
-    def is_whole(self, one: Made) -> bool:
+    def is_whole(self, one: ProductCall) -> bool:
         """Whether a product is by all of a matrix, for each token once."""
         shape = self.shapes.get(one.weight or "")
         return (
@@ -31,11 +31,11 @@ class LayerWeights:
             and shape[0] * shape[1] == one.inputs * one.outputs
         )
 
-    def has_bias(self, products: Sequence[Made]) -> bool:
+    def has_bias(self, products: Sequence[ProductCall]) -> bool:
         """Whether each of the products adds a bias."""
         return all(self._bias_of(one) is not None for one in products)
 
-    def _bias_of(self, one: Made) -> str | None:
+    def _bias_of(self, one: ProductCall) -> str | None:
         weight = str(one.weight)
         names = (f"{weight.removesuffix('weight')}bias", f"{weight}_bias")
         return next((name for name in names if name in self.shapes), None)
@@ -46,11 +46,11 @@ class LayerStructure:
     """A stack with what was told apart, and the products that are left."""
 
     stack: Stack
-    rest: tuple[Made, ...]
+    rest: tuple[ProductCall, ...]
 
 
 def tell_apart(
-    stack: Stack, products: Sequence[Made], places: Mapping[str, int], weights: LayerWeights
+    stack: Stack, products: Sequence[ProductCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
     """Return the stack with its attention's projections, its MLP or its experts.
 
@@ -59,7 +59,7 @@ def tell_apart(
     rest = list(products)
     uses = Counter(one.weight for one in products)
     updates: dict[str, Any] = {}
-    taken: list[Made] = []
+    taken: list[ProductCall] = []
     for name, place in (("attention", "own"), ("cross_attention", "cross")):
         attention: AttentionShape | None = getattr(stack, name)
         if attention is None:
@@ -84,9 +84,9 @@ def tell_apart(
     return LayerStructure(stack.model_copy(update=updates), tuple(rest))
 
 
-def _groups(products: Sequence[Made]) -> Iterator[list[Made]]:
+def _groups(products: Sequence[ProductCall]) -> Iterator[list[ProductCall]]:
     """Products of the same part of the layer, the innermost parts first, then all of them."""
-    groups: dict[tuple[str, ...], list[Made]] = {}
+    groups: dict[tuple[str, ...], list[ProductCall]] = {}
     for one in products:
         parts = str(one.weight).split(".")
         for depth in range(len(parts)):
@@ -95,13 +95,13 @@ def _groups(products: Sequence[Made]) -> Iterator[list[Made]]:
         yield groups[path]
 
 
-Projected = tuple[AttentionShape, list[Made]]
+Projected = tuple[AttentionShape, list[ProductCall]]
 
 
 def _projections(
     attention: AttentionShape,
-    before: Sequence[Made],
-    after: Sequence[Made],
+    before: Sequence[ProductCall],
+    after: Sequence[ProductCall],
     weights: LayerWeights,
 ) -> Projected | None:
     """The attention with its products: those before it that fit, and the first one after it."""
@@ -120,7 +120,7 @@ def _projections(
 
 
 def _plain(
-    attention: AttentionShape, before: Sequence[Made], weights: LayerWeights
+    attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
 ) -> Projected | None:
     """Queries, keys and values by one product or several, all of the residual width.
 
@@ -141,11 +141,13 @@ def _plain(
     return None
 
 
-def _three_of(read: Sequence[Made], queries: int, keys: int, values: int) -> list[Made] | None:
+def _three_of(
+    read: Sequence[ProductCall], queries: int, keys: int, values: int
+) -> list[ProductCall] | None:
     """Products of queries, keys and values, joined or apart; others may be beside them."""
     if len(read) < 3:
         return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
-    taken: list[Made] = []
+    taken: list[ProductCall] = []
     for outputs in ((queries, 2 * queries), (keys,), (values,)):  # a gate joined with the queries
         one = next((one for one in read if one.outputs in outputs and one not in taken), None)
         if one is None:
@@ -154,7 +156,7 @@ def _three_of(read: Sequence[Made], queries: int, keys: int, values: int) -> lis
     return taken
 
 
-def _gate_products(attention: AttentionShape, taken: Sequence[Made]) -> list[Made]:
+def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> list[ProductCall]:
     """Return what products make beside queries, keys and values: gates of the output."""
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
@@ -167,7 +169,7 @@ def _gate_products(attention: AttentionShape, taken: Sequence[Made]) -> list[Mad
 
 
 def _latent(
-    attention: AttentionShape, before: Sequence[Made], weights: LayerWeights
+    attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
 ) -> Projected | None:
     """Queries, and keys and values, through a narrow product (DeepSeek-V2, arXiv 2405.04434)."""
     if attention.heads != attention.kv_heads:
@@ -195,8 +197,8 @@ def _latent(
 
 
 def _latent_queries(
-    queries: int, others: Sequence[Made], hidden: int
-) -> tuple[int | None, list[Made]] | None:
+    queries: int, others: Sequence[ProductCall], hidden: int
+) -> tuple[int | None, list[ProductCall]] | None:
     for up in others:
         if up.outputs != queries:
             continue
@@ -211,13 +213,17 @@ def _latent_queries(
     return None
 
 
-def _mlps(whole: Sequence[Made], weights: LayerWeights) -> Iterator[tuple[Mlp, list[Made]]]:
+def _mlps(
+    whole: Sequence[ProductCall], weights: LayerWeights
+) -> Iterator[tuple[Mlp, list[ProductCall]]]:
     """MLPs of the layer, that with the most work first."""
     found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
     yield from sorted(found, key=lambda made: made[0].width, reverse=True)
 
 
-def _mlps_of(group: Sequence[Made], weights: LayerWeights) -> Iterator[tuple[Mlp, list[Made]]]:
+def _mlps_of(
+    group: Sequence[ProductCall], weights: LayerWeights
+) -> Iterator[tuple[Mlp, list[ProductCall]]]:
     hidden = weights.hidden
     for down in group:
         if down.outputs != hidden:
@@ -236,8 +242,8 @@ def _mlps_of(group: Sequence[Made], weights: LayerWeights) -> Iterator[tuple[Mlp
 
 
 def _experts(
-    rest: Sequence[Made], whole: Sequence[Made], weights: LayerWeights
-) -> tuple[Mlp, list[Made]] | None:
+    rest: Sequence[ProductCall], whole: Sequence[ProductCall], weights: LayerWeights
+) -> tuple[Mlp, list[ProductCall]] | None:
     """Experts whose weights are stacked, of which each token goes through some."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
@@ -268,6 +274,6 @@ def _experts(
     return None
 
 
-def _is_stacked(one: Made, weights: LayerWeights) -> bool:
+def _is_stacked(one: ProductCall, weights: LayerWeights) -> bool:
     shape = weights.shapes[str(one.weight)]
     return sorted(shape[1:]) == sorted((one.inputs, one.outputs))

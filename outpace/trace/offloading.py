@@ -21,7 +21,7 @@ from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
 
 
-class _Nowhere(Region):
+class _EmptyRegion(Region):
     """Takes no memory, and is never waited for."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Nowhere(Region):
         """Do nothing, since nothing is held."""
 
 
-class Elsewhere(Scratch):
+class OffloadScratch(Scratch):
     """Memory that `watch` counts as offloaded, not as the device's."""
 
     def __init__(self, watch: AllocationTracer) -> None:
@@ -44,7 +44,7 @@ class Elsewhere(Scratch):
     def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
         """The tensors themselves, whose memory counts elsewhere from now on."""
         self._watch.move_away(tensors)
-        return list(tensors), _Nowhere()
+        return list(tensors), _EmptyRegion()
 
     def region_of(self, tensor: Tensor) -> Region | None:
         """Return None, since nothing has to be read ahead."""
@@ -54,7 +54,7 @@ class Elsewhere(Scratch):
         """A copy that lies elsewhere."""
         copied = torch.empty_like(tensor)
         self._watch.move_away([copied])
-        return copied, _Nowhere()
+        return copied, _EmptyRegion()
 
 
 def offload_to_disk(plan: Plan, rules: Rules) -> Plan:

@@ -12,7 +12,7 @@ from outpace.interop.custom_model import read_positions
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
-from outpace.trace.products import Attended, Forward, Made, record
+from outpace.trace.products import AttentionCall, Forward, ProductCall, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Of a layer's attentions, "own" and "cross": how many products come before each.
@@ -39,7 +39,7 @@ class LayerPart:
     path: str
     kind: Any
     signature: Any
-    done: tuple[Made | Attended, ...]
+    done: tuple[ProductCall | AttentionCall, ...]
     work: int
 
 
@@ -56,7 +56,7 @@ class ModuleTracing:
         tokens = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
         self.seq_len = int(tokens[0].shape[1]) if tokens else None
         self.forward: Forward = record(module, inputs)
-        if not any(isinstance(one, Made) and one.weight for one in self.forward.done):
+        if not any(isinstance(one, ProductCall) and one.weight for one in self.forward.done):
             raise BadInputError(
                 f"the forward of {type(module).__name__} multiplies by no weight, so there is "
                 "nothing to plan for"
@@ -103,7 +103,7 @@ class ModuleTracing:
         return None
 
     def fill_layer(
-        self, stack: Stack, rest: list[Made], places: Places, path: str, names: list[str]
+        self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
         """Add the products of a layer to its stack; `places`: before which of them it attends."""
         products = self.products(rest, path, names, self._rows(stack))
@@ -154,7 +154,9 @@ class ModuleTracing:
         names = self._parameters_of(path)
         relative = tuple(_relative(one, path) for one in done)
         shapes = tuple((name.removeprefix(path), self.sizes[name]) for name in names)
-        work = sum(one.rows * one.inputs * one.outputs for one in done if isinstance(one, Made))
+        work = sum(
+            one.rows * one.inputs * one.outputs for one in done if isinstance(one, ProductCall)
+        )
         kind = (type(module), shapes)
         return LayerPart(path, kind, (kind, relative, self.settings(path, module)), done, work)
 
@@ -163,12 +165,12 @@ class ModuleTracing:
         shape = self.forward.shapes.get(part.path, ())
         if not shape:
             return None
-        made = {one.outputs for one in part.done if isinstance(one, Made)}
+        made = {one.outputs for one in part.done if isinstance(one, ProductCall)}
         return shape[1] if len(shape) > 3 and shape[1] in made else shape[-1]
 
     def _stack(
         self,
-        done: Sequence[Made | Attended],
+        done: Sequence[ProductCall | AttentionCall],
         path: str,
         names: list[str],
         layers: int,
@@ -195,11 +197,11 @@ class ModuleTracing:
             update={"other_parameters": parameters - layer_parameters(stack, self.hidden or 1)}
         )
 
-    def _length(self, done: Sequence[Made | Attended]) -> int:
+    def _length(self, done: Sequence[ProductCall | AttentionCall]) -> int:
         """Tokens of a sample: as many as it is given, or the rows in most of the work."""
         work: Counter[int] = Counter()
         for one in done:
-            if isinstance(one, Made):
+            if isinstance(one, ProductCall):
                 weighed = one.rows * one.inputs * one.outputs * (2 if one.weight else 1)
                 work[self._rows_per_sample(one.rows)] += weighed
         if self.seq_len in work or not work:
@@ -211,16 +213,16 @@ class ModuleTracing:
         return -(-rows // self.samples)
 
     def _attentions(
-        self, done: Sequence[Made | Attended], length: int, seen: int | None
-    ) -> tuple[list[Made], dict[str, tuple[Attended, int]]]:
+        self, done: Sequence[ProductCall | AttentionCall], length: int, seen: int | None
+    ) -> tuple[list[ProductCall], dict[str, tuple[AttentionCall, int]]]:
         """Return what else a layer did, and its attentions: of its tokens to each other, to others.
 
         Each attention with the number of the products before it.
         """
-        rest: list[Made] = []
-        found: dict[str, tuple[Attended, int]] = {}
+        rest: list[ProductCall] = []
+        found: dict[str, tuple[AttentionCall, int]] = {}
         for one in self._pair_products(done):
-            if isinstance(one, Made):
+            if isinstance(one, ProductCall):
                 rest.append(one)
                 continue
             fits = one.batch == self.samples and one.queries == length
@@ -231,21 +233,23 @@ class ModuleTracing:
             else:
                 many = one.batch * one.heads
                 rows = many * one.queries
-                rest.append(Made(one.module, None, rows, one.head_dim, one.keys, many))
-                rest.append(Made(one.module, None, rows, one.keys, one.value_dim, many))
+                rest.append(ProductCall(one.module, None, rows, one.head_dim, one.keys, many))
+                rest.append(ProductCall(one.module, None, rows, one.keys, one.value_dim, many))
         return rest, found
 
-    def _pair_products(self, done: Sequence[Made | Attended]) -> Iterator[Made | Attended]:
+    def _pair_products(
+        self, done: Sequence[ProductCall | AttentionCall]
+    ) -> Iterator[ProductCall | AttentionCall]:
         """Scores and mix written as two products are an attention too."""
-        waiting: Made | None = None
+        waiting: ProductCall | None = None
         for one in done:
-            if waiting is not None and isinstance(one, Made):
+            if waiting is not None and isinstance(one, ProductCall):
                 found = self._attention_of(waiting, one)
                 yield waiting if found is None else found
                 waiting = None
                 if found is not None:
                     continue
-            if isinstance(one, Made) and one.weight is None and one.batch > 1:
+            if isinstance(one, ProductCall) and one.weight is None and one.batch > 1:
                 waiting = one
                 continue
             if waiting is not None:
@@ -255,12 +259,12 @@ class ModuleTracing:
         if waiting is not None:
             yield waiting
 
-    def _attention_of(self, scores: Made, mix: Made) -> Attended | None:
+    def _attention_of(self, scores: ProductCall, mix: ProductCall) -> AttentionCall | None:
         same = mix.weight is None and (mix.batch, mix.rows) == (scores.batch, scores.rows)
         if not same or mix.inputs != scores.outputs or scores.batch % self.samples:
             return None
         heads = scores.batch // self.samples
-        return Attended(
+        return AttentionCall(
             scores.module,
             batch=self.samples,
             heads=heads,
@@ -273,7 +277,7 @@ class ModuleTracing:
         )
 
     def products(
-        self, done: Sequence[Made], path: str, names: Sequence[str], length: int | None
+        self, done: Sequence[ProductCall], path: str, names: Sequence[str], length: int | None
     ) -> list[ProductShape]:
         """Each weight once, with how often it is used; products by none counted by their shape."""
         by_weight: dict[str, ProductShape] = {}
@@ -303,8 +307,8 @@ class ModuleTracing:
         self,
         name: str,
         stacks: list[Stack],
-        before: list[Made | Attended],
-        after: list[Made | Attended],
+        before: list[ProductCall | AttentionCall],
+        after: list[ProductCall | AttentionCall],
         width: int | None,
     ) -> Outline:
         """`before` and `after` are what lies outside of the layers."""
@@ -356,14 +360,16 @@ class ModuleTracing:
         return max(there, key=lambda name: (rows[name] == outputs, rows[name]), default=None)
 
     def _head(
-        self, after: Sequence[Made | Attended], hidden: int, there: Sequence[str]
-    ) -> Made | None:
+        self, after: Sequence[ProductCall | AttentionCall], hidden: int, there: Sequence[str]
+    ) -> ProductCall | None:
         """The last product, if it is by a whole weight and of the layers' width."""
-        made = [one for one in after if isinstance(one, Made)]
+        made = [one for one in after if isinstance(one, ProductCall)]
         if not made or made[-1].weight not in there or made[-1].inputs != hidden:
             return None
         last = made[-1]
-        uses = sum(one.weight == last.weight for one in self.forward.done if isinstance(one, Made))
+        uses = sum(
+            one.weight == last.weight for one in self.forward.done if isinstance(one, ProductCall)
+        )
         whole = self.sizes[str(last.weight)] == last.inputs * last.outputs
         return last if whole and uses == 1 else None
 
@@ -380,30 +386,30 @@ def _merge_equal(stacks: list[Stack]) -> list[Stack]:
     return merged
 
 
-def _record_of(one: Attended) -> AttentionShape:
+def _record_of(one: AttentionCall) -> AttentionShape:
     return AttentionShape(
         heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, value_dim=one.value_dim,
         causal=one.causal, projected=False,
     )  # fmt: skip
 
 
-def _flat(done: Sequence[Made | Attended]) -> list[Made]:
+def _flat(done: Sequence[ProductCall | AttentionCall]) -> list[ProductCall]:
     """Attention as its two products."""
-    made: list[Made] = []
+    made: list[ProductCall] = []
     for one in done:
-        if isinstance(one, Made):
+        if isinstance(one, ProductCall):
             made.append(one)
             continue
         many = one.batch * one.heads
         rows = many * one.queries
-        made.append(Made(one.module, None, rows, one.head_dim, one.keys, many))
-        made.append(Made(one.module, None, rows, one.keys, one.value_dim, many))
+        made.append(ProductCall(one.module, None, rows, one.head_dim, one.keys, many))
+        made.append(ProductCall(one.module, None, rows, one.keys, one.value_dim, many))
     return made
 
 
-def _relative(one: Made | Attended, path: str) -> Made | Attended:
+def _relative(one: ProductCall | AttentionCall, path: str) -> ProductCall | AttentionCall:
     """Return the operation as seen from the part at `path`."""
-    if isinstance(one, Attended):
+    if isinstance(one, AttentionCall):
         return one._replace(module=one.module.removeprefix(path))
     return one._replace(module=one.module.removeprefix(path), weight=_strip_path(one.weight, path))
 

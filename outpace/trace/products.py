@@ -31,7 +31,7 @@ _GROUPED = "transformers.grouped_mm_fallback"  # where torch has no such product
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
 
 
-class Made(NamedTuple):
+class ProductCall(NamedTuple):
     """A product, (rows, inputs) by (inputs, outputs), in `module`; `weight`: the parameter's name.
 
     `batch` of them where neither factor is a weight; then rows are of all.
@@ -45,7 +45,7 @@ class Made(NamedTuple):
     batch: int = 1
 
 
-class Attended(NamedTuple):
+class AttentionCall(NamedTuple):
     """A fused attention: of `batch` samples, `heads` of `queries` by `keys`."""
 
     module: str
@@ -63,7 +63,7 @@ class Attended(NamedTuple):
 class Forward:
     """Record of a forward pass: operations in order, and the last output shape of each module."""
 
-    done: list[Made | Attended] = field(default_factory=list)
+    done: list[ProductCall | AttentionCall] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -235,12 +235,12 @@ class _Watch(TorchDispatchMode):
         if left.dim() == 2 and right.dim() == 2 and self._weight(right) is None:
             name = self._weight(left)
             if name is not None:  # weight @ input
-                made = Made(self._module, name, outputs, inputs, int(left.shape[0]))
+                made = ProductCall(self._module, name, outputs, inputs, int(left.shape[0]))
                 self.forward.done.append(made)
                 return
         batch = int(left.shape[0]) if left.dim() == 3 else 1
         name = self._weight(right)
-        self.forward.done.append(Made(self._module, name, rows, inputs, outputs, batch))
+        self.forward.done.append(ProductCall(self._module, name, rows, inputs, outputs, batch))
 
     def _convolution(self, args: Any, made: Tensor) -> None:
         image, weight, transposed = args[0], args[1], args[6]
@@ -250,7 +250,9 @@ class _Watch(TorchDispatchMode):
         inside = _size(weight.shape[1:])
         first = int(weight.shape[0])
         inputs, outputs = (first, inside) if transposed else (inside, first)
-        self.forward.done.append(Made(self._module, self._weight(weight), rows, inputs, outputs))
+        self.forward.done.append(
+            ProductCall(self._module, self._weight(weight), rows, inputs, outputs)
+        )
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> None:
         names = [argument.name for argument in func._schema.arguments]
@@ -259,7 +261,7 @@ class _Watch(TorchDispatchMode):
         if not func.overloadpacket.__name__.startswith("_scaled"):  # (B, S, H, C)
             queries, keys, values = (one.transpose(1, 2) for one in (queries, keys, values))
         self.forward.done.append(
-            Attended(
+            AttentionCall(
                 self._module,
                 batch=int(queries.shape[0]),
                 heads=int(queries.shape[1]),

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
+from outpace.nn.mixed import MixedPrecision, keeps_casts, make_mixed
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, hold_masks
@@ -60,14 +60,14 @@ class Workload:
         """Entered around a trace."""
         return rules.functions(self.spec.dropout > 0, self.plan)
 
-    def make_mixed(self) -> Mixed:
+    def make_mixed(self) -> MixedPrecision:
         """Return what products are computed in."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
     def lay_out_model(
-        self, mixed: Mixed, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut, rules: Rules,
-        scratch: Scratch,
+        self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
+        rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
         """The model on this rank, with its weights."""
         plan, objective = self.plan, _objective(self, mixed)
@@ -105,10 +105,10 @@ class Trainable(Protocol):
     def settings(self) -> TrainSettings: ...
     def batch(self) -> Any: ...
     def functions(self, rules: Rules) -> AbstractContextManager[object]: ...
-    def make_mixed(self) -> Mixed: ...
+    def make_mixed(self) -> MixedPrecision: ...
     def lay_out_model(
-        self, mixed: Mixed, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut, rules: Rules,
-        scratch: Scratch,
+        self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
+        rules: Rules, scratch: Scratch,
     ) -> Layout: ...  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _prepare(
     lay_out: LayOut,
     rules: Rules,
     scratch: Scratch,
-) -> tuple[Layout, torch.optim.Optimizer, Mixed]:
+) -> tuple[Layout, torch.optim.Optimizer, MixedPrecision]:
     """The model, laid out, and its optimizer."""
     plan, lr = work.plan, work.settings.lr or _ANY_LR
     settings = work.settings.model_copy(update={"lr": lr})
@@ -158,7 +158,7 @@ def _prepare(
     return layout, optimizer, mixed
 
 
-def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
+def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
     """The model in the dtype of its weights; without memory where it is filled later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # casts of modules are not for fake tensors
@@ -179,7 +179,7 @@ def _step(
     watch: AllocationTracer,
     layout: Layout,
     optimizer: torch.optim.Optimizer,
-    mixed: Mixed,
+    mixed: MixedPrecision,
     on_host: bool,
 ) -> None:
     reads = work.plan.data_rank(ranks.rank) is not None

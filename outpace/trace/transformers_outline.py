@@ -22,7 +22,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 from outpace.trace.layer_structure import LayerWeights, tell_apart
 from outpace.trace.outline import LayerPart, ModuleTracing, Places
-from outpace.trace.products import Made
+from outpace.trace.products import ProductCall
 
 _SAMPLES = 2
 # Twice as many tokens tell which products of activations grow with the length. Recurrent layers
@@ -249,7 +249,7 @@ class _Tracing(ModuleTracing):
         return self._window(path, module)
 
     def fill_layer(
-        self, stack: Stack, rest: list[Made], places: Places, path: str, names: list[str]
+        self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
         layer = self.modules[path]
         bare = self._add_traits(stack, path, layer, names)

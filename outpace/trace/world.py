@@ -66,14 +66,14 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         init(self, *args, **{**kwargs, "parameters_as_bucket_view": False})
 
     yield ZeroRedundancyOptimizer, "__init__", init_without_views
-    yield ring, "RingReducer", _InTurn
+    yield ring, "RingReducer", _SequentialRing
 
 
 def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
     return new_group(*args, **kwargs)  # whatever backend: there is no store to meet others in
 
 
-class _Done:
+class _DoneWork:
     """Work whose future has its result, which the fake group's has not."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -93,12 +93,12 @@ class _Done:
 def _with_future(all_reduce: Any) -> Any:
     def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(tensor, *args, **kwargs)
-        return work and _Done(tensor)
+        return work and _DoneWork(tensor)
 
     return reduce
 
 
-class _InTurn:
+class _SequentialRing:
     """Takes a buffer round the ring at once: a fake mode has one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Training: the loop, precision, optimizers, checkpoints, guards, the run directory."""
+"""The loop, precision, optimizers, checkpoints, guards, the run directory."""

@@ -1,4 +1,4 @@
-"""Callbacks through which the user's logging, and outpace's, follow a run."""
+"""Callbacks by which the user's own logging, and outpace's, follow a run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,13 +15,13 @@ class Callback:
     """Called on rank 0 during the run. Override what you need; the rest does nothing."""
 
     def on_stage(self, message: str) -> None:
-        """Handle the start of a phase, such as "preparing data"."""
+        """A phase begins: "preparing data"."""
 
     def on_progress(self, what: str, done: int, total: int | None) -> None:
-        """Handle progress within a phase; `total` is None if unknown."""
+        """Part of a phase is done; `total` is None when it is not known."""
 
     def on_start(self, info: RunInfo) -> None:
-        """Handle the start of a run, before its first step."""
+        """The first step is about to begin."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
         """Report the use of memory: traced, before the first step; at the end measured, too."""
@@ -30,22 +30,22 @@ class Callback:
         """Report something that the user may want to change, or know."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Handle a finished step."""
+        """A step is done."""
 
     def on_load(self, load: Load, step: int) -> None:
-        """Handle rank 0's recent host load, after `step`; every second or less often."""
+        """Report how busy rank 0's host was of late, after `step`; every second or more rarely."""
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Handle a held-out loss."""
+        """The held-out loss was measured."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Handle a checkpoint that is complete on disk."""
+        """A checkpoint is whole on disk."""
 
     def on_end(self, measurement: Measurement) -> None:
-        """Handle the end of the last step."""
+        """The run reached its last step."""
 
     def close(self) -> None:
-        """Handle the end of the run, whether it succeeded or failed."""
+        """The run ends, however it ends."""
 
 
 def tell(callbacks: Iterable[Callback], event: str, *arguments: object) -> None:

@@ -1,9 +1,9 @@
-"""Checkpoints: written in the background by DCP, marked as complete last, verified before use.
+"""Checkpoints: written in the background by DCP, marked whole last, verified before use.
 
 A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
-`complete.json` with the size and checksum of every file. It is used only with that marker. While it
-is being written, it also has a file `unfinished`, which distinguishes an interrupted save from a
-checkpoint that has lost its marker: the former is removed, the latter never.
+`complete.json` with the size and checksum of every file. Only with that marker is it used. While
+it is being written it holds a file `unfinished` too, by which what a kill cut short is told from
+a checkpoint that has lost its marker: the first is removed, the other never.
 """
 
 import json
@@ -23,14 +23,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.records.base import (
-    Record,
-    put_aside,
-    refuse_pipe,
-    sync_folder,
-    sync_paths,
-    write_atomic,
-)
+from outpace.records.base import Record, put_aside, sync_folder, sync_paths, write_atomic
 from outpace.records.checksums import checksum
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
@@ -40,7 +33,7 @@ from outpace.training.past_cache import blocks
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from outpace.training.states import Lent, PinnedCopies
+    from outpace.training.states import InPlaceStager, PinnedCopies
 
 MARKER, UNFINISHED = "complete.json", "unfinished"
 PROGRESS_FILE = "progress.json"
@@ -48,7 +41,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """Progress of a run: everything that is not a tensor. The data's position is `step`."""
+    """Progress of a run: all that is not a tensor. The data's position is `step`."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -100,15 +93,15 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
             return
         time.sleep(_LOOK_AGAIN_S)  # a network file system may show them a little later
     raise OSError(
-        f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. --out has "
+        f"{missing[0]} and {len(missing) - 1} more files of other hosts are not there; --out has "
         "to be a directory that all hosts share"
     )
 
 
 def damage(folder: Path) -> str | None:
-    """Describe the damage of a checkpoint; None if its files are as they were written.
+    """Say what is wrong with a checkpoint; None if its files are those that were written.
 
-    An interrupted one is damaged, too.
+    One that a kill cut short is damaged, too.
     """
     if folder.is_symlink():
         return "it is a link"
@@ -125,7 +118,6 @@ def damage(folder: Path) -> str | None:
 
 def _file_damage(folder: Path) -> str | None:
     """Compare a checkpoint's files with its marker."""
-    refuse_pipe(folder / MARKER)
     entries = json.loads((folder / MARKER).read_text())
     for name, entry in entries.items():
         path = folder / name
@@ -160,7 +152,7 @@ def _content_damage(folder: Path) -> str | None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether this is an interrupted save, which was never a complete checkpoint."""
+    """Whether this is what a kill left of a save: no checkpoint that was whole ever."""
     if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
         return False
     # DCP writes its metadata last; earlier versions of outpace wrote no file `unfinished`.
@@ -168,7 +160,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
+    """The step in a checkpoint folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -177,16 +169,15 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return folders with a marker, newest first; their contents are not verified."""
+    """Folders with a marker, newest first; their contents are not verified."""
     found = [p for p in _steps(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest intact checkpoint; None if none was ever complete.
+    """The newest checkpoint whose files are what was written; None where none was ever whole.
 
-    Damaged ones are skipped, which `say` reports. Raises BadInputError if there are only damaged
-    ones.
+    Passes over damaged ones and `say`s so. Raises BadInputError when there are only damaged ones.
     """
     damaged = 0
     for folder in sorted(_steps(directory), key=step_of, reverse=True):
@@ -194,10 +185,10 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
         if problem is None:
             return folder
         if is_unfinished(folder):
-            say(f"checkpoint {folder} is skipped, since it was still being written")
+            say(f"checkpoint {folder} is passed over: it was still being written")
             continue
         damaged += 1
-        say(f"checkpoint {folder} is damaged ({problem}) and is skipped")
+        say(f"checkpoint {folder} is damaged ({problem}) and is passed over")
     if damaged:
         raise BadInputError(
             f"every checkpoint in {directory} is damaged. Restore one of them, start another run "
@@ -207,7 +198,17 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
 
 
 class Checkpointer:
-    """Saving and loading of one rank's share of a run's state."""
+    """Saves and loads one rank's share of a run's state.
+
+    `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
+    since a thread saves while training uses the other groups. Without `copies` nothing
+    is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
+    when it is written. With `lends` plain tensors on a CPU are not copied before `before_change`,
+    which has to be called before anything that is saved changes; those of a GPU are copied to
+    pinned memory, which is kept, while it computes on. With `trained_only` frozen parameters are
+    left out: they are where they were read from. With `masters` weights of 16 bits are saved in
+    fp32, by the ranks whose optimizer keeps them so.
+    """
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ class Checkpointer:
         self._on_trouble = on_trouble
         self._copies = copies
         self._lends = lends
-        self._lent: Lent | PinnedCopies | None = None
+        self._lent: InPlaceStager | PinnedCopies | None = None
         self._pins = True
         self._pinned: PinnedCopies | None = None  # whose memory is kept from save to save
         self._trained_only = trained_only
@@ -245,7 +246,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         progress: Progress,
     ) -> None:
-        """Start to save. Returns when the state may change, except for lent tensors.
+        """Begin to save. Returns when the state may change, but of what is lent.
 
         Waits for a save that has not ended.
 
@@ -257,7 +258,7 @@ class Checkpointer:
             return
         from outpace.training import states
 
-        state = states.take(model, optimizer, self._trained_only)
+        state = states.collect_tensors(model, optimizer, self._trained_only)
         if self._masters:
             states.drop_rounded(state, model)
         self._needed_bytes = _tensor_bytes(state)
@@ -270,7 +271,7 @@ class Checkpointer:
         from outpace.training import states
 
         if self._copies:
-            self._lent = self._lender(state) if self._lends else None
+            self._lent = self._make_stager(state) if self._lends else None
             try:
                 return states.begin(state, folder, self._group, self._lent)
             except (RuntimeError, MemoryError) as error:
@@ -289,18 +290,18 @@ class Checkpointer:
             done.set_exception(error)
         return done
 
-    def _lender(self, state: dict[str, Any]) -> "Lent | PinnedCopies | None":
+    def _make_stager(self, state: dict[str, Any]) -> "InPlaceStager | PinnedCopies | None":
         """Return what saves a state from where it lies while training continues; None: a copy."""
         from outpace.training import states
 
         if states.can_lend(state):
-            return states.Lent()
+            return states.InPlaceStager()
         if self._pinned is None and self._pins:
             self._pinned = states.pinned_copies(state)
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the present save has still to read, since it is about to change."""
+        """Copy what the present save has still to read: it is about to change."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
@@ -340,7 +341,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the present save. False if it failed (reported through `on_trouble`)."""
+        """Wait for the present save. False when it failed (said through `on_trouble`)."""
         if self._pending is None:
             return True
         from outpace.training import states
@@ -357,7 +358,7 @@ class Checkpointer:
             self._prune()
         return True
 
-    def settle(self) -> bool:
+    def wait_for_ranks(self) -> bool:
         """Do as `wait`, until every rank has come here: a rank that ends early ends the others."""
         saved = self.wait()
         dist.barrier(self._group)
@@ -381,7 +382,7 @@ class Checkpointer:
         return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
 
     def close(self) -> None:
-        """End the present save, completely or not at all."""
+        """End the present save, whole or not at all."""
         self.wait()
         self._finisher.shutdown()
 
@@ -402,9 +403,9 @@ class Checkpointer:
         """
         from outpace.training import states
 
-        state = states.take(model, optimizer, self._trained_only)
+        state = states.collect_tensors(model, optimizer, self._trained_only)
         states.read(state, folder, self._group)
-        states.put(model, optimizer, state, self._trained_only)
+        states.load_tensors(model, optimizer, state, self._trained_only)
         return Progress.load(folder / PROGRESS_FILE)
 
 
@@ -422,7 +423,7 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
             _remove(folder)
             continue
         aside = put_aside(folder, folder=damaged)
-        say(f"{folder} is kept as {aside}. Remove it when you do not need it")
+        say(f"{folder} is kept as {aside}; remove it when you do not need it")
 
 
 def _remove(folder: Path) -> None:
@@ -439,7 +440,7 @@ def _remove(folder: Path) -> None:
 
 
 def clear_partial(directory: Path) -> None:
-    """Remove folders of interrupted saves."""
+    """Remove folders of saves that a kill cut short."""
     for folder in _steps(directory):
         if is_unfinished(folder):
             _remove(folder)

@@ -28,7 +28,7 @@ _COMPLETE = "interrupted after the result was written; the run is complete"
 Result = TypeVar("Result")
 
 
-class _Ended(BaseException):
+class _EndSignal(BaseException):
     """Raised by a signal; a compiler takes any Exception for a failure of its own."""
 
 
@@ -126,10 +126,10 @@ class StopSignal:
             with self._arrivals:
                 self._raising = True
                 if self.requested or self._peer_ended:  # just now
-                    self._end(_Ended())
+                    self._end(_EndSignal())
                 found = work()
                 self._raising = False
-        except _Ended:
+        except _EndSignal:
             raise InterruptedRunError(self.message) from None
         except Exception:
             if self._ended:
@@ -179,7 +179,7 @@ class StopSignal:
             return
         self.requested, self._first_s = True, now_s
         if self._raising:
-            self._end(_Ended())
+            self._end(_EndSignal())
         if self._ended or self._disarmed:
             return  # it is over in a moment
         if not self.stepping:

@@ -41,11 +41,13 @@ class Loop:
     total_steps: int
     start_step: int
     device: torch.device
-    at: Callable[..., None] = lambda what, limited=False: None  # says what begins
+    begin_activity: Callable[..., None] = lambda what, limited=False: None  # says what begins
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
     # At the first step's batch, before it; gives its passes' totals where it made them, and may.
     look: Callable[[list[Batch], bool], Tensor | None] | None = None
-    around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
+    step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = (
+        None  # each step
+    )
     run_started: str | None = None  # by run.json, so that a checkpoint names its run
     # Steps from one collection of garbage to the next; None: when Python decides.
     collect_every: int | None = None
@@ -73,14 +75,14 @@ class Loop:
                     raw = self._first_step() if first else self._step(step)
                     waiting.append(raw)
                     # A GPU computes behind: while it has work, earlier steps are accounted for.
-                    self._settle(waiting, self.stepper.queue.steps_behind)
+                    self._record_steps(waiting, self.stepper.queue.steps_behind)
                     after_step()
                     collect()
                     self._end_step(step, waiting)
                     yield step
             except DivergedError as error:
                 raise self._explain_divergence(error) from None
-        self.checkpointer.settle()
+        self.checkpointer.wait_for_ranks()
 
     def _first_step(self) -> RawStep:
         """The first step, in which compilers work: a signal ends it at once."""
@@ -88,22 +90,22 @@ class Loop:
 
     def _step(self, step: int) -> RawStep:
         settings = self.settings
-        self.at(f"step {step}", limited=True)
+        self.begin_activity(f"step {step}", limited=True)
         self.stepper.begin()
         batches = next(self.steps)
         seed_step(settings.seed, step, self.random_rank, self.device)
         if self.look is not None and step == self.start_step + 1:
-            self.at("the look at the first batch", limited=True)
+            self.begin_activity("the look at the first batch", limited=True)
             # What counts as the step's would not be around it.
-            self.stepper.totals = self.look(batches, self.around is None)
+            self.stepper.totals = self.look(batches, self.step_context is None)
             if self.stepper.totals is None:
                 self.stepper.begin()
-            self.at(f"step {step}", limited=True)
+            self.begin_activity(f"step {step}", limited=True)
         rate = learning_rate(settings, step - 1, self.total_steps)
-        with self.around(step, batches) if self.around else nullcontext():
+        with self.step_context(step, batches) if self.step_context else nullcontext():
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
-    def _settle(self, waiting: deque[RawStep], left: int) -> None:
+    def _record_steps(self, waiting: deque[RawStep], left: int) -> None:
         """Account for steps until `left` are still waiting for the device, or fewer.
 
         Steps that are done are not waited for. Of several ranks each goes by the count alone, so
@@ -123,10 +125,10 @@ class Loop:
         due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
         due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
         if due_eval or due_save:
-            self._settle(waiting, 0)  # a state whose loss is no number is never saved
+            self._record_steps(waiting, 0)  # a state whose loss is no number is never saved
             self.stepper.pause()
         if due_eval and not stopping:
-            self.at(f"the evaluation after step {step}")
+            self.begin_activity(f"the evaluation after step {step}")
             try:
                 evaluation = self.evaluate(step)
             except EvaluationStopped:
@@ -135,7 +137,7 @@ class Loop:
                 if evaluation is not None:
                     tell(self.callbacks, "on_eval", evaluation, False)
         if due_save and not settings.measure_only:
-            self.at(f"saving after step {step}")
+            self.begin_activity(f"saving after step {step}")
             self.checkpointer.save(
                 *self.layout.checkpoint_state(self.optimizer), self.progress(step)
             )
@@ -147,7 +149,7 @@ class Loop:
             self._raise_interrupted(step)
 
     def _raise_interrupted(self, step: int) -> None:
-        saved = self.checkpointer.settle()
+        saved = self.checkpointer.wait_for_ranks()
         if self.settings.measure_only:
             raise InterruptedRunError("interrupted; with --measure-only nothing was saved")
         where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"

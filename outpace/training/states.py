@@ -63,7 +63,7 @@ def _options(trained_only: bool) -> StateDictOptions:
     )
 
 
-class Lent(AsyncStager):
+class InPlaceStager(AsyncStager):
     """A state that is saved from where it lies until it changes, and from a copy after that.
 
     A copy of all takes as much memory as the state again, which a virtual machine may be slow to
@@ -142,7 +142,7 @@ class CopyStream:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait until the copies are finished."""
+        """Wait until the copies are made."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -223,7 +223,7 @@ class PinnedCopies(AsyncStager):
 class _Planner(DefaultSavePlanner):
     """Reads what is lent; of what all ranks have only what this one writes."""
 
-    def __init__(self, lent: Lent | PinnedCopies) -> None:
+    def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
         super().__init__()
         self._lent = lent
 
@@ -290,7 +290,7 @@ def begin(
     state: dict[str, Any],
     folder: Path,
     group: dist.ProcessGroup,
-    lent: Lent | PinnedCopies | None = None,
+    lent: InPlaceStager | PinnedCopies | None = None,
 ) -> Future[Any]:
     """Write in the background, from what is `lent` or from a copy made before this returns."""
     planner = None if lent is None else _Planner(lent)
@@ -324,7 +324,7 @@ def read(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
         ) from None
 
 
-def take(
+def collect_tensors(
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     trained_only: bool,
@@ -358,7 +358,7 @@ def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
             del state["model"][name]
 
 
-def put(
+def load_tensors(
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.nn.mixed import Mixed, casts_kept
+from outpace.nn.mixed import MixedPrecision, casts_kept
 from outpace.nn.torch_versions import all_gather_single
 from outpace.optim.build import begin_step
 from outpace.parallel import Layout, StepHooks
@@ -33,7 +33,7 @@ class RankReports:
         self._work = work
 
     def wait(self) -> list[list[float]]:
-        """Return (world, 3), when all ranks have reported."""
+        """(world, 3), when all ranks have said it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -43,7 +43,7 @@ class RankReports:
 
     @property
     def stop(self) -> bool:
-        """Return whether any rank was asked to stop."""
+        """Whether any rank was asked to stop."""
         return any(stop for stop, _, _ in self.wait())
 
     @property
@@ -91,9 +91,7 @@ class RawStep:
 
     @property
     def done(self) -> bool:
-        """Return whether the device has finished it, so that its figures are available without
-        waiting.
-        """
+        """Whether the device has done it, so that nothing has to wait for its figures."""
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:
@@ -120,7 +118,7 @@ class Stepper:
         *,
         layout: Layout,
         optimizer: torch.optim.Optimizer,
-        mixed: Mixed,
+        mixed: MixedPrecision,
         plan: Plan,
         clip: float,
         device: torch.device,
@@ -194,7 +192,7 @@ class Stepper:
         grad_norm, fp16 = self._update()
         self._mark("optimizer")
         _wait(summed)
-        self._hear(gathered)
+        self._wait_for_status(gathered)
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.take()
@@ -209,7 +207,7 @@ class Stepper:
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run all passes of a step."""
+        """All passes of a step."""
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
         if not (self._keeps_casts and len(batches) > 1):
@@ -226,7 +224,7 @@ class Stepper:
         self.on_mark(part)
 
     def free_cache(self) -> None:
-        """Free cached memory of allocators, if the plan asks for it."""
+        """Free what allocators keep for later, where the plan says so."""
         if self._freer is not None:
             self._freer.free()
 
@@ -247,7 +245,7 @@ class Stepper:
         work = all_gather_single(heard, said, group=self._control, async_op=True)
         return RankReports(heard, work), summed
 
-    def _hear(self, gathered: RankReports) -> None:
+    def _wait_for_status(self, gathered: RankReports) -> None:
         """Wait for what ranks said of this step; of the one before where the device is behind.
 
         All ranks go by the same step, whichever they have reached, as they have to stop together.

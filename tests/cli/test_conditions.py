@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.cli.conditions import condition_of
-from outpace.experiment.past_runs import Past
+from outpace.experiment.past_runs import PastRunFolder
 from outpace.records.past import PastRun
 
 NUMBERS = st.floats(-1e6, 1e6)
 
 
 def run(**figures):
-    return Past(Path("r"), PastRun(path="r", state="done", **figures))
+    return PastRunFolder(Path("r"), PastRun(path="r", state="done", **figures))
 
 
 @given(NUMBERS, NUMBERS)

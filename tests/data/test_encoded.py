@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.data.classify import Encoded
+from outpace.data.classify import EncodedSamples
 from outpace.data.encoded import load_or_encode
 from outpace.data.padded import concatenate_samples
 
@@ -14,7 +14,7 @@ def _made(lengths, segments=False, labels=True):
     names = ("tokens", "segments") if segments else ("tokens",)
     samples = [{name: list(range(length)) for name in names} for length in lengths]
     numbers = list(range(len(lengths))) if labels else None
-    return Encoded(concatenate_samples(samples, dict.fromkeys(names, 3), numbers), 2)
+    return EncodedSamples(concatenate_samples(samples, dict.fromkeys(names, 3), numbers), 2)
 
 
 def _same(one, other):

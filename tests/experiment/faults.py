@@ -16,7 +16,7 @@ from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.parallel import Layout
 from outpace.parallel.dp import DataParallel
-from outpace.parallel.layout import Sharded
+from outpace.parallel.layout import ShardedLayout
 from outpace.parallel.pipeline import PipelineLayout
 from outpace.parallel.ps import Role
 from outpace.parallel.tensors import local
@@ -56,7 +56,7 @@ def norm_counts_replicas_twice(layout: Layout) -> None:
     def doubled() -> torch.Tensor:
         return counted() * 2**0.5
 
-    apart = isinstance(layout, (DataParallel, Role)) or type(layout) is Sharded
+    apart = isinstance(layout, (DataParallel, Role)) or type(layout) is ShardedLayout
     layout.total_norm = doubled if apart else all_added
 
 

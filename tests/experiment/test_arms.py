@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from outpace.experiment.arms import Failed, run_command, train_once
+from outpace.experiment.arms import RunFailure, run_command, train_once
 from outpace.records.comparison import Arm, Experiment
 from outpace.records.measurement import Measurement
 from outpace.records.run import RunRecord
@@ -53,7 +53,7 @@ def gone(pid):
 def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     instead_of_outpace(STUCK, tmp_path, monkeypatch)
     found = train_once({}, tmp_path / "run", tmp_path / "a.toml", limit_s=2.0)
-    assert found == Failed(None, "it was stopped after 2 s")
+    assert found == RunFailure(None, "it was stopped after 2 s")
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -70,7 +70,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatc
 )  # fmt: skip
 def test_a_failure_is_told_in_the_runs_own_words(tmp_path, monkeypatch, program, code, words):
     instead_of_outpace(program, tmp_path, monkeypatch)
-    assert train_once({}, tmp_path / "run", tmp_path / "a.toml") == Failed(code, words)
+    assert train_once({}, tmp_path / "run", tmp_path / "a.toml") == RunFailure(code, words)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-3"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.experiment.idle import expected_time_s
-from outpace.experiment.memory import Saved
+from outpace.experiment.memory import SavedBytes
 from outpace.planner.pipeline.schedules import orders
 from outpace.planner.pipeline.simulator import StageTime, idle_share_formula, simulate
 from outpace.records.pipelines import SCHEDULES
@@ -47,7 +47,7 @@ def test_every_schedule_does_all_there_is_to_do(strategy):
 def test_what_is_kept_for_the_backward_is_counted_once_and_given_up():
     weight = torch.ones(10, 10, requires_grad=True)
     x = torch.ones(5, 10)
-    saved = Saved(iter([weight]))
+    saved = SavedBytes(iter([weight]))
     with saved:
         squared = (x @ weight).pow(2)  # keeps x, and the product
     assert saved.live_bytes == 4 * (50 + 50)

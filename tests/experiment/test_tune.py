@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.experiment.trials import Trials
-from outpace.experiment.tune import DEFAULT_WHY, Chosen, Limits, summarise, tune
+from outpace.experiment.tune import DEFAULT_WHY, Limits, NextTrial, summarise, tune
 from outpace.jobs.planning.proposer import Proposer
 from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
@@ -173,7 +173,7 @@ def test_all_failing_is_said(proposer):
 
 
 def trial_of(proposer, number, why, plan, median_s, quarter_s=None, raced=False):
-    chosen = Chosen(why, proposer.proposal(plan), 1.0)
+    chosen = NextTrial(why, proposer.proposal(plan), 1.0)
     one = runner(lambda _: median_s)(number, chosen)
     return one.model_copy(update={"undisturbed_s": quarter_s, "raced": raced})
 
@@ -283,6 +283,6 @@ def test_a_trial_whose_cores_others_used_says_so(proposer, tmp_path, monkeypatch
     monkeypatch.setattr("outpace.experiment.trials.train_once", lambda *_, **__: ended)
     monkeypatch.setattr("outpace.experiment.trials.steps_of", lambda _: [])
     monkeypatch.setattr("outpace.experiment.trials.quarter", lambda _: 0.2)
-    trial = Trials({}, tmp_path).run(1, Chosen("", proposer.proposals(())[0], 0.1))
+    trial = Trials({}, tmp_path).run(1, NextTrial("", proposer.proposals(())[0], 0.1))
     assert trial.other_cores == (others and pytest.approx(others))
     assert ("other processes kept 1.5 cores busy" in disturbance_words(trial)) is bool(others)

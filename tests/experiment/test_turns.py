@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.experiment.arms import Failed
+from outpace.experiment.arms import RunFailure
 from outpace.experiment.trials import fit_together, paired_s
 from outpace.experiment.turns import TurnResult, TurnTraining, train_in_turn
 from outpace.records.machine import Device, Machine
@@ -102,13 +102,13 @@ def test_one_that_fails_leaves_the_others_to_go_on(entrant):
     good, bad = train_in_turn([entrant("a"), entrant("b", fails_at=7)], 3, 60.0)
     assert isinstance(good.result, Measurement)
     assert [bool(turn) for turn in good.turns] == [True, True, True]
-    assert bad == TurnResult(Failed(1, "exit code 1: broken"), bad.turns)
+    assert bad == TurnResult(RunFailure(1, "exit code 1: broken"), bad.turns)
     assert paired_s([good, bad]) == [pytest.approx(0.2, rel=0.5), None]
 
 
 def test_what_does_not_end_in_time_is_ended(entrant):
     (found,) = train_in_turn([entrant("a")], 50, 1.5)
-    assert found.result == Failed(None, "it was stopped after 2 s")
+    assert found.result == RunFailure(None, "it was stopped after 2 s")
 
 
 def test_where_we_are_killed_nothing_stays_stopped(entrant, tmp_path):

@@ -363,7 +363,7 @@ def _figure(kind: str, what: str, value: float, unit: str = "s", **of: Any) -> A
 @cache
 def probed_machine() -> Machine:
     """As `outpace probe` writes it, with a few figures of each kind that planning reads."""
-    from outpace.records.probed import Advice, LinkFit, Probed
+    from outpace.records.probed import Advice, LinkFit, ProbeRecord
 
     of = {"axis": "all", "backend": "gloo", "device": "cpu", "ranks": 2}
     sides = [dict.fromkeys("mnk", 2**power) for power in (6, 8, 10)]
@@ -382,7 +382,7 @@ def probed_machine() -> Machine:
         latency=_figure("all-reduce", "latency", 1e-4, **of),
         bandwidth=_figure("all-reduce", "bandwidth", 1e9, "B/s", **of), residual=0.02,
     )  # fmt: skip
-    probed = Probed(
+    probed = ProbeRecord(
         date="2026-11-22", versions={"torch": "2.13.0"}, command="outpace probe --quick",
         sections=("matmul", "memory", "collectives"), quick=True, took_s=30.0, world_size=2,
         figures=figures, fits=(fit,),

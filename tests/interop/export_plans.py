@@ -33,7 +33,7 @@ SPECS = [
     ),
 ]
 # Fields beside the axes and the batch, each with values that are not its default.
-LEVERS: dict[str, list[Any]] = {
+OPTIONS: dict[str, list[Any]] = {
     "sequence_parallel": [False],
     "precision": [
         "bf16",
@@ -72,7 +72,7 @@ def plan_or_none(values: dict[str, Any]) -> Plan | None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> ExportRequest:
-    """A plan of any strategy with a few levers, a model and a batch that it divides."""
+    """A plan of any strategy with a few options, a model and a batch that it divides."""
     strategy = draw(st.sampled_from(sorted(SPLITS)))
     values: dict[str, Any] = {"strategy": strategy, "micro_batch": draw(st.integers(1, 4))}
     for axis in SPLITS[strategy]:
@@ -84,10 +84,10 @@ def requests(draw: st.DrawFn) -> ExportRequest:
         if strategy == "3d":
             schedules = ["gpipe", "1f1b", "interleaved", "loopedbfs"]
             values["pp_schedule"] = draw(st.sampled_from(schedules))
-    for name in draw(st.lists(st.sampled_from(sorted(LEVERS)), max_size=3, unique=True)):
-        values[name] = draw(st.sampled_from(LEVERS[name]))
+    for name in draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3, unique=True)):
+        values[name] = draw(st.sampled_from(OPTIONS[name]))
     plan = plan_or_none(values)
-    while plan is None:  # the levers do not go together: without the last
+    while plan is None:  # the options do not go together: without the last
         values.popitem()
         plan = plan_or_none(values)
     batch = plan.samples_per_pass * plan.data_parallel * draw(st.integers(1, 3))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from export_plans import LEVERS, LLAMA, SEQ_LEN, filled, plan_or_none, requests
+from export_plans import LLAMA, OPTIONS, SEQ_LEN, filled, plan_or_none, requests
 
 from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
@@ -453,26 +453,26 @@ def test_outpace_names_presets() -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("strategy", sorted(SPLITS))
 def test_no_lever_is_lost(name: str, strategy: str) -> None:
-    """Each lever changes the text, the command, or what is said that they do not say."""
+    """Each option changes the text, the command, or what is said that they do not say."""
     base: dict[str, Any] = {"strategy": strategy, "servers": int(strategy == "ps")}
     base |= dict.fromkeys(SPLITS[strategy], 2)
     if "pp" in base and strategy != "mp":
         base["pp_microbatches"] = 4
-    for lever, values in LEVERS.items():
+    for option, values in OPTIONS.items():
         for value in values:
-            if lever == "sequence_parallel" and base.get("tp", 1) == 1:
+            if option == "sequence_parallel" and base.get("tp", 1) == 1:
                 continue
-            if lever == "bucket_mib" and strategy not in ("ddp", "zero1", "ring"):
+            if option == "bucket_mib" and strategy not in ("ddp", "zero1", "ring"):
                 continue
-            start = {**base, "checkpointing": "full"} if lever == "checkpoint_every" else base
-            before, after = plan_or_none(start), plan_or_none({**start, lever: value})
+            start = {**base, "checkpointing": "full"} if option == "checkpoint_every" else base
+            before, after = plan_or_none(start), plan_or_none({**start, option: value})
             if before is None or after is None:
                 continue
             batch = before.samples_per_pass * before.data_parallel * 2
             one, other = (
                 emitted(name, ExportRequest(p, LLAMA, batch, SEQ_LEN)) for p in (before, after)
             )
-            assert one != other, (lever, value)
+            assert one != other, (option, value)
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"outpace"}))

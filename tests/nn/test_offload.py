@@ -6,7 +6,7 @@ from torch import nn
 
 from outpace.nn.compilation import compile_forwards, is_compiled, without_compilation
 from outpace.nn.model_options import apply_options
-from outpace.nn.offload import OnDisk, offload_activations
+from outpace.nn.offload import DiskStore, offload_activations
 from outpace.nn.scratch import Scratch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
@@ -39,7 +39,7 @@ def gradients(module, device="cpu", backwards=1):
     return [x.grad, *(p.grad for p in module.parameters())]
 
 
-class Watched(OnDisk):
+class Watched(DiskStore):
     """Tells what happens to tensors, in its order."""
 
     def __init__(self, scratch: Scratch) -> None:
@@ -105,7 +105,7 @@ def test_a_block_is_fetched_while_the_one_after_it_is_computed():
 
 def test_nothing_is_kept_where_there_is_no_backward_to_come():
     module, scratch = model(), Scratch()
-    offload_activations(list(module), OnDisk(scratch))
+    offload_activations(list(module), DiskStore(scratch))
     with torch.no_grad():
         module(torch.randn(32, 64))
     assert scratch.taken_bytes == 0

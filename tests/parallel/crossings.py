@@ -91,7 +91,7 @@ def save(plan: Plan, trial: Trial, groups: Groups, folder: Path) -> None:
         run.step(step)
     saver = checkpointer(folder, plan, groups)
     saver.save(*run.layout.checkpoint_state(run.optimizer), progress(plan.world_size))
-    saver.settle()
+    saver.wait_for_ranks()
     saver.close()
 
 

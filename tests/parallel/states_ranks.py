@@ -58,7 +58,7 @@ def save(layout: Layout, optimizer, directory: Path, groups) -> None:
     )  # fmt: skip
     keeper = checkpointer(directory, groups)
     keeper.save(*layout.checkpoint_state(optimizer), progress)
-    assert keeper.settle()
+    assert keeper.wait_for_ranks()
     keeper.close()
 
 

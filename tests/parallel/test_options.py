@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from outpace.records.compiled import COMPILED, Compiled
+from outpace.records.compiled import COMPILED, CompileTrial
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 from outpace.records.plan import GATHERS, Strategy
@@ -75,7 +75,7 @@ def test_the_table_of_compilation_has_every_strategy_and_is_what_refuses():
 
 def test_a_no_has_its_error():
     with pytest.raises(BadInputError, match="give one"):
-        Compiled.parse({"works": False}, "test")
+        CompileTrial.parse({"works": False}, "test")
 
 
 def test_the_docs_have_the_table():

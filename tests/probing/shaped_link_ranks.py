@@ -11,7 +11,7 @@ from outpace.jobs.probe.collectives import probe_collectives
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.probing.timing.interleave import run_turns
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 
 CPU = torch.device("cpu")
 BUDGET_S = 14.0
@@ -23,7 +23,7 @@ def main() -> None:
     with process_groups(ranks, CPU, 60.0) as groups:
         found = run_turns(probe_collectives(groups, CPU, False, BUDGET_S, only="all-reduce"))
     if ranks.rank == 0:
-        probed = Probed(
+        probed = ProbeRecord(
             date="", versions={}, command="", sections=("allreduce",), quick=False,
             took_s=BUDGET_S, figures=found.figures, fits=found.fits, advice=found.advice,
         )  # fmt: skip

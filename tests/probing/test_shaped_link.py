@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 
 RANKS = Path(__file__).with_name("shaped_link_ranks.py")
 
@@ -77,7 +77,7 @@ def test_a_link_of_a_known_rate_is_measured_within_a_tenth(networks, mbit_per_s)
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
-    probed = Probed.model_validate_json(outputs[0][0])
+    probed = ProbeRecord.model_validate_json(outputs[0][0])
     bandwidth = probed.fit("all-reduce", "all").bandwidth
     assert bandwidth.value is not None, bandwidth.unstable
     assert 8 * bandwidth.value == pytest.approx(mbit_per_s * 1e6, rel=0.1)

@@ -10,7 +10,7 @@ from outpace.catalog.nodes import NODES
 from outpace.cli.emitted import FORMATS
 from outpace.cli.main import main
 from outpace.records import aliases
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Strategy
 from outpace.records.precisions import Precision
@@ -103,8 +103,8 @@ def test_every_name_proposed_exists():
 
 def test_spelling_alone_proposes_only_slips():
     flags = ["--padding", "--server-updates", "--lr", "--dropout", "--beta1", "--steps"]
-    assert nearest("--stepps", flags) == " Did you mean '--steps'?"
-    assert nearest("--report_two", flags) == nearest("--base_rate", flags) == ""
+    assert suggest("--stepps", flags) == " Did you mean '--steps'?"
+    assert suggest("--report_two", flags) == suggest("--base_rate", flags) == ""
 
 
 @pytest.mark.parametrize(

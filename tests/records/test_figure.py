@@ -10,7 +10,7 @@ from outpace.cli.main import main
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key, Unit
 from outpace.records.machine import Machine
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 
 
 def figure(value: float, unit: Unit = "FLOP/s") -> dict[str, object]:
@@ -44,7 +44,9 @@ def test_what_machines_have_is_taken(value: float, unit: Unit) -> None:
 def test_a_machine_file_of_such_figures_is_refused_by_name(
     command: str, value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probed = Probed(date="", versions={}, command="", sections=("matmul",), quick=True, took_s=1.0)
+    probed = ProbeRecord(
+        date="", versions={}, command="", sections=("matmul",), quick=True, took_s=1.0
+    )
     machine = Machine(host_cores=2, host_memory_bytes=2**30, cpu="a CPU", probed=probed)
     path, plan = tmp_path / "machine.json", tmp_path / "plan.json"
     document = machine.model_dump(mode="json")

@@ -11,7 +11,7 @@ from outpace.records.utilisation import (
     DeviceLoad,
     HostLoad,
     Load,
-    Thinned,
+    ThinnedLoads,
     Utilisation,
     average,
     series,
@@ -36,7 +36,7 @@ def load(share: float, duration_s: float = 1.0, memory_bytes: int = 0) -> Load:
 )
 def test_thinning_keeps_the_averages_the_highest_memory_and_the_time(points, most):
     loads = [load(*point) for point in points]
-    kept = Thinned(1.0, most=most)
+    kept = ThinnedLoads(1.0, most=most)
     for each in loads:
         kept.add(each)
     # The newest point is not thinned before it is whole.
@@ -52,7 +52,7 @@ def test_thinning_keeps_the_averages_the_highest_memory_and_the_time(points, mos
 
 
 def test_a_long_series_has_at_most_a_thousand_points():
-    kept = Thinned(1.0)
+    kept = ThinnedLoads(1.0)
     for _ in range(5000):
         kept.add(load(0.5))
     assert 500 <= len(kept.loads) <= 1000

@@ -12,7 +12,7 @@ from outpace.records.certificate import Certificate
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
-from outpace.records.probed import Advice, LinkFit, Probed
+from outpace.records.probed import Advice, LinkFit, ProbeRecord
 from outpace.records.tuning import PlanTrial, Tuning
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ def probe(run, tmp_path_factory):
         latency=figure("all-reduce", "latency", 1e-4, **of),
         bandwidth=figure("all-reduce", "bandwidth", 1e9, "B/s", **of), residual=0.02,
     )  # fmt: skip
-    probed = Probed(
+    probed = ProbeRecord(
         date="2026-11-22", versions={"torch": "2.13.0"}, command="outpace probe --quick",
         sections=("matmul", "memory", "collectives"), quick=True, took_s=30.0, world_size=2,
         figures=figures, fits=(fit,),

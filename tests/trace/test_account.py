@@ -32,14 +32,14 @@ SETTINGS = TrainSettings(lr=1e-3)
 SLOW = pytest.mark.slow
 
 
-def plan_of(strategy, **levers):
+def plan_of(strategy, **options):
     plan = plan_for(strategy, 1 if strategy == "single" else 4, "fp32")
-    return Plan.parse({**plan.model_dump(), **levers}, "test")
+    return Plan.parse({**plan.model_dump(), **options}, "test")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "levers"),
+    ("strategy", "options"),
     [
         ("single", {"precision": "bf16", "checkpointing": "selective"}),
         pytest.param("single", {"checkpointing": "full", "checkpoint_every": 2}, marks=SLOW),
@@ -48,8 +48,8 @@ def plan_of(strategy, **levers):
         pytest.param("tp", {"optimizer": "adamw-for-loop"}, marks=SLOW),
     ],
 )
-def test_equal_layers_are_extended_exactly(strategy, levers):
-    plan = plan_of(strategy, **levers)
+def test_equal_layers_are_extended_exactly(strategy, options):
+    plan = plan_of(strategy, **options)
     assert shallow_depths(DEEP, plan) is not None
     rules = Rules(ACCELERATORS["H100 SXM"])
     extended = account(DEEP, plan, seq_len=64, accumulation=2, accelerator=rules.accelerator)
@@ -91,20 +91,20 @@ def test_a_broadcast_that_is_cut_by_bytes_is_recorded_of_all_layers():
 
 
 @pytest.mark.parametrize(
-    "levers",
+    "options",
     [{}, {"precision": "bf16"}, {"checkpointing": "full"}, {"optimizer": "adamw-8bit"},
      {"precision": "bf16-pure", "optimizer": "adamw-8bit", "loss": "plain"},
      {"offload_optimizer": "disk"}],
     ids=str,
 )  # fmt: skip
-def test_the_trace_is_what_two_real_steps_take(levers):
-    plan = Plan(micro_batch=4, **levers)
+def test_the_trace_is_what_two_real_steps_take(options):
+    plan = Plan(micro_batch=4, **options)
     traced = account(SHALLOW, plan, seq_len=128)
     measured = measure(Workload(SHALLOW, plan, 128, 1, SETTINGS), Ranks())
     assert measured.source == "measured"
     assert measured.resident_bytes > 0
     assert traced.peak_memory_bytes == pytest.approx(measured.allocated_bytes, rel=1e-3)
-    if "offload_optimizer" not in levers:  # files that are mapped are tensors too
+    if "offload_optimizer" not in options:  # files that are mapped are tensors too
         assert dict(traced.peak.by_kind) == pytest.approx(dict(measured.peak.by_kind), rel=0.01)
 
 

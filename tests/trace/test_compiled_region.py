@@ -23,9 +23,9 @@ SAMPLES, LENGTH = 16, 128
 LOSS_BYTES = SAMPLES * LENGTH * (2 * (SPEC.vocab + SPEC.hidden) + 16)
 
 
-def forward(spec, **levers):
+def forward(spec, **options):
     """Bytes by kind at the end of the last forward, traced without extending layers."""
-    plan = Plan(micro_batch=SAMPLES, precision="bf16", **levers)
+    plan = Plan(micro_batch=SAMPLES, precision="bf16", **options)
     work = Workload(spec, plan, LENGTH, 1, TrainSettings(lr=1e-3))
     strips = record_strips(work, 0, Rules(H100), 1)
     return summarise_strips(strips, plan, 0, Rules(H100))

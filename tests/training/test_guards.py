@@ -187,7 +187,7 @@ def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monk
     def train():
         settings = TrainSettings.parse(values, "test")
         with prepare_run(settings, RunContext()) as ready:
-            ready.loop.around = around
+            ready.loop.step_context = around
             ready.run()
 
     with pytest.raises(InterruptedRunError) as ended:

@@ -42,9 +42,9 @@ class Casts(TorchDispatchMode):
 class Run:
     """Steps of three micro-batches in bf16."""
 
-    def __init__(self, group=None, keep=True, **levers):
+    def __init__(self, group=None, keep=True, **options):
         plan = Plan.parse({"strategy": "single", "precision": "bf16", "micro_batch": 1,
-                           "optimizer": "adamw-fused", **levers}, "test")  # fmt: skip
+                           "optimizer": "adamw-fused", **options}, "test")  # fmt: skip
         mixed = make_mixed(plan.precision, CPU, False)
         self.model = Transformer(SPEC, 0)
         objective = LanguageModelObjective(self.model, "plain", mixed.dtype)

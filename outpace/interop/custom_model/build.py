@@ -9,7 +9,7 @@ from torch import nn
 from outpace.interop.custom_model.lazy_parameters import give_shapes
 from outpace.interop.custom_model.model import CustomModel
 from outpace.interop.user_file import failure
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 
 _PARTS = tuple(field.name for field in fields(CustomModel))
 _IN_ORDER = _PARTS[:4]
@@ -114,7 +114,7 @@ def _to_record(returned: Any, name: str) -> CustomModel:
         if unknown:
             raise BadInputError(
                 f"{name}() returned the unknown key {unknown[0]!r}."
-                f"{nearest(unknown[0], _PARTS)} Keys: {', '.join(_PARTS)}"
+                f"{suggest(unknown[0], _PARTS)} Keys: {', '.join(_PARTS)}"
             )
         if "module" not in returned:
             raise BadInputError(f"{name}() returned a mapping without 'module'")

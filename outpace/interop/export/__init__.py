@@ -17,7 +17,7 @@ from outpace.interop.export import (
     torchtitan,
 )
 from outpace.interop.export.request import ExportedPlan, ExportRequest
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
@@ -55,7 +55,7 @@ def export_plan(
     write = FORMATS.get(name)
     if write is None:
         raise BadInputError(
-            f"there is no format {name!r}.{nearest(name, FORMATS)} The formats are "
+            f"there is no format {name!r}.{suggest(name, FORMATS)} The formats are "
             f"{', '.join(FORMATS)}."
         )
     return write(ExportRequest(plan, model, global_batch, seq_len, reference))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.interop.export import unsupported
-from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, ScriptEdit, hosts
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
 from outpace.interop.export.texts import as_json
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
@@ -123,7 +123,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
     """ZeRO's stage, what is offloaded, and groups of shards that are replicated."""
     plan = request.plan
     stage = stage_for(request, notes)
-    values: dict[str, Any] = {"stage": stage, **_usual(stage)}
+    values: dict[str, Any] = {"stage": stage, **_default_options(stage)}
     if stage and plan.dp_replicate > 1 and plan.dp_shard > 1:
         if stage == 3:
             values["zero_hpz_partition_size"] = plan.dp_shard
@@ -151,7 +151,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
     return values
 
 
-def _usual(stage: int) -> dict[str, bool]:
+def _default_options(stage: int) -> dict[str, bool]:
     """Return a stage's options; without the second the Trainer saves no model that loads."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
@@ -241,9 +241,8 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
         notes.append(
             f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence with an all-to-all "
-            "(Ulysses) instead of a ring."
+            "(Ulysses) instead of a ring; the script has to split sequences."
         )
-        notes.append(ScriptEdit(f"cp {plan.cp}: the script has to split sequences."))
     if plan.ep > 1:
         values["expert_parallel"] = {"enabled": True, "autoep_size": plan.ep}
     return values
@@ -255,7 +254,7 @@ def _pipeline(request: ExportRequest) -> list[str]:
     if plan.pp == 1:
         return []
     sentences: list[str] = [
-        ScriptEdit(
+        Note(
             f"pp {plan.pp}: the script has to cut the model, deepspeed.pipe.PipelineModule(layers, "
             f"num_stages={plan.pp}); the JSON has nothing for it."
         )

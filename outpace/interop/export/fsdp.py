@@ -27,7 +27,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenAxes:
     """A plan without its pipeline: sizes of axes, and the batch on them."""
 
     sizes: dict[str, int]
@@ -88,12 +88,12 @@ def write(request: ExportRequest) -> ExportedPlan:
     )
 
 
-def _unfold(request: ExportRequest, notes: list[str]) -> _Written:
+def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
     """The axes that there are, ranks of a pipeline as shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:
-        return _Written(sizes, plan.micro_batch, request.accumulation)
+        return _WrittenAxes(sizes, plan.micro_batch, request.accumulation)
     ranks, micro, accumulation = fold_pipeline(request, plan.pp)
     sizes["dp_shard_size"] *= ranks
     which = f"strategy {plan.strategy}" if plan.strategy != "3d" else f"pp {plan.pp}"
@@ -102,10 +102,10 @@ def _unfold(request: ExportRequest, notes: list[str]) -> _Written:
         f"{which}: the Trainer has no pipeline. Written is FSDP over its ranks, the nearest, with "
         f"micro-batch {micro} and accumulation {accumulation} for the same global batch{left}."
     )
-    return _Written(sizes, micro, accumulation)
+    return _WrittenAxes(sizes, micro, accumulation)
 
 
-def _environment(written: _Written, stage: int) -> str:
+def _environment(written: _WrittenAxes, stage: int) -> str:
     """Return variables for Accelerate, which reads axes that FSDP alone does not have."""
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
@@ -130,7 +130,10 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
     if name in WIDE and name != "fp32":
         notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
     elif name in PURE:
-        notes += unsupported.weights_in_16_bits(plan)
+        notes.append(
+            f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
+            "to nearest."
+        )
     elif name == "fp8":
         notes.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
     elif name in MASTERS:
@@ -139,7 +142,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
     return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
 
 
-def _recompute(request: ExportRequest, written: _Written, notes: list[str]) -> dict[str, Any]:
+def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
     """Checkpointing that is the model's own: FSDP's knows all blocks or none."""
     done = request.recomputed_blocks
     if done.count == 0:
@@ -159,7 +162,7 @@ def _recompute(request: ExportRequest, written: _Written, notes: list[str]) -> d
     }
 
 
-def _fsdp(request: ExportRequest, written: _Written, notes: list[str]) -> dict[str, Any]:
+def _fsdp(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed_blocks
     if request.stage == 1:
         notes.append(unsupported.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
@@ -184,7 +187,7 @@ def _fsdp(request: ExportRequest, written: _Written, notes: list[str]) -> dict[s
     }
 
 
-def _expressed_fields(request: ExportRequest, written: _Written) -> list[str]:
+def _expressed_fields(request: ExportRequest, written: _WrittenAxes) -> list[str]:
     plan = request.plan
     said = ["compile", "empty_cache"]
     if plan.offload_parameters == "cpu":

@@ -27,13 +27,7 @@ class Note(str):
     __slots__ = ()
 
 
-class ScriptEdit(Note):
-    """A Note on an edit of the user's script: the plan's time and memory hold after this edit."""
-
-    __slots__ = ()
-
-
-class Replaced(str):
+class Replacement(str):
     """A sentence on what is written in place of a part of the plan.
 
     `fields` are the fields of the plan that the configuration describes instead; an option that
@@ -68,11 +62,6 @@ class ExportedPlan:
         """Sentences on parts of the plan that are not expressed: memory or time would differ."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
-    @property
-    def edits(self) -> tuple[str, ...]:
-        """Sentences on what the user's script has to do before it trains as planned."""
-        return tuple(sentence for sentence in self.notes if isinstance(sentence, ScriptEdit))
-
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
         """Return the plan that `text` describes, and whether all that was replaced is known.
 
@@ -81,7 +70,7 @@ class ExportedPlan:
         values = plan.model_dump()
         for sentence in self.differences:
             values |= getattr(sentence, "fields", {})
-        known = all(isinstance(sentence, Replaced) for sentence in self.differences)
+        known = all(isinstance(sentence, Replacement) for sentence in self.differences)
         try:
             return Plan.parse(values, "plan"), known
         except BadInputError:

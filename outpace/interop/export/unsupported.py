@@ -7,7 +7,7 @@ default becomes a sentence here, so that none is lost silently.
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-from outpace.interop.export.request import ExportRequest, Note, Replaced, ScriptEdit, hosts
+from outpace.interop.export.request import ExportRequest, Note, Replacement, hosts
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Plan, Strategy
 from outpace.records.precisions import SHARD_DTYPES, Precision
@@ -48,7 +48,7 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
     left += ", which step the optimizer" if plan.server_updates else ""
     behind = f", of {plan.worker_devices} devices each" if plan.worker_devices > 1 else ""
     return [
-        Replaced(
+        Replacement(
             f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. Written are "
             f"{written}{left}.",
             strategy="ddp", dp_replicate=request.workers, servers=0, server_updates=False,
@@ -94,7 +94,7 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
-    return Replaced(
+    return Replacement(
         f"strategy {plan.strategy} shards {what} over {plan.dp_shard * plan.cp} ranks: {tool} "
         f"cannot do so with the rest of this plan. Written is {written}, the nearest.",
         **fields,
@@ -114,12 +114,12 @@ def checkpointing(
     sentence = _format_replacement(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
     if mode is None:
         return sentence
-    return Replaced(sentence, checkpointing=mode, checkpoint_every=every, checkpoint_layers=())
+    return Replacement(sentence, checkpointing=mode, checkpoint_every=every, checkpoint_layers=())
 
 
 def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
     """Say that another precision is written, which outpace calls `name`."""
-    return Replaced(
+    return Replacement(
         _format_replacement(f"precision {plan.precision}", tool, written), precision=name
     )
 
@@ -131,7 +131,7 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
     dtypes = SHARD_DTYPES[plan.precision]
     torchs = {"bf16": "bfloat16", "fp16": "float16"}[dtypes.gathered]
     return [
-        ScriptEdit(
+        Note(
             f"precision {plan.precision}: {tool} reduces gradients in {dtypes.gathered} as it "
             f"gathers parameters, outpace in {dtypes.reduced}: in a script of yours torch's "
             f"MixedPrecisionPolicy(param_dtype=torch.{torchs}, reduce_dtype=torch.float32) for "
@@ -140,18 +140,9 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
     ]
 
 
-def weights_in_16_bits(plan: Plan) -> list[str]:
-    """Say who makes weights of 16 bits alone, and what their optimizer does differently."""
-    name = plan.precision
-    return [
-        ScriptEdit(f"precision {name}: load the model in {name[:4]} in the script."),
-        f"precision {name}: the optimizer rounds to nearest, outpace's stochastically.",
-    ]
-
-
 def optimizer(plan: Plan, tool: str, written: str) -> str:
     """Say that another optimizer is written: AdamW, in its fastest form."""
-    return Replaced(
+    return Replacement(
         _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
     )
 
@@ -264,7 +255,7 @@ def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list
     """Return a sentence for each option that is not at its default and was not `expressed`."""
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
-        Replaced(
+        Replacement(
             f"{sentence}. {tool} has nothing for it.", **{name: Plan.model_fields[name].default}
         )
         for name, sentence in found.items()

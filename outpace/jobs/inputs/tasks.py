@@ -15,7 +15,7 @@ from outpace.data import classify
 from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
 from outpace.data.encoded import load_or_encode
 from outpace.data.misread import unknown_hints
-from outpace.data.padded import MULTIPLE, PaddedDataset, Ragged, round_up, shape_multiple
+from outpace.data.padded import MULTIPLE, PaddedDataset, RaggedSamples, round_up, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.row_files import Row
 from outpace.data.rows import (
@@ -155,7 +155,7 @@ class TaskRequest:
             fingerprint(self.source.train), texts, self.cache_dir, self.callbacks,
         )  # fmt: skip
 
-    def dataset(self, samples: Ragged, once_in: int | None, **more: bool) -> PaddedDataset:
+    def dataset(self, samples: RaggedSamples, once_in: int | None, **more: bool) -> PaddedDataset:
         """Return the samples as a data set that is padded so."""
         rule = self.padding
         return PaddedDataset(
@@ -431,7 +431,7 @@ def _classify(request: TaskRequest) -> TaskData:
     )
 
 
-def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[Ragged]) -> list[str]:
+def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
     """Note that the tokenizer knows too few of the texts' characters."""
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())

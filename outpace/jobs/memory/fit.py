@@ -8,7 +8,7 @@ import torch
 
 from outpace.jobs.defaults import find_in_catalog
 from outpace.jobs.memory.plan_costs import Account, JobSite, accounts_to_ask, predictor, rates
-from outpace.jobs.memory.trace_worker import Ask
+from outpace.jobs.memory.trace_worker import TraceRequest
 from outpace.jobs.ranks.oom_guard import Shortage, readings
 from outpace.planner.fit.cost import Predict, most_bytes
 from outpace.planner.fit.proposals import Change, Proposal, kinds_of_change, propose
@@ -124,7 +124,7 @@ class MemoryFit:
             )
         return self._predict
 
-    def asks(self, plan: Plan) -> list[Ask]:
+    def asks(self, plan: Plan) -> list[TraceRequest]:
         """Return the rank whose memory to ask for; none if it cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []

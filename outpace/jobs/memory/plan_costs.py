@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outpace.jobs.defaults import find_in_catalog
-from outpace.jobs.memory.trace_worker import Ask, Traced
+from outpace.jobs.memory.trace_worker import AccountSummary, TraceRequest
 from outpace.planner.communication.volume import step_traffic
 from outpace.planner.fit.cost import Cost, CostRates, Predict
 from outpace.planner.model.flops import parameter_count
@@ -18,7 +18,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
-Account = Callable[[Ask], Traced]
+Account = Callable[[TraceRequest], AccountSummary]
 _MIB = 1 << 20
 
 # What neither live tensors nor an allocator's rules show: other streams' pieces, kernels' own.
@@ -76,10 +76,10 @@ def predictor(
 
 def accounts_to_ask(
     settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: JobSite
-) -> list[Ask]:
+) -> list[TraceRequest]:
     """Return the ranks whose accounts determine a plan's."""
     return [
-        Ask(
+        TraceRequest(
             spec=spec,
             plan=plan,
             seq_len=seq_len,
@@ -115,7 +115,7 @@ def _cost(
     )
 
 
-def _save_bytes(found: Traced, plan: Plan, device: torch.device) -> int:
+def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
     """Return the host memory that saving needs: state, and a copy unless that is on disk
     already.
     """

@@ -20,7 +20,7 @@ from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
 
-class Ask(Record):
+class TraceRequest(Record):
     """Request for the memory of one rank on one device. `settings` are the optimizer's."""
 
     spec: ModelSpec
@@ -34,7 +34,7 @@ class Ask(Record):
     whole: bool = False
 
 
-class Traced(Record):
+class AccountSummary(Record):
     """The part of an account that is needed to choose between plans."""
 
     peak_memory_bytes: int
@@ -50,15 +50,15 @@ class Tracer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def __call__(self, ask: Ask) -> Traced:
+    def __call__(self, ask: TraceRequest) -> AccountSummary:
         """Trace what one rank needs. Raises BadInputError for an impossible plan."""
-        return Traced.model_validate(self._request(ask))
+        return AccountSummary.model_validate(self._request(ask))
 
-    def whole(self, ask: Ask) -> MemoryAccount:
+    def whole(self, ask: TraceRequest) -> MemoryAccount:
         """Return the account of one rank with all its moments. Raises BadInputError, too."""
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 
-    def _request(self, ask: Ask) -> dict[str, Any]:
+    def _request(self, ask: TraceRequest) -> dict[str, Any]:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
@@ -111,11 +111,11 @@ class Tracer:
 def serve(asked: IO[str], told: IO[str]) -> None:
     """Answer requests until there are none left."""
     for line in asked:
-        told.write(json.dumps(_answer(Ask.model_validate_json(line))) + "\n")
+        told.write(json.dumps(_answer(TraceRequest.model_validate_json(line))) + "\n")
         told.flush()
 
 
-def account_of(ask: Ask) -> MemoryAccount:
+def account_of(ask: TraceRequest) -> MemoryAccount:
     """Trace one rank in this process. Raises BadInputError for an impossible plan."""
     from outpace.trace.account import account  # who only asks does without its 30 MiB of code
 
@@ -131,7 +131,7 @@ def account_of(ask: Ask) -> MemoryAccount:
     )
 
 
-def _answer(ask: Ask) -> dict[str, Any]:
+def _answer(ask: TraceRequest) -> dict[str, Any]:
     try:
         found = account_of(ask)
     except Exception as error:  # what cannot be traced is not proposed

@@ -4,17 +4,17 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import without_weights
 from outpace.interop.models import open_model
 from outpace.jobs.memory.query import ask_of_module, worst
-from outpace.jobs.memory.trace_worker import Ask, account_of
+from outpace.jobs.memory.trace_worker import TraceRequest, account_of
 from outpace.planner.pipeline.stages import representatives
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Planned
+from outpace.records.estimate import RankedPlan
 from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
 
-def use_traced_memory(planned: Planned, model: str, job: PlanningProblem) -> Planned:
+def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> RankedPlan:
     """Replace the formula's memory by a trace's.
 
     Raises BadInputError for plans and models that outpace does not train.
@@ -59,7 +59,7 @@ def fullest(
     assert opened.spec is not None
     own = opened.spec if dropout is None else opened.spec.model_copy(update={"dropout": dropout})
     settings = TrainSettings.parse(said, "plan")
-    ask = Ask(
+    ask = TraceRequest(
         spec=own,
         plan=plan,
         seq_len=wanted.seq_len,

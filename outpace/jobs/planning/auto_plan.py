@@ -24,11 +24,11 @@ from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.model.outline import classifier_outline
 from outpace.planner.plan import plans
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.space import Wanted
+from outpace.planner.search.space import SearchRequest
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.process_memory import anonymous_bytes
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Planned, Plans
+from outpace.records.estimate import Plans, RankedPlan
 from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 from outpace.records.plan import AXES, Plan, PlanFile, Strategy
@@ -51,7 +51,7 @@ _MOST_RANKS = 8  # that a CPU is shared by
 Settings = tuple[TrainSettings, dict[str, str]]
 
 
-def settle(
+def apply_settings_plan(
     settings: TrainSettings,
     origins: Mapping[str, str],
     ranks: Ranks | None,
@@ -206,7 +206,7 @@ def _pick(
     for answer, job in answers:
         for planned in answer.plans:
             if _fits(planned, settings, job, say):
-                _tell(answer, planned, say)
+                _report_plan(answer, planned, say)
                 return planned.plan
     raise BadInputError(
         "--plan auto: none of the planner's choices fits when traced. Use a shorter "
@@ -305,7 +305,7 @@ def question(
     return PlanningProblem(
         outline=outline,
         cluster=cluster,
-        wanted=Wanted(
+        wanted=SearchRequest(
             outline=outline,
             seq_len=resolve_seq_len(settings, outline.max_positions),
             global_batch=settings.global_batch,
@@ -373,7 +373,7 @@ def _cluster(
 
 
 def _fits(
-    planned: Planned, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
+    planned: RankedPlan, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
 ) -> bool:
     """Return whether the trace fits; if it cannot be traced, the formula decides."""
     limit = job.cluster.device.memory_bytes
@@ -394,7 +394,7 @@ def _fits(
     return False
 
 
-def _tell(answer: Plans, planned: Planned, say: Callable[[str], None]) -> None:
+def _report_plan(answer: Plans, planned: RankedPlan, say: Callable[[str], None]) -> None:
     one = planned.estimate
     say(
         f"plan: {planned.title} (of {answer.considered:,} considered; step time about "

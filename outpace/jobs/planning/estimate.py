@@ -7,13 +7,13 @@ from outpace.jobs.planning.request import PlanQuestion, job
 from outpace.planner.plan import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Planned
+from outpace.records.estimate import RankedPlan
 from outpace.records.plan import Plan
 
 
 def estimate(
     asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
-) -> tuple[Planned, PlanningProblem]:
+) -> tuple[RankedPlan, PlanningProblem]:
     """Estimate a plan on the requested machines, and return the request as well.
 
     `name`: the plan's name in errors. With `trace` the real model runs under fake tensors for its

@@ -16,7 +16,7 @@ from outpace.planner.plan import estimate_plan, fastest_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Estimate, Planned, Plans, join_roles
+from outpace.records.estimate import Estimate, Plans, RankedPlan, join_roles
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
@@ -34,7 +34,7 @@ _ALIKE = 5e-4  # what would be shown as 0.0 %
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedModel:
     """A model, or its outline if outpace cannot build it, and the user's name for it."""
 
     reference: str
@@ -42,7 +42,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Picked:
+class ExportChoice:
     """The plan that was exported, what was written, and why this plan.
 
     `number` is its position in the answer, None if it is not listed. `estimate` is for what was
@@ -50,7 +50,7 @@ class Picked:
     lacks, None if it lacks none.
     """
 
-    planned: Planned
+    planned: RankedPlan
     number: int | None
     emitted: ExportedPlan
     estimate: Estimate | None
@@ -59,8 +59,8 @@ class Picked:
 
 
 def pick(
-    name: str, job: PlanningProblem, answer: Plans, model: Named, chosen: int | None
-) -> Picked:
+    name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
+) -> ExportChoice:
     """Pick the `chosen` plan, else the recommended, else the fastest that format `name` can
     express.
 
@@ -117,7 +117,7 @@ def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
 
 
 def _write(
-    name: str, job: PlanningProblem, plan: Plan, model: Named, global_batch: int | None = None
+    name: str, job: PlanningProblem, plan: Plan, model: NamedModel, global_batch: int | None = None
 ) -> ExportedPlan:
     wanted = job.wanted
     return export_plan(
@@ -126,7 +126,7 @@ def _write(
     )  # fmt: skip
 
 
-def _describe_loss(name: str, job: PlanningProblem, plan: Plan, model: Named) -> str:
+def _describe_loss(name: str, job: PlanningProblem, plan: Plan, model: NamedModel) -> str:
     """Describe what the format cannot express of a plan, or why it cannot be written."""
     try:
         return " ".join(_write(name, job, plan, model).differences)
@@ -135,17 +135,22 @@ def _describe_loss(name: str, job: PlanningProblem, plan: Plan, model: Named) ->
 
 
 def _pick(
-    name: str, job: PlanningProblem, planned: Planned, model: Named, number: int | None, why: str
-) -> Picked:
+    name: str,
+    job: PlanningProblem,
+    planned: RankedPlan,
+    model: NamedModel,
+    number: int | None,
+    why: str,
+) -> ExportChoice:
     written = _write(name, job, planned.plan, model)
     estimate, known = _estimate_written(job, planned.plan, written)
-    return Picked(
+    return ExportChoice(
         planned, number, written, estimate, why, _warning(name, planned, written, estimate, known)
     )
 
 
 def _find_obstacle(
-    name: str, job: PlanningProblem, first: Planned, found: Planned, lost: str
+    name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan, lost: str
 ) -> str | None:
     """Return why the recommended plan is not written; None if nothing prevents it.
 
@@ -166,7 +171,7 @@ def _find_obstacle(
     return None
 
 
-def _reason_for_first(name: str, job: PlanningProblem, first: Planned, found: Planned) -> str:
+def _reason_for_first(name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan) -> str:
     """Say that the recommended plan is written, and compare it with the fastest."""
     label = f"Plan 1, the {join_roles(first.roles)}: {first.title}"
     slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
@@ -178,7 +183,7 @@ def _reason_for_first(name: str, job: PlanningProblem, first: Planned, found: Pl
     )
 
 
-def _slower_than_fastest(found: Planned, answer: Plans) -> str:
+def _slower_than_fastest(found: RankedPlan, answer: Plans) -> str:
     fastest = answer.plan_for("fastest") or answer.plans[0]
     slower = max(0.0, found.estimate.step_time_s / fastest.estimate.step_time_s - 1)
     number = answer.plans.index(fastest) + 1
@@ -199,7 +204,7 @@ def _estimate_written(
 
 
 def _warning(
-    name: str, planned: Planned, written: ExportedPlan, estimate: Estimate | None, known: bool
+    name: str, planned: RankedPlan, written: ExportedPlan, estimate: Estimate | None, known: bool
 ) -> str | None:
     """Say what is lost, and whether what is written instead fits."""
     if not written.differences:
@@ -210,31 +215,18 @@ def _warning(
         return f"{rests}{more}"
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     return (
-        f"{rests} {_describe_condition(written)}, a device needs "
-        f"{show_bytes(estimate.peak_memory_bytes)}{has}, as planned "
-        f"{show_bytes(planned.estimate.peak_memory_bytes)}: it "
+        f"{rests} As written, a device needs {show_bytes(estimate.peak_memory_bytes)}{has}, as "
+        f"planned {show_bytes(planned.estimate.peak_memory_bytes)}: it "
         f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
     )
 
 
-def _describe_condition(written: ExportedPlan) -> str:
-    """Say when a configuration trains as described: as it is, or once the script is edited."""
-    match len(written.edits):
-        case 0:
-            return "As written"
-        case 1:
-            return "After this edit of the script"
-        case several:
-            return f"After these {several} edits of the script"
-
-
-def figures(estimate: Estimate, written: ExportedPlan) -> str:
+def figures(estimate: Estimate) -> str:
     """Return time and memory of what was written, in a sentence."""
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     return (
-        f"{_describe_condition(written)}: {show_seconds(estimate.step_time_s)} per step "
-        f"({low} to {high} with {estimate.level * 100:.0f} %), "
-        f"{estimate.tokens_per_s:,.0f} tokens/s, "
+        f"As written: {show_seconds(estimate.step_time_s)} per step ({low} to {high} with "
+        f"{estimate.level * 100:.0f} %), {estimate.tokens_per_s:,.0f} tokens/s, "
         f"{show_bytes(estimate.peak_memory_bytes)}{has} per device."
     )

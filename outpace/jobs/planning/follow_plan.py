@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from outpace.jobs.planning.auto_plan import settle
+from outpace.jobs.planning.auto_plan import apply_settings_plan
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Node
 from outpace.records.plan import PlanFile
@@ -31,7 +31,7 @@ def follow_plan(
             f"--plan {settings.plan} is for {world} devices, but {nodes} × {node.processes} = "
             f"{there} are given. Set --nodes, or name another --machine."
         )
-    settled, told = settle(settings, origins, None, lambda _: None)
+    settled, told = apply_settings_plan(settings, origins, None, lambda _: None)
     if node is not None:
         settled = settled.model_copy(update={"nproc": None})
     return settled, told

@@ -15,7 +15,7 @@ from outpace.planner.model.flops import parameter_count
 from outpace.planner.network.default_plans import PRODUCT, NetworkStudy, candidate_plans
 from outpace.planner.network.requirement import NetworkProblem, answer
 from outpace.planner.network.roofline import Roof
-from outpace.planner.network.site import Asked, Site, value_of
+from outpace.planner.network.site import NetworkOptions, Site, value_of
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
@@ -67,7 +67,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
     """Answer the network question. Raises BadInputError."""
     name, spec = _model(asked.model)
     site = Site(
-        Asked(
+        NetworkOptions(
             asked.machine, asked.probe, asked.nodes, asked.devices_per_node,
             asked.networks, asked.inside, asked.share,
         )

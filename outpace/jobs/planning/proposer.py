@@ -81,7 +81,7 @@ class Proposer:
         self.default = resolve_plan(settings, own, device, self.machine)
         used = auto_plan.used_machine(self.machine, device)
         self._jobs: dict[int, PlanningProblem] = {}
-        self._told: dict[tuple[PlanTrial, ...], _Learned] = {}
+        self._told: dict[tuple[PlanTrial, ...], _Lessons] = {}
         refused: list[BadInputError] = []
         for world in _worlds(settings, used):
             limited = settings
@@ -126,13 +126,13 @@ class Proposer:
                 found[world] = min(needs, found.get(world, math.inf))
         return found
 
-    def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Learned":
+    def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Lessons":
         """Return what all trials together show, computed once."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]
 
-    def _learn(self, trials: Sequence[PlanTrial]) -> "_Learned":
+    def _learn(self, trials: Sequence[PlanTrial]) -> "_Lessons":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
@@ -149,7 +149,7 @@ class Proposer:
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
         tried = sorted(fastest.values(), key=lambda one: -one.step_time_s)
-        missed, slopes = [], np.zeros((len(found.knobs), 1))
+        missed, slopes = [], np.zeros((len(found.adjustments), 1))
         for one in tried:
             world = one.plan.world_size
             take = partial(_steps_s, self._jobs[world], [one.plan])
@@ -157,11 +157,11 @@ class Proposer:
         if tried:
             slopes = found.slopes(world, take)
         deviations = Deviations(tuple(one.plan for one in tried), np.array(missed))
-        return _Learned(found, deviations, slopes)
+        return _Lessons(found, deviations, slopes)
 
 
 @dataclass(frozen=True)
-class _Learned:
+class _Lessons:
     """Results of trials: rates, shared by all numbers of processes, and other costs of plans.
 
     `slopes`: derivatives of the fastest trial's time with respect to the rates, (knobs, 1).
@@ -173,7 +173,7 @@ class _Learned:
 
 
 def _propose(
-    job: PlanningProblem, plans: Sequence[Plan], learned: _Learned
+    job: PlanningProblem, plans: Sequence[Plan], learned: _Lessons
 ) -> list[TuningProposal]:
     if not plans:
         return []

@@ -46,7 +46,7 @@ def replan(
     say(f"{moved}: the layout is planned again ({why})")
     opened = _drop_settings(settings, _LAYOUT).model_copy(update={"plan": "auto"})
     left = {**origins, **dict.fromkeys(_LAYOUT, auto_plan.DEFAULT)}
-    return auto_plan.settle(opened, left, ranks, say)
+    return auto_plan.apply_settings_plan(opened, left, ranks, say)
 
 
 def _drop_settings(settings: TrainSettings, names: Sequence[str]) -> TrainSettings:

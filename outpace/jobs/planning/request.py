@@ -25,10 +25,10 @@ from outpace.planner.hardware.device import dtype_of
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.space import VARIED, Wanted
+from outpace.planner.search.space import VARIED, SearchRequest
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LOW
 from outpace.records.outline import Outline
@@ -104,7 +104,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
     question = PlanningProblem(
         outline=outline,
         cluster=cluster,
-        wanted=Wanted(
+        wanted=SearchRequest(
             outline=outline,
             seq_len=seq_len,
             global_batch=asked.global_batch or 4 * world,
@@ -320,13 +320,13 @@ def _suggest_setting(name: str, value: str) -> str:
     """
     start = name if len(name) >= _FEW_LETTERS else f"{name}_"
     begin = [known for known in KEPT if known.startswith(start)]
-    begin = [known for known in begin if _takes(known, value)] or begin
+    begin = [known for known in begin if _accepts(known, value)] or begin
     if begin:
         return f" Did you mean {' or '.join(map(repr, begin))}?"
-    return nearest(name, KEPT)
+    return suggest(name, KEPT)
 
 
-def _takes(name: str, value: str) -> bool:
+def _accepts(name: str, value: str) -> bool:
     """Return whether a setting can have a value."""
     try:
         _parse_value(name, value)
@@ -359,7 +359,7 @@ def _read_vary(
         if name not in VARIED:
             raise BadInputError(
                 f"--vary {name}: write settings separated by commas, or "
-                f"all.{nearest(name, [*VARIED])} Settings: {', '.join(VARIED)}."
+                f"all.{suggest(name, [*VARIED])} Settings: {', '.join(VARIED)}."
             )
         if name in keep:
             raise BadInputError(
@@ -429,7 +429,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
             raise BadInputError(
                 f"--what-if {part.strip()}: write link=400Gbps (a node's network), "
                 "inside=300GB/s (a device's link in its node), memory=141GiB or nodes=8."
-                f"{nearest(name, _WHAT_IF)}"
+                f"{suggest(name, _WHAT_IF)}"
             )
         if name == "nodes":
             if not value.isdigit() or int(value) < 1:

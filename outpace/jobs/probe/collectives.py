@@ -24,8 +24,8 @@ from outpace.probing.collectives.cases import (
     QUICK_BYTES,
     AxisPlace,
     SizeLimits,
+    cases_by_size,
     check_again,
-    climb,
 )
 from outpace.probing.collectives.groups import Axis, Nodes, axes_of, nodes_of
 from outpace.probing.collectives.overlap import OVERLAPPED, probe_overlap
@@ -167,7 +167,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
     for place in (_place_on(run, axis) for axis in axes):
         for name in collectives:
             run.doing.what = f"{name} over the axis {place.axis.name}"
-            cases += climb(name, place, sizes, limits, run.clock)
+            cases += cases_by_size(name, place, sizes, limits, run.clock)
     run.place.buffers.settle()
     sample_s = budget_s / 2 / (run.samples * max(1, len(cases)))
     effort = Effort(budget_s * _TIMED, run.rounds, min(0.04, max(0.001, sample_s)), wakes=False)

@@ -29,8 +29,8 @@ from outpace.probing.loader.benchmark import probe_loader
 from outpace.probing.memory.bandwidth import probe_memory
 from outpace.probing.storage.benchmark import probe_storage
 from outpace.probing.timing.interference import (
-    Steady,
-    Used,
+    CoreSeconds,
+    InterferenceWatch,
     disturbance,
     judge_use,
     record_use,
@@ -50,7 +50,7 @@ from outpace.probing.utilisation.gpu_throttling import (
 from outpace.records.figure import Figure, Key
 from outpace.records.interpreter import PYTHON
 from outpace.records.machine import Machine
-from outpace.records.probed import Probed, SectionName, Shown, Steadiness
+from outpace.records.probed import ProbeRecord, ProgressDisplay, SectionName, Steadiness
 from outpace.records.ranks import Ranks
 from outpace.training.threads import set_threads
 
@@ -61,12 +61,12 @@ _DRIVER_S = 10.0
 T = TypeVar("T")
 
 
-def probe_here(request: ProbeRequest, shown: Shown) -> Machine:
+def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
     """Probe this host: local sections here, those between ranks on processes started for them."""
-    begin_s, steady = time.monotonic(), Steady()
+    begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, Ranks())
-    here = _Here(request, device, shown, watch_gpu(device, (), _DRIVER_S))
+    here = _ProcessState(request, device, shown, watch_gpu(device, (), _DRIVER_S))
     world_size = _world_size(request, device) if request.rank_sections() else 1
     found = run_turns(
         interleave_turns(
@@ -83,16 +83,16 @@ def probe_here(request: ProbeRequest, shown: Shown) -> Machine:
     return _machine(here, section, steadiness, time.monotonic() - begin_s, world_size)
 
 
-def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: Shown) -> Machine | None:
+def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> Machine | None:
     """Probe as one of a job's ranks; returns the machine on rank 0, None on others."""
-    begin_s, steady = time.monotonic(), Steady()
+    begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, ranks)
     set_threads(None, usable_cores(), ranks.local_world_size, os.environ)
     backend = resolve_backend(request.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, backend) as groups:
         gpu = watch_gpu(device, _gather(os.getpid(), groups), _DRIVER_S)
-        here = _Here(request, device, shown, gpu)
+        here = _ProcessState(request, device, shown, gpu)
         found = run_turns(
             interleave_turns(
                 *(_on_first(_probe_alone(name, here), groups) for name in request.local_sections()),
@@ -119,7 +119,7 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
 
 
 @dataclass(frozen=True)
-class _Here:
+class _ProcessState:
     """State that all sections of a process share.
 
     `seen`: observations of its GPU by all sections. `slowed`: reports of slowdowns from processes
@@ -128,7 +128,7 @@ class _Here:
 
     request: ProbeRequest
     device: torch.device
-    shown: Shown
+    shown: ProgressDisplay
     gpu: GpuWatch | None
     seen: list[GpuObservation] = field(default_factory=list)
     slowed: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ class _Notes:
     """Notes on other load on the machine during one section's turns."""
 
     gpu: GpuWatch | None
-    used: list[Used] = field(default_factory=list)
+    used: list[CoreSeconds] = field(default_factory=list)
     seen: list[GpuObservation] = field(default_factory=list)
 
     @contextmanager
@@ -148,7 +148,7 @@ class _Notes:
             yield
 
 
-def _probe_alone(name: SectionName, here: _Here) -> Turns[ProbeSection]:
+def _probe_alone(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
     """Probe the sections that one process runs alone."""
     notes = _Notes(here.gpu)
     section = yield from wrap_turns(_turns(name, here), notes.record)
@@ -157,7 +157,7 @@ def _probe_alone(name: SectionName, here: _Here) -> Turns[ProbeSection]:
     return _judge(name, section, here.device, [[total(notes.used)]], notes.seen)
 
 
-def _turns(name: SectionName, here: _Here) -> Turns[ProbeSection]:
+def _turns(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
     wishes, device, quick = here.request, here.device, here.request.quick
     budget_s, progress = wishes.budget_s(name), _progress(name, here.shown)
     if name == "matmul":
@@ -193,8 +193,8 @@ def _next(turns: Turns[ProbeSection]) -> ProbeSection | None:
 
 
 def _judge(
-    name: SectionName, section: ProbeSection, device: torch.device, hosts: Sequence[Sequence[Used]],
-    seen: Sequence[GpuObservation],
+    name: SectionName, section: ProbeSection, device: torch.device,
+    hosts: Sequence[Sequence[CoreSeconds]], seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
     """Return the section, withdrawn if others used what was measured, or if it was slowed down.
 
@@ -205,12 +205,14 @@ def _judge(
     return section if why is None else withdraw_values(section, why)
 
 
-def _progress(name: str, shown: Shown) -> Callable[[float], None]:
+def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
     """Return a progress callback for a part of a section."""
     return lambda share: shown(name, min(share, 0.99))
 
 
-def _probe_started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[ProbeSection]:
+def _probe_started(
+    names: Sequence[SectionName], here: _ProcessState, nproc: int
+) -> Turns[ProbeSection]:
     """Probe between ranks, on processes started when half of the other sections are done."""
     wishes, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
@@ -257,7 +259,7 @@ def _default_nproc(device: torch.device) -> int:
     return min(4, max(2, torch.get_num_threads()))
 
 
-def _probe_between(name: SectionName, here: _Here, groups: Groups) -> Turns[ProbeSection]:
+def _probe_between(name: SectionName, here: _ProcessState, groups: Groups) -> Turns[ProbeSection]:
     wishes, progress, device = here.request, _progress(name, here.shown), here.device
     quick, budget_s = wishes.quick, wishes.budget_s(name)
     if name == "steps":
@@ -289,9 +291,9 @@ def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list
     return [one for of in _gather(own, groups) for one in of]
 
 
-def _by_host(used: Used, groups: Groups) -> list[list[Used]]:
+def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
     """Return what each host's ranks used; a host begins with its local rank 0."""
-    hosts: list[list[Used]] = []
+    hosts: list[list[CoreSeconds]] = []
     for local_rank, one in _gather((groups.ranks.local_rank, used), groups):
         if local_rank == 0:
             hosts.append([])
@@ -300,15 +302,15 @@ def _by_host(used: Used, groups: Groups) -> list[list[Used]]:
 
 
 def _machine(
-    here: _Here, found: ProbeSection, steadiness: Steadiness, took_s: float, world_size: int,
-    hosts: int = 1,
+    here: _ProcessState, found: ProbeSection, steadiness: Steadiness, took_s: float,
+    world_size: int, hosts: int = 1,
 ) -> Machine:  # fmt: skip
     machine, wishes = identify(find_accelerator), here.request
     topology = read_if_there(_DRIVER_S) if machine.devices else None
     figures = found.figures + tuple(_from_catalog(machine))
     settings = [] if wishes.environ is None else find_misconfiguration(wishes.environ)
     peaks = peak_notes(figures) if here.device.type == "cuda" else ()
-    probed = Probed(
+    probed = ProbeRecord(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),
         command=wishes.command,

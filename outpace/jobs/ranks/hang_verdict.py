@@ -59,7 +59,7 @@ class HangVerdicts:
             known = found
         return known
 
-    def settle(self, verdict: HangVerdict) -> HangVerdict | None:
+    def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
         """Make a verdict final, since this rank ends by it; return the final one, if there is
         one.
         """

@@ -165,7 +165,7 @@ def _communication(error: RuntimeError) -> bool:
 
 
 @dataclass
-class _Look:
+class _HangQuery:
     """A query of all ranks by one that has waited for long, and its verdict.
 
     `number` is that of the activity, `position` its line. `is_author`: this rank reached the
@@ -192,7 +192,7 @@ class _Watchdog:
     interrupted: bool = False
     hearing: threading.Lock = field(default_factory=threading.Lock)
     failed: str | None = None
-    look: _Look | None = None  # of a wait that is not known to be over
+    look: _HangQuery | None = None  # of a wait that is not known to be over
     answered: int = 0  # so many times all were asked how they stand
     over: threading.Event = field(default_factory=threading.Event)
     store_silent_s: float = 0.0  # since the store answered last, while this process ran
@@ -269,9 +269,9 @@ class _Watchdog:
         number, position = self.doing.number, find_position(self.trains)
         verdict = self._look_around(store, doubtful=False, final=False)
         if verdict is not None:
-            self.look = _Look(number, position, verdict, verdict.by == self.rank)
+            self.look = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
-    def _follow(self, look: _Look, verdicts: HangVerdicts) -> None:
+    def _follow(self, look: _HangQuery, verdicts: HangVerdicts) -> None:
         """Forget a query when its wait is over; end the process if nothing else ends that wait."""
         look.age_s += _LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
@@ -280,18 +280,18 @@ class _Watchdog:
         elif self.failed is not None:
             return
         elif look.age_s > self.timeout_s:
-            standing = verdicts.settle(look.verdict)
+            standing = verdicts.finalize(look.verdict)
             if standing is not None:
                 self._end(standing)
             self.look = None
         elif look.is_author and self.ends_silently and not look.verdict.final:
             if look.age_s > (1 - _LONG) * self.timeout_s - 2 * _LISTEN_S:
-                look.verdict = verdicts.settle(look.verdict) or look.verdict
+                look.verdict = verdicts.finalize(look.verdict) or look.verdict
         elif not look.is_author and verdicts.read() is None:  # its rank is free, this one is not
             self.look = None
             self._restart_clock(look, self.timeout_s)
 
-    def _restart_clock(self, look: _Look, ago_s: float) -> None:
+    def _restart_clock(self, look: _HangQuery, ago_s: float) -> None:
         """Query again if the activity at the last query takes long again."""
         if self.doing.number == look.number:
             self.doing.limited_s = time.monotonic() - ago_s
@@ -432,7 +432,7 @@ class _Watchdog:
         guilty = [one for one in found if _is_lost(one)]
         if not guilty and not doubtful:
             # All are there, and what a verdict is about is still waited for.
-            settled = None if known is None else verdicts.settle(known)
+            settled = None if known is None else verdicts.finalize(known)
             if settled is not None:
                 return settled
             guilty = find_culprits(found)

@@ -28,7 +28,7 @@ def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
     """
     token = uuid.uuid4().hex
     if ranks.rank == 0:
-        _invite(store, token, ranks.world_size, timeout_s)
+        _publish_session(store, token, ranks.world_size, timeout_s)
         return token
     store.set(f"token/{store.add('tokens', 1)}", token)
     invitation = f"session/{token}"
@@ -42,7 +42,7 @@ def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
     return name
 
 
-def _invite(store: Store, name: str, world_size: int, timeout_s: float) -> None:
+def _publish_session(store: Store, name: str, world_size: int, timeout_s: float) -> None:
     """Return the session's name to whoever shows a token, until all ranks have joined."""
     seen, waiting = 0, set[int]()  # numbers of tokens; a rank counts first, and shows its own then
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s

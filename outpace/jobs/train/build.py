@@ -36,7 +36,7 @@ from outpace.nn.compilation import compile_time_s
 from outpace.nn.extra_state import require_plain
 from outpace.nn.kernels import without_faulty_kernels
 from outpace.nn.lora import parameter_counts
-from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
+from outpace.nn.mixed import MixedPrecision, keeps_casts, lower_weights, make_mixed
 from outpace.nn.model_options import apply_options
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import hold_masks
@@ -261,7 +261,7 @@ def assemble(
         device=device,
         # Unknown code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
-        at=job.doing.begin,
+        begin_activity=job.doing.begin,
         look=_make_look(first, layout, stepper, device, start_step),
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
@@ -274,9 +274,9 @@ def assemble(
     comm_stats = CommStats(job, start_step) if settings.measure_only else None
     if looker is not None:
         looker.follow(stepper, layout, optimizer, start_step)
-        loop.around = looker.step_context  # what is counted then would be looked at, too
+        loop.step_context = looker.step_context  # what is counted then would be looked at, too
     elif comm_stats is not None:
-        loop.around = comm_stats.step_context
+        loop.step_context = comm_stats.step_context
     stragglers = Stragglers(job, recording)
     return PreparedRun(
         job, loop, parameters, initial, measure, looker, recording, comm_stats, stragglers, began_s,
@@ -367,7 +367,7 @@ def _optimizer(
     job: Job,
     layout: Layout,
     scratch: Scratch,
-    mixed: Mixed,
+    mixed: MixedPrecision,
     wide_values: dict[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
     if not job.plan.compile:
@@ -429,7 +429,7 @@ def _stepper(
     job: Job,
     layout: Layout,
     optimizer: torch.optim.Optimizer,
-    mixed: Mixed,
+    mixed: MixedPrecision,
     on_gradients: Callable[[], None],
 ) -> Stepper:
     targets = job.inputs.targets_per_sample
@@ -457,7 +457,7 @@ def _require_known_targets(job: Job) -> None:
         )
 
 
-def _checkpointer(job: Job, mixed: Mixed) -> Checkpointer:
+def _checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
     own = job.inputs.custom_model is not None  # whose forward may change what it likes
     return Checkpointer(
         job.run_dir.checkpoints,
@@ -531,7 +531,7 @@ def _loader(
 
 
 def _evaluate(
-    job: Job, layout: Layout, mixed: Mixed, step: int, stop: StopSignal | None
+    job: Job, layout: Layout, mixed: MixedPrecision, step: int, stop: StopSignal | None
 ) -> Evaluation | None:
     """Return the held-out loss and a task's metrics; None without held-out data or evaluation.
 

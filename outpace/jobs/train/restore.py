@@ -9,7 +9,7 @@ from torch import nn
 
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.run_record import changed_settings
-from outpace.nn.mixed import Mixed
+from outpace.nn.mixed import MixedPrecision
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 from outpace.training.callbacks import tell
@@ -28,7 +28,7 @@ def restore(
     checkpointer: Checkpointer,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    mixed: Mixed,
+    mixed: MixedPrecision,
 ) -> Progress | None:
     """Load the newest intact checkpoint of a resumed run; None: it starts at step 0.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.utilisation import Recording
-from outpace.probing.collectives.stragglers import Slow, slow_ranks
+from outpace.probing.collectives.stragglers import Slowness, slow_ranks
 from outpace.records.plan import Plan
 from outpace.records.utilisation import Load
 from outpace.training.callbacks import tell
@@ -71,7 +71,7 @@ class Stragglers:
                     self._tell(slow, ranks)
         self._before = now
 
-    def _tell(self, slow: Slow[int], ranks: tuple[int, ...]) -> None:
+    def _tell(self, slow: Slowness[int], ranks: tuple[int, ...]) -> None:
         said: list[Any] = [None] * self._job.ranks.world_size
         group = self._job.groups.control
         dist.all_gather_object(said, (self._facts(), self._recording.latest), group=group)

@@ -27,7 +27,7 @@ from outpace.records.hardware import Accelerator, Architecture, Bundle, Node
 from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 from outpace.records.network import Network
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 from outpace.records.units import show_share
 
 
@@ -205,7 +205,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         raise BadInputError(
             "this machine.json has no measurements. Make one with outpace probe --out machine.json."
         )
-    known = _Known(probed)
+    known = _ProbeFigures(probed)
     chip = None
     if machine.devices:
         chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
@@ -257,7 +257,7 @@ def _median_off(residuals: Sequence[float]) -> float:
     return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in residuals))
 
 
-def _probed_fabric(known: "_Known", ranks: int, kind: Kind) -> Fabric:
+def _probed_fabric(known: "_ProbeFigures", ranks: int, kind: Kind) -> Fabric:
     probed = known.probed
     inside, across = probed.inside_bytes_per_s(), probed.node_network_bytes_per_s()
     fit = probed.fit("all-reduce", "all") or probed.fit("all-reduce", "node")
@@ -286,7 +286,7 @@ def _with_all_rates(rates: RateFit) -> RateFit:
     return replace(rates, device=device)
 
 
-def _reference_steps(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
+def _reference_steps(known: "_ProbeFigures", ranks: int, kind: Kind) -> Iterator[SeenStep]:
     """Yield the references' steps on `ranks` ranks of all hosts, those of this version."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
@@ -354,10 +354,10 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
     )
 
 
-class _Known:
+class _ProbeFigures:
     """Figures of a probe by what they are of."""
 
-    def __init__(self, probed: Probed) -> None:
+    def __init__(self, probed: ProbeRecord) -> None:
         self.probed = probed
         self._unstable: set[Key] = set()
 
@@ -448,7 +448,7 @@ class _Known:
 
 
 def _probed_device(
-    machine: Machine, known: _Known, ranks: int, chip: Accelerator | None
+    machine: Machine, known: _ProbeFigures, ranks: int, chip: Accelerator | None
 ) -> DeviceRates:
     """The catalog's device with measured rates in it; a CPU's cores are shared by the ranks."""
     curves = {dtype: known.products(dtype) for dtype in _DTYPES}
@@ -480,7 +480,7 @@ _SMALL_SIDE = 64  # of products that take what their launch takes
 
 
 def _measured_accelerator(
-    machine: Machine, known: _Known, chip: Accelerator, memory: float | None
+    machine: Machine, known: _ProbeFigures, chip: Accelerator, memory: float | None
 ) -> DeviceRates:
     """Return the catalog's device with what was measured of it in place of what others reach.
 
@@ -506,7 +506,7 @@ def _measured_accelerator(
 
 
 def _compare_products(
-    base: DeviceRates, known: _Known, least_s: float
+    base: DeviceRates, known: _ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredProduct, ...]], list[float]]:
     """Return measured by predicted time of products of each dtype, and rates of unaligned ones.
 

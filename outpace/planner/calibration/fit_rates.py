@@ -50,7 +50,7 @@ class RateFit:
 
 
 # A rate, and what becomes of all when what it is of takes so many times as long.
-Knob = Callable[[RateFit, float], RateFit]
+Adjustment = Callable[[RateFit, float], RateFit]
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ class Calibration:
     """Rates by number of ranks, and how well they are known.
 
     `off`: by how much the steps that were seen are mispredicted in the median. `covariance`: of the
-    logarithms of what the knobs were turn_knobs by, (knobs, knobs).
+    logarithms of what the rates were adjusted by, (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]
     off: float
-    knobs: tuple[Knob, ...]
+    adjustments: tuple[Adjustment, ...]
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Derivatives of the logarithms of times by those of the knobs, (knobs, times)."""
+        """Derivatives of times by adjustments, both as logarithms: (adjustments, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
-        turn_knobs = [np.log(steps_s(knob(rates, math.exp(_SLOPE)))) for knob in self.knobs]
-        found: Floats = (np.array(turn_knobs) - here) / _SLOPE
+        changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]
+        found: Floats = (np.array(changed) - here) / _SLOPE
         return found
 
     def spreads(self, slopes: Floats) -> Floats:
@@ -93,17 +93,17 @@ def calibrate(
     """
     from scipy.optimize import least_squares  # slow to load, and needed here alone
 
-    knobs, groups = _knobs(next(iter(rates.values()))), _groups(seen)
+    adjustments, groups = _adjustments(next(iter(rates.values()))), _groups(seen)
     took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])
 
-    def turn_knobs(logs: Floats) -> dict[int, RateFit]:
+    def adjust_rates(logs: Floats) -> dict[int, RateFit]:
         found = dict(rates)
-        for knob, log in zip(knobs, logs, strict=True):
-            found = {ranks: knob(one, math.exp(log)) for ranks, one in found.items()}
+        for adjust, log in zip(adjustments, logs, strict=True):
+            found = {ranks: adjust(one, math.exp(log)) for ranks, one in found.items()}
         return found
 
     def misses(logs: Floats) -> Floats:
-        found = turn_knobs(logs)
+        found = adjust_rates(logs)
         said = np.concatenate(
             [np.empty(0), *(group.steps_s(found[group.ranks]) for group in groups)]
         )
@@ -111,15 +111,15 @@ def calibrate(
         return missed
 
     def residuals(logs: Floats) -> Floats:
-        return np.concatenate([_soften(misses(logs) / _STEP_SPREAD), logs / spread])
+        return np.concatenate([_limit_outliers(misses(logs) / _STEP_SPREAD), logs / spread])
 
-    found = least_squares(residuals, np.zeros(len(knobs)), xtol=1e-4, ftol=1e-5)
+    found = least_squares(residuals, np.zeros(len(adjustments)), xtol=1e-4, ftol=1e-5)
     off = float(np.median(np.abs(misses(found.x)))) if seen else 0.0
     covariance = np.linalg.inv(found.jac.T @ found.jac)
-    return Calibration(turn_knobs(found.x), off, tuple(knobs), covariance)
+    return Calibration(adjust_rates(found.x), off, tuple(adjustments), covariance)
 
 
-def _soften(misses: Floats) -> Floats:
+def _limit_outliers(misses: Floats) -> Floats:
     """Misses in spreads whose squares grow linearly beyond _SOFT: a disturbed step counts less."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     found: Floats = np.sign(misses) * np.sqrt(squares)
@@ -167,8 +167,8 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
     ]
 
 
-def _knobs(rates: RateFit) -> list[Knob]:
-    """Return knobs for every dtype and for all else that a step consists of."""
+def _adjustments(rates: RateFit) -> list[Adjustment]:
+    """Return adjustments for every dtype and for all else that a step consists of."""
     return [
         *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
@@ -176,14 +176,14 @@ def _knobs(rates: RateFit) -> list[Knob]:
     ]  # fmt: skip
 
 
-def _of_dtype(field: str, dtype: str) -> Knob:
-    """Return the knob of one of a device's rates by dtype."""
+def _of_dtype(field: str, dtype: str) -> Adjustment:
+    """Return the adjustment of one of a device's rates by dtype."""
 
-    def knob(rates: RateFit, factor: float) -> RateFit:
+    def adjust(rates: RateFit, factor: float) -> RateFit:
         before = getattr(rates.device, field)
         return _replace_rates(rates, **{field: {**before, dtype: before[dtype] / factor}})
 
-    return knob
+    return adjust
 
 
 def _replace_rates(rates: RateFit, **values: Any) -> RateFit:

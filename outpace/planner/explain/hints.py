@@ -9,7 +9,7 @@ from outpace.planner.model.outline import parameters
 from outpace.planner.plan_batch import Floats
 from outpace.planner.search.branch_and_bound import Needs, search
 from outpace.planner.search.simulate_finalists import simulate_pipelines
-from outpace.planner.search.space import Wanted
+from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
 
@@ -25,9 +25,8 @@ _LEAST = 1.02  # times as fast, to be worth a word
 
 def hint(
     question: StepTimeQuestion,
-    wanted: Wanted,
+    wanted: SearchRequest,
     needs: Needs,
-    floors: Needs,
     limit: float,
     best: Plan,
     step_s: float,
@@ -39,7 +38,7 @@ def hint(
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):
-        found = search(question, beside, needs, floors, limit, 1)
+        found = search(question, beside, needs, limit, 1)
         if len(found.ranked):
             times = simulate_pipelines(question, found.columns, found.times, found.ranked)
             seconds: Floats = times.step_s[found.ranked]
@@ -57,7 +56,9 @@ def _word(name: str) -> str:
     return next(word for one, _, word in _ASKED if one == name)
 
 
-def _variations(device: DeviceRates, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
+def _variations(
+    device: DeviceRates, wanted: SearchRequest, best: Plan
+) -> Iterator[tuple[str, SearchRequest]]:
     """Yield requests with one setting more, on the axes of the best plan."""
     for name, value, _ in _ASKED:
         if name in wanted.keep or name in wanted.vary:

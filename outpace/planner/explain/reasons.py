@@ -9,17 +9,25 @@ from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.plan_batch import PlanBatch
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import LEAN
-from outpace.planner.search.branch_and_bound import FAMILIES, Found, family
+from outpace.planner.search.branch_and_bound import FAMILIES, SearchResult, family
 from outpace.planner.search.nearest_batch import nearest_batches
-from outpace.planner.search.space import Wanted, allowed_sizes, layouts, refused_size, to_plan
-from outpace.records.estimate import Rejected, Role, join_roles
+from outpace.planner.search.space import (
+    SearchRequest,
+    allowed_sizes,
+    layouts,
+    refused_size,
+    to_plan,
+)
+from outpace.records.estimate import RejectedFamily, Role, join_roles
 from outpace.records.units import show_bytes, show_seconds, show_share
 
 _MORE_ROOM = 1.03  # times as much memory, to be worth a word
 _ALIKE = 5e-4  # what would be shown as 0.0 %
 
 
-def explain_plan(job: PlanningProblem, found: Found, place: int, roles: Sequence[Role]) -> str:
+def explain_plan(
+    job: PlanningProblem, found: SearchResult, place: int, roles: Sequence[Role]
+) -> str:
     """One sentence: what a plan is listed for, against the fastest, or, of it, the next."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles)
@@ -44,7 +52,9 @@ def explain_plan(job: PlanningProblem, found: Found, place: int, roles: Sequence
     return f"{slower}: {show_seconds(max(0.0, -gaps[name]))} more for {PARTS[name]}"
 
 
-def _explain_fastest(job: PlanningProblem, found: Found, place: int, roles: Sequence[Role]) -> str:
+def _explain_fastest(
+    job: PlanningProblem, found: SearchResult, place: int, roles: Sequence[Role]
+) -> str:
     """The fastest against the next kind, and what else it is."""
     begin = f"{join_roles(roles)}: "
     others = [int(other) for other in found.ranked if other != place]
@@ -63,7 +73,7 @@ def _explain_fastest(job: PlanningProblem, found: Found, place: int, roles: Sequ
     )
 
 
-def _gaps(found: Found, other: int, place: int) -> dict[str, float]:
+def _gaps(found: SearchResult, other: int, place: int) -> dict[str, float]:
     """Seconds that another plan takes more than one, part by part."""
     return {
         name: float(getattr(found.times, name)[other] - getattr(found.times, name)[place])
@@ -71,14 +81,14 @@ def _gaps(found: Found, other: int, place: int) -> dict[str, float]:
     }
 
 
-def _words_against(found: Found, other: int, place: int) -> str:
+def _words_against(found: SearchResult, other: int, place: int) -> str:
     """Another plan in words: all of them, where both split the model alike."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
     short = theirs.split(", micro-batch")[0]
     return theirs if short == mine.split(", micro-batch")[0] else short
 
 
-def _reason_for_single(wanted: Wanted) -> str:
+def _reason_for_single(wanted: SearchRequest) -> str:
     """Explain why a plan has no other to be compared with."""
     c = layouts(wanted)
     splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
@@ -89,7 +99,9 @@ def _reason_for_single(wanted: Wanted) -> str:
     return "the only kind of plan that there is"
 
 
-def rejected_families(job: PlanningProblem, found: Found, listed: Sequence[int]) -> list[Rejected]:
+def rejected_families(
+    job: PlanningProblem, found: SearchResult, listed: Sequence[int]
+) -> list[RejectedFamily]:
     """Every family that is not among the listed, and its best or its smallest plan."""
     shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
@@ -99,11 +111,11 @@ def rejected_families(job: PlanningProblem, found: Found, listed: Sequence[int])
             rows.append(_rejected_family(job, found, name))
         elif name in laid_out and name not in shown:
             reason = f"does not go with {_format_kept(job.wanted)}"
-            rows.append(Rejected(family=name, reason=reason))
+            rows.append(RejectedFamily(family=name, reason=reason))
     return rows
 
 
-def _rejected_family(job: PlanningProblem, found: Found, name: str) -> Rejected:
+def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
     """A family's best plan against the fastest, or how far its smallest is from fitting."""
     place, first = found.best[name], found.fastest
     if place < 0:
@@ -111,7 +123,7 @@ def _rejected_family(job: PlanningProblem, found: Found, name: str) -> Rejected:
         plan = to_plan(found.columns, small)
         unchanged = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
         reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{unchanged}"
-        return Rejected(family=name, reason=reason, plan=plan)
+        return RejectedFamily(family=name, reason=reason, plan=plan)
     plan = to_plan(found.columns, place)
     seconds = float(found.times.step_s[place])
     gaps = {
@@ -124,14 +136,14 @@ def _rejected_family(job: PlanningProblem, found: Found, name: str) -> Rejected:
         f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
         f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
     )
-    return Rejected(family=name, reason=reason, plan=plan)
+    return RejectedFamily(family=name, reason=reason, plan=plan)
 
 
 # Strategies that outpace has for comparison, whose plans offload nothing.
 _WHOLE = ("dp", "ps", "ring", "horovod", "mp")
 
 
-def _format_kept(wanted: Wanted) -> str:
+def _format_kept(wanted: SearchRequest) -> str:
     return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
 
 
@@ -146,7 +158,7 @@ def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
     return f"needs {show_bytes(away)} of a node's {show_bytes(host)} of host memory"
 
 
-def impossible(wanted: Wanted) -> str:
+def impossible(wanted: SearchRequest) -> str:
     """Explain why no plan can be laid out, and what could be: other axis sizes or batches."""
     kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
     begin = (
@@ -167,7 +179,7 @@ def impossible(wanted: Wanted) -> str:
     )
 
 
-def _wrong_sizes(wanted: Wanted) -> Iterator[str]:
+def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
     """Yield the insisted sizes that this model, these devices or this batch cannot have."""
     keep, world = wanted.keep, wanted.world
     named = False

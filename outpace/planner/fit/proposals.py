@@ -51,7 +51,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _TriedChange:
     settings: Change
     cost: Cost
     seconds: float
@@ -112,10 +112,10 @@ def propose(
     been `enough` of it.
     """
     now = predict(plan)
-    base = _Tried({}, now, rates.seconds(now))
+    base = _TriedChange({}, now, rates.seconds(now))
     need = now.peak_memory_bytes - limit_bytes
 
-    def attempt(change: Change) -> _Tried | None:
+    def attempt(change: Change) -> _TriedChange | None:
         try:
             other = change_plan(plan, change)
             if enough() or other == plan:
@@ -123,10 +123,10 @@ def propose(
             cost = predict(other)
         except BadInputError:
             return None
-        return _Tried(change, cost, rates.seconds(cost))
+        return _TriedChange(change, cost, rates.seconds(cost))
 
-    fitting: list[_Tried] = []
-    helping: list[_Tried] = []
+    fitting: list[_TriedChange] = []
+    helping: list[_TriedChange] = []
     further: list[Change] = []
     for kind in kinds:
         if kind and most_saved(kind[-1], now) >= need:
@@ -148,8 +148,8 @@ def propose(
 
 
 def _least_that_fits(
-    kind: Sequence[Change], attempt: Callable[[Change], _Tried | None], limit_bytes: int
-) -> tuple[_Tried | None, _Tried | None]:
+    kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
+) -> tuple[_TriedChange | None, _TriedChange | None]:
     """Find by halving a kind's first change that fits, and the one that saves most."""
     low, high = 0, len(kind)
     fits = most = None
@@ -175,25 +175,25 @@ def most_saved(change: Change, now: Cost) -> float:
 
 
 def _pairs(
-    base: _Tried,
-    helping: list[_Tried],
+    base: _TriedChange,
+    helping: list[_TriedChange],
     limit_bytes: int,
-    attempt: Callable[[Change], _Tried | None],
+    attempt: Callable[[Change], _TriedChange | None],
     wanted: int,
-) -> list[_Tried]:
+) -> list[_TriedChange]:
     """Changes of two kinds, none of which fits alone."""
 
-    def seconds_of_both(pair: tuple[_Tried, _Tried]) -> float:
+    def seconds_of_both(pair: tuple[_TriedChange, _TriedChange]) -> float:
         one, other = pair
         return one.seconds + other.seconds - base.seconds
 
-    def saves_enough(pair: tuple[_Tried, _Tried]) -> bool:
+    def saves_enough(pair: tuple[_TriedChange, _TriedChange]) -> bool:
         peaks = [tried.cost.peak_memory_bytes for tried in pair]
         return sum(peaks) - base.cost.peak_memory_bytes <= limit_bytes
 
     pairs = sorted(combinations(helping, 2), key=seconds_of_both)
     pairs.sort(key=saves_enough, reverse=True)  # what saves the sum of both is a guess
-    found: list[_Tried] = []
+    found: list[_TriedChange] = []
     for one, other in pairs[:_PAIRS]:
         tried = attempt({**one.settings, **other.settings})
         if tried is not None and tried.cost.peak_memory_bytes <= limit_bytes:
@@ -203,7 +203,7 @@ def _pairs(
     return found
 
 
-def _proposal(tried: _Tried, base: _Tried) -> Proposal:
+def _proposal(tried: _TriedChange, base: _TriedChange) -> Proposal:
     return Proposal(
         tried.settings,
         tried.cost.peak_memory_bytes,

@@ -27,9 +27,9 @@ _FP32 = 4
 
 
 def block(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
-    """Return the number of values in a row that share a scale; None if a moment is in fp32.
+    """Values of a row that share a scale; None where a moment is kept in fp32.
 
-    `split` is the number of ranks that each row is split over.
+    `split` is the number of ranks that each row is cut into pieces for.
     """
     if len(shape) < 2 or math.prod(shape) < LEAST_VALUES or shape[-1] % split:
         return None
@@ -45,9 +45,9 @@ def optimizer_bytes(
     hidden: bool = True,
     split: int = 1,
 ) -> float:
-    """Return the bytes of optimizer state for a parameter of `shape`, without the step count.
+    """Bytes of states for a parameter of `shape`, without the count of steps.
 
-    `hidden`: whether Muon steps it, if it is a matrix; see `block` for `split`.
+    `hidden`: whether Muon takes it, if it is a matrix; see `block` for `split`.
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0

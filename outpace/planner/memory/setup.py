@@ -1,4 +1,4 @@
-"""Inputs of the memory formula for many plans at once: sizes, and traits of strategies."""
+"""Inputs of the memory formula for many plans at once: sizes, and what strategies do."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from outpace.planner.memory.saved_activations import (
     shapes,
     share_of,
 )
-from outpace.planner.memory.states import Outside, States, outside_elements, states
+from outpace.planner.memory.states import OutsideElements, States, outside_elements, states
 from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import OFFLOADS, PRECISIONS, Floats, PlanBatch
 from outpace.records.outline import Outline, Stack
@@ -30,7 +30,7 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 
 class MemorySetup:
-    """Values shared by all ranks of a plan.
+    """Values that all ranks of a plan have in common.
 
     `used` are bytes of a parameter as a forward finds it, and of its gradient as the backward makes
     it. `gradient` are bytes of a gradient that is kept, `summed` of one to which micro-batches add
@@ -75,7 +75,7 @@ class MemorySetup:
         }
         self.elements = mean([one.elements for one in self.layers], outline.stacks)
         self.matrices = mean([one.matrices for one in self.layers], outline.stacks)
-        self.ends: Outside = outside_elements(outline, c)
+        self.ends: OutsideElements = outside_elements(outline, c)
         # 1 where what products read is gathered again for the backward.
         apart = (c.tp > 1) & c.sequence_parallel & traits.regathers_inputs
         self.regathers_inputs = apart.astype(float)

@@ -9,12 +9,12 @@ Amount = Floats | float
 
 
 class MemoryTimeline:
-    """Changes of memory in the order of a step, from which the contents of the peak can be read.
+    """Changes of memory in the order of a step; what lived where the most did is asked for after.
 
-    Every change is one number per plan, in bytes. The peak is checked after an allocation (`take`),
-    not after a release or a change over many steps (`pass_over`). `finds`: whether `by_kind` will
-    be called. Offloaded bytes have separate maxima in host memory and on disk, which need not
-    coincide with the device's peak.
+    Every change is one number a plan, in bytes. A moment is looked at after what is taken
+    (`take`), not after what is given back or moved on by many steps at once (`pass_over`).
+    `finds`: whether `by_kind` is going to be asked for. What is offloaded has a maximum of its own,
+    in host memory and on disks apart: neither need be at the device's fullest moment.
     """
 
     def __init__(self, plans: int, finds: bool = True) -> None:
@@ -29,22 +29,22 @@ class MemoryTimeline:
         self._changes: list[tuple[Kind, Amount]] = []
 
     def take(self, kind: Kind, nbytes: Amount) -> None:
-        """Allocate memory, and check whether this is the peak."""
+        """Memory that is taken, and a moment that may be the fullest."""
         self.pass_over(kind, nbytes)
         self.look()
 
     def drop(self, kind: Kind, nbytes: Amount) -> None:
-        """Release memory."""
+        """Memory that is given back."""
         self.pass_over(kind, -nbytes)
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
-        """Change memory without checking for a peak."""
+        """A change without a look at what lives then."""
         self._changes.append((kind, nbytes))
         if kind != "offloaded":
             self._live += nbytes
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:
-        """Allocate memory on the host or on disk; negative values release it."""
+        """Memory that is taken in host memory or on a disk; below 0: given back there."""
         self.pass_over("offloaded", nbytes)
         self._host += np.where(on_disk, 0.0, nbytes)
         self._disk += np.where(on_disk, nbytes, 0.0)
@@ -52,24 +52,24 @@ class MemoryTimeline:
         np.maximum(self.disk_peak, self._disk, out=self.disk_peak)
 
     def look(self) -> None:
-        """Record this moment if it is the peak."""
+        """The fullest moment is this one, where it is."""
         if self._finds:
             self._at[self._live > self.peak] = len(self._changes)
         np.maximum(self.peak, self._live, out=self.peak)
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
-        """Allocate, check for a peak, and release."""
+        """Taken, looked at, given back."""
         self.take(kind, nbytes)
         self.drop(kind, nbytes)
 
     def clear(self, *kinds: Kind, share: Amount = 1.0) -> None:
-        """Release everything of some kinds, or a share of it."""
+        """Give back all that is left of some kinds, or a share of it."""
         for kind in kinds:
             left = sum(nbytes for one, nbytes in self._changes if one == kind)
             self.drop(kind, share * left)
 
     def by_kind(self) -> dict[Kind, Floats]:
-        """Return the bytes by kind at the peak."""
+        """Bytes by kind at the fullest moment."""
         found: dict[Kind, Floats] = {kind: np.zeros_like(self.peak) for kind in KINDS}
         for number, (kind, nbytes) in enumerate(self._changes, 1):
             found[kind] += np.where(number <= self._at, nbytes, 0.0)

@@ -1,1 +1,1 @@
-"""Network requirements of a strategy."""
+"""Requirements of a strategy on the network."""

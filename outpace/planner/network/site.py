@@ -14,7 +14,7 @@ from outpace.records.hardware import Accelerator, Node
 from outpace.records.machine import Machine
 from outpace.records.network import Network
 from outpace.records.precisions import Precision
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 
 # Of products that are about as fast, those that are less trouble to train with come first.
 _MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -22,7 +22,7 @@ _ALIKE = 1.05
 
 
 @dataclass(frozen=True)
-class Asked:
+class NetworkOptions:
     """Options of the user; the last of the `networks` is the machine's own."""
 
     machine: str | None
@@ -37,7 +37,7 @@ class Asked:
 class Site:
     """Machine of a run: one of the catalog, or the one that was probed."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: NetworkOptions) -> None:
         self._asked = asked
         self.node: Node | None = None
         self.probe: Machine | None = None
@@ -78,7 +78,7 @@ class Site:
         return None if self.node is None else of_node(self.node)
 
     @property
-    def _results(self) -> Probed | None:
+    def _results(self) -> ProbeRecord | None:
         return None if self.probe is None else self.probe.probed
 
     @property

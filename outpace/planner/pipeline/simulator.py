@@ -189,10 +189,10 @@ class _Wirer:
 
     def _take(self, rank: int, action: Action, ready: list[int]) -> bool:
         """Whether the rank can do this now. If so, those that waited for it become ready."""
-        needs, dones = self._needs(action), self._dones(action)
+        needs, dones = self._needs(action), self._completions(action)
         if action in self._beside:
             other = self._beside[action]
-            needs, dones = needs + self._needs(other), dones + self._dones(other)
+            needs, dones = needs + self._needs(other), dones + self._completions(other)
         after: tuple[int, ...] = ()
         for need in needs:
             place = self._places[need]
@@ -220,7 +220,7 @@ class _Wirer:
             return (forward + 1,)
         return (forward, forward + self._row + 1) if stage < self._last else (forward,)
 
-    def _dones(self, action: Action) -> tuple[int, ...]:
+    def _completions(self, action: Action) -> tuple[int, ...]:
         """Return what others may wait for, and is done with this."""
         kind, stage, microbatch = action
         return () if kind == "W" else (stage * self._row + 2 * microbatch + (kind != "F"),)

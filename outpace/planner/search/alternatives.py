@@ -63,7 +63,7 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
         for own in np.unique(of_options):
             some = choice.plain.take(np.flatnonzero(of_layout == cost - own))
             some_options = [one for one, c in zip(chosen, of_options, strict=True) if c == own]
-            found = _roomiest(choice.narrow(some, some_options), most_s, _ENOUGH * limit)
+            found = _least_memory(choice.narrow(some, some_options), most_s, _ENOUGH * limit)
             if found is None:
                 continue
             total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
@@ -79,11 +79,11 @@ def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | No
     """
     places = [f"offload_{name}" for name in ("activations", "parameters", "optimizer")]
     options = [one for one in choice.chosen if offloads or not any(one[name] for name in places)]
-    found = _roomiest(choice.narrow(choice.plain, options), most_s, 0.0)
+    found = _least_memory(choice.narrow(choice.plain, options), most_s, 0.0)
     return None if found is None else found[2]
 
 
-def _roomiest(
+def _least_memory(
     choice: PlanChoice, most_s: float, enough: float
 ) -> tuple[float, float, PlanBatch] | None:
     """The plan of the least memory among the layouts with all options; None: none fits.

@@ -13,9 +13,16 @@ from typing import get_args
 
 import numpy as np
 
-from outpace.planner.plan_batch import MODES, OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
 from outpace.planner.search.alternatives import EQUAL, LEAN, PlanChoice, leanest, simplest
-from outpace.planner.search.space import Options, Wanted, expand, layouts, memory_options, to_plan
+from outpace.planner.search.space import (
+    Options,
+    SearchRequest,
+    expand,
+    layouts,
+    memory_options,
+    to_plan,
+)
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
@@ -27,14 +34,12 @@ Needs = Callable[[PlanBatch], Floats]
 FAMILIES = get_args(StrategyFamily)
 _BATCH = 512  # layouts whose options are looked at together
 _FIRST = 16
-_FEW = 64
-_FULL = MODES.index("full")
 _PIECE = 4096  # plans whose bytes are estimated together
 _NEAR = 1.001  # what plainness can make up for
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Plans that fit, fastest first, and where each family ends.
 
     `best` has a family's fastest plan that fits, `smallest` one that needs the least memory of
@@ -71,17 +76,14 @@ def family(columns: PlanBatch) -> Ints:
 
 def search(
     question: StepTimeQuestion,
-    wanted: Wanted,
+    wanted: SearchRequest,
     needs: Needs,
-    floors: Needs,
     memory_bytes: float,
     count: int = 10,
-) -> Found:
+) -> SearchResult:
     """The `count` fastest kinds of plan that fit into `memory_bytes`, and every family's end.
 
     Plans of one kind split the same axes and have the same level of ZeRO: the fastest is taken.
-    `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`), for less work
-    than `needs`.
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -94,9 +96,7 @@ def search(
     for place in np.unique(of_family):
         mine = np.nonzero(of_family == place)[0]
         order = mine[np.argsort(bound[mine], kind="stable")]
-        taken += _family(
-            question, plain, order, bound, kind, chosen, needs, floors, memory_bytes, count
-        )
+        taken += _family(question, plain, order, bound, kind, chosen, needs, memory_bytes, count)
     if not taken:
         return _empty_result(plain, question)
     together = _concatenate(taken)
@@ -107,12 +107,12 @@ def search(
 
 def find_alternatives(
     question: StepTimeQuestion,
-    wanted: Wanted,
-    found: Found,
+    wanted: SearchRequest,
+    found: SearchResult,
     needs: Needs,
     floors: Needs,
     memory_bytes: float,
-) -> Found:
+) -> SearchResult:
     """`found` with the simplest and the leanest of plans that are about as fast, as rows more.
 
     `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`).
@@ -148,7 +148,7 @@ def find_alternatives(
 
 
 def fastest(
-    question: StepTimeQuestion, wanted: Wanted, needs: Needs, memory_bytes: float, count: int
+    question: StepTimeQuestion, wanted: SearchRequest, needs: Needs, memory_bytes: float, count: int
 ) -> tuple[PlanBatch, int]:
     """Return the `count` fastest plans that fit, fastest first, and the number considered.
 
@@ -174,7 +174,7 @@ def fastest(
 
 def fastest_accepted(
     question: StepTimeQuestion,
-    wanted: Wanted,
+    wanted: SearchRequest,
     needs: Needs,
     memory_bytes: float,
     accepts: Callable[[Plan], bool],
@@ -187,7 +187,7 @@ def fastest_accepted(
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
-    asked = _Asked(accepts, wanted.seq_len)
+    asked = _Acceptance(accepts, wanted.seq_len)
     # No option makes a layout one that can be accepted.
     plain = plain.take(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
@@ -211,7 +211,7 @@ def fastest_accepted(
     return best, considered
 
 
-def least_s(question: StepTimeQuestion, wanted: Wanted, plain: PlanBatch) -> Floats:
+def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
     """Return seconds that no plan of a layout takes less than: without options, by any optimizer.
 
     Which optimizer is fastest depends on the layout: compiled those of fewer bits move less.
@@ -223,7 +223,7 @@ def least_s(question: StepTimeQuestion, wanted: Wanted, plain: PlanBatch) -> Flo
     return found
 
 
-class _Asked:
+class _Acceptance:
     """Whether plans are accepted, asked once of plans that are said in the same words."""
 
     def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
@@ -234,7 +234,7 @@ class _Asked:
     def accepted_mask(self, columns: PlanBatch) -> Bools:
         """Return which plans are accepted."""
         rows, first, back = np.unique(
-            _sayings(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
+            _wording_keys(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
         )
         answers = [
             self._accepts_row(row, columns, int(at)) for row, at in zip(rows, first, strict=True)
@@ -244,7 +244,7 @@ class _Asked:
 
     def first(self, columns: PlanBatch) -> int | None:
         """The place of the first that is."""
-        rows = _sayings(columns, self._seq_len)
+        rows = _wording_keys(columns, self._seq_len)
         places = range(len(columns))
         return next(
             (place for place in places if self._accepts_row(rows[place], columns, place)), None
@@ -257,7 +257,7 @@ class _Asked:
         return self._known[key]
 
 
-def _sayings(c: PlanBatch, seq_len: int) -> Ints:
+def _wording_keys(c: PlanBatch, seq_len: int) -> Ints:
     """A row for each plan; of two alike the plans can be said in the same words, or neither.
 
     Sizes of batches and numbers of replicas and shards are aside.
@@ -280,7 +280,7 @@ _TOGETHER = (
 )
 
 
-def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Asked) -> list[Options]:
+def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Acceptance) -> list[Options]:
     """Return options of which every part is accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
@@ -309,85 +309,45 @@ def _family(
     kind: Ints,
     chosen: list[dict[str, object]],
     needs: Needs,
-    floors: Needs,
     memory_bytes: float,
     count: int,
 ) -> Iterator[PlanBatch]:
     """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
 
     Of a kind that was found, only what may be faster still is looked at. Times are estimated before
-    bytes, which take longer; where none of the first layouts fitted, bytes that lie there for good
-    come before both.
+    bytes, which take longer.
     """
     fastest: dict[int, float] = {}
-    least: _Least | None = None
-    beyond: list[tuple[PlanBatch, Floats]] = []
-    began = False
+    least: tuple[float, PlanBatch] | None = None
     size = _FIRST
     while True:
-        order = order[bound[order] <= _worth(fastest, count, kind[order])]
+        order = order[bound[order] <= _time_limits(fastest, count, kind[order])]
         if not len(order):
             break
         part = expand(plain.take(order[:size]), chosen)
         order, size = order[size:], min(2 * size, _BATCH)
-        if not fastest and began:
-            floor = floors(part)
-            able = floor <= memory_bytes
-            lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
-            beyond.append((part.take(lean), floor[lean]))
-            part = part.take(able)
-        began = True
         seconds, own_kinds = estimate(question, part).step_s, kinds(part)
         for piece in _pieces(seconds):
-            piece = piece[seconds[piece] <= _worth(fastest, count, own_kinds[piece])]
+            piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
             if not len(piece):
                 continue
             some = part.take(piece)
             need = needs(some)
             if not fastest:
-                least = _smaller(some, need, least)
+                small = int(np.argmin(need))
+                if least is None or need[small] < least[0]:
+                    least = (float(need[small]), some.take([small]))
             fits = piece[need <= memory_bytes]
             keep = fits[_first_of(own_kinds[fits], _ranking_s(part.take(fits), seconds[fits]))]
             for place in keep:
                 own, took = int(own_kinds[place]), float(seconds[place])
                 fastest[own] = min(fastest.get(own, np.inf), took)
             yield part.take(keep)
-    if not fastest and beyond:
-        least = _smallest(
-            _concatenate([one for one, _ in beyond]), np.concatenate([f for _, f in beyond]),
-            needs, least,
-        )  # fmt: skip
     if not fastest and least is not None:
         yield least[1]
 
 
-_Least = tuple[float, PlanBatch]  # the bytes that a plan needs, and the plan
-
-
-def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
-    """Return `least`, or the plan that needs less than it."""
-    small = int(np.argmin(need))
-    if least is None or need[small] < least[0]:
-        return float(need[small]), plans.take([small])
-    return least
-
-
-def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least, or `least`: of those whose `floor` can be less.
-
-    `plans` are those that recompute the most: none that recomputes less needs less.
-    """
-    order, size = np.lexsort((plans.micro_batch, floor)), _FEW
-    while len(order):
-        places, order, size = order[:size], order[size:], min(2 * size, _PIECE)
-        if least is not None and floor[places[0]] >= least[0]:
-            break
-        some = plans.take(places)
-        least = _smaller(some, needs(some), least)
-    return least
-
-
-def _worth(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
+def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
     """Seconds that a plan of each of `kinds` may take at most to be worth a look."""
     worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
     each, place = np.unique(kinds, return_inverse=True)
@@ -443,7 +403,7 @@ def _concatenate(parts: list[PlanBatch]) -> PlanBatch:
 def _finish_search(
     question: StepTimeQuestion, columns: PlanBatch, needs: Needs, memory_bytes: float, count: int,
     considered: int,
-) -> Found:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     times, need = estimate(question, columns), needs(columns)
     seconds, of_family = times.step_s, family(columns)
     fits = need <= memory_bytes
@@ -463,10 +423,10 @@ def _finish_search(
         name = FAMILIES[place]
         best[name] = int(able[np.argmin(seconds[able])]) if len(able) else -1
         smallest[name] = int(mine[np.argmin(need[mine])])
-    return Found(columns, times, need, ranked, best, smallest, considered)
+    return SearchResult(columns, times, need, ranked, best, smallest, considered)
 
 
-def fits(wanted: Wanted, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
+def fits(wanted: SearchRequest, needs: Needs, memory_bytes: float) -> bool:
     """Whether any plan does: all of the smallest micro-batch that recompute the most are tried."""
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
@@ -477,13 +437,14 @@ def fits(wanted: Wanted, needs: Needs, floors: Needs, memory_bytes: float) -> bo
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):
         part = expand(plain.take(order[begin : begin + _BATCH]), chosen)
-        part = part.take(floors(part) <= memory_bytes)
         if len(part) and (needs(part) <= memory_bytes).any():
             return True
     return False
 
 
-def _empty_result(plain: PlanBatch, question: StepTimeQuestion) -> Found:
+def _empty_result(plain: PlanBatch, question: StepTimeQuestion) -> SearchResult:
     none = plain.take(slice(0, 0))
     empty = np.zeros(0)
-    return Found(none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain))
+    return SearchResult(
+        none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain)
+    )

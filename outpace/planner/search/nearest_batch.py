@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from outpace.planner.search.space import Wanted, layouts, memory_options
+from outpace.planner.search.space import SearchRequest, layouts, memory_options
 
 _TRIED = 12  # candidates on either side: each costs a list of all layouts
 
 
-def nearest_batches(wanted: Wanted) -> tuple[int, ...]:
+def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
     """The nearest smaller and larger global batch, in samples, that can be laid out.
 
     Empty where the batch is not what stands in the way.
@@ -24,7 +24,7 @@ def nearest_batches(wanted: Wanted) -> tuple[int, ...]:
     return tuple(n for n in found if n is not None)
 
 
-def _units(wanted: Wanted) -> set[int]:
+def _units(wanted: SearchRequest) -> set[int]:
     """Return the numbers that a batch has to be a multiple of, by number of replicas."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
@@ -33,7 +33,7 @@ def _units(wanted: Wanted) -> set[int]:
     return {n * each * more for n in replicas for more in stages}
 
 
-def _first(wanted: Wanted, batches: list[int]) -> int | None:
+def _first(wanted: SearchRequest, batches: list[int]) -> int | None:
     for batch in batches[:_TRIED]:
         if len(layouts(replace(wanted, global_batch=batch))):
             return batch

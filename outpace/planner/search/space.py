@@ -58,7 +58,7 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SearchRequest:
     """Planning request. `keep` has what the user insists on, by the names of a plan's settings.
 
     `precision`: where none is kept or varied. Plans that offload weights or the optimizer's state
@@ -98,7 +98,7 @@ _WORDS: Mapping[str, Sequence[str]] = {"strategy": STRATEGIES, "pp_schedule": SC
 Options = dict[str, Any]
 
 
-def layouts(wanted: Wanted) -> PlanBatch:
+def layouts(wanted: SearchRequest) -> PlanBatch:
     """Return every layout without any option, kept or not: it takes no longer than with some.
 
     What is varied and makes some layouts faster and others slower makes layouts of its own.
@@ -124,7 +124,7 @@ def layouts(wanted: Wanted) -> PlanBatch:
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
     )
     found = _vary(found, wanted.vary)
-    fine = _keep_mask(found, keep) & _goes(found)
+    fine = _keep_mask(found, keep) & _options_match(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
     return found.take(fine)
@@ -176,7 +176,7 @@ def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
     return fine
 
 
-def memory_options(wanted: Wanted) -> Iterator[Options]:
+def memory_options(wanted: SearchRequest) -> Iterator[Options]:
     """Yield what can be set whatever the layout is, the plainest first."""
     keep = wanted.keep
     modes = [
@@ -199,7 +199,7 @@ def memory_options(wanted: Wanted) -> Iterator[Options]:
         yield _option(wanted, mode, three, chunked, name, now)
 
 
-def _optimizers(wanted: Wanted) -> list[tuple[OptimizerName, bool]]:
+def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
     """Optimizers, and whether in the backward; the first takes no longer than the others."""
     keep = wanted.keep
     precision = keep.get("precision", wanted.precision)
@@ -210,7 +210,7 @@ def _optimizers(wanted: Wanted) -> list[tuple[OptimizerName, bool]]:
 
 
 def _option(
-    wanted: Wanted,
+    wanted: SearchRequest,
     mode: tuple[str, int],
     places: tuple[Offload, Offload, Offload],
     chunked: bool,
@@ -251,7 +251,7 @@ def untrained_mask(c: PlanBatch) -> Any:
     return found | (piped & ~c.schedule_in("mp") & (c.stages_per_rank != usual[c.schedule]))
 
 
-def _goes(c: PlanBatch) -> Any:
+def _options_match(c: PlanBatch) -> Any:
     """Return which layouts go with what is the same in all of their plans."""
     fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
@@ -262,7 +262,7 @@ def _goes(c: PlanBatch) -> Any:
 
 def _possible(c: PlanBatch) -> Any:
     """Return which can be plans: what goes with what, as `records.plan` has it."""
-    fine = _goes(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
+    fine = _options_match(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
     gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
     fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
     adamw = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in PLAIN_ADAMW])
@@ -275,7 +275,7 @@ def _possible(c: PlanBatch) -> Any:
     return fine & ~(naive & (elsewhere | (c.offload_activations > 0)))
 
 
-def _layouts(wanted: Wanted) -> Iterator[_Row]:
+def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
     """Ranks on axes in every way, with every schedule and micro-batch."""
     for tp, cp, pp in _meshes(wanted):
         replicas = wanted.world // (tp * cp * pp)
@@ -302,7 +302,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _meshes(wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+def _meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
     """tp × cp × pp. tp divides heads and stays in a node; cp leaves parts of some length."""
     world = wanted.world
     for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
@@ -310,16 +310,16 @@ def _meshes(wanted: Wanted) -> Iterator[tuple[int, int, int]]:
             yield tp, cp, pp
 
 
-def _sizes(wanted: Wanted, axis: str) -> list[int]:
+def _sizes(wanted: SearchRequest, axis: str) -> list[int]:
     return [n for n in _divisors(wanted.world) if refused_size(wanted, axis, n) is None]
 
 
-def allowed_sizes(wanted: Wanted, axis: str) -> list[int]:
+def allowed_sizes(wanted: SearchRequest, axis: str) -> list[int]:
     """Return the sizes that an axis may have, each for itself: tp, cp, pp or ep."""
     return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
 
 
-def refused_size(wanted: Wanted, axis: str, size: int) -> str | None:
+def refused_size(wanted: SearchRequest, axis: str, size: int) -> str | None:
     """Explain why an axis cannot have a size for this model and machine; None where it can."""
     name, world = wanted.outline.name, wanted.world
     if size == 1:
@@ -329,7 +329,7 @@ def refused_size(wanted: Wanted, axis: str, size: int) -> str | None:
     return _REFUSALS[axis](wanted, size, name)
 
 
-def _refused_tp(wanted: Wanted, size: int, name: str) -> str | None:
+def _refused_tp(wanted: SearchRequest, size: int, name: str) -> str | None:
     most = min(wanted.per_node, wanted.most_tp or wanted.per_node)
     if size > most:
         where = "--max-tp" if wanted.most_tp == most else "the devices of a node"
@@ -350,7 +350,7 @@ def _refused_tp(wanted: Wanted, size: int, name: str) -> str | None:
     return None
 
 
-def _refused_cp(wanted: Wanted, size: int, name: str) -> str | None:
+def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
     if all(stack.attention is None for stack in wanted.outline.stacks):
         return f"{name} has no attention to share out by cp"
     if wanted.seq_len % (2 * size):
@@ -360,7 +360,7 @@ def _refused_cp(wanted: Wanted, size: int, name: str) -> str | None:
     return None
 
 
-def _refused_pp(wanted: Wanted, size: int, name: str) -> str | None:
+def _refused_pp(wanted: SearchRequest, size: int, name: str) -> str | None:
     if not wanted.alike:
         return f"pp {size}: the layers of {name} are not alike, so that they cannot be cut evenly"
     if size > wanted.outline.layers:
@@ -368,7 +368,7 @@ def _refused_pp(wanted: Wanted, size: int, name: str) -> str | None:
     return None
 
 
-def _refused_ep(wanted: Wanted, size: int, name: str) -> str | None:
+def _refused_ep(wanted: SearchRequest, size: int, name: str) -> str | None:
     experts = wanted.outline.experts
     if not experts:
         return f"ep {size}: {name} has no experts"
@@ -384,7 +384,9 @@ _REFUSALS = MappingProxyType(
 )
 
 
-def _data_axes(replicas: int, tp: int, cp: int, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+def _data_axes(
+    replicas: int, tp: int, cp: int, wanted: SearchRequest
+) -> Iterator[tuple[int, int, int]]:
     """dp_replicate × dp_shard and the level of ZeRO: replicas, shards of all, shards in groups."""
     yield replicas, 1, 0
     if replicas == 1:
@@ -399,7 +401,7 @@ def _data_axes(replicas: int, tp: int, cp: int, wanted: Wanted) -> Iterator[tupl
             yield replicas // size, size, 3
 
 
-def _expert_axes(ranks: int, wanted: Wanted) -> list[int]:
+def _expert_axes(ranks: int, wanted: SearchRequest) -> list[int]:
     experts = wanted.outline.experts
     if not experts or wanted.trained:
         return [1]
@@ -431,7 +433,7 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
 
 
 def _schedule_rows(
-    strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: Wanted
+    strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: SearchRequest
 ) -> Iterator[_Row]:
     """Yield a row for every schedule of `parts` micro-batches; without a pipeline, one."""
     layers, pp = wanted.outline.layers, axes[5]
@@ -448,12 +450,12 @@ def _schedule_rows(
         name: Strategy = schedule if strategy == "1f1b" else strategy  # type: ignore[assignment]
         for count in many:
             even = layers % (pp * count) == 0 or count == own
-            if even and pp * count <= layers and _takes(schedule, pp, count, parts):
+            if even and pp * count <= layers and _schedule_fits(schedule, pp, count, parts):
                 place = SCHEDULE_NAMES.index(schedule)
                 yield (STRATEGIES.index(name), *axes, place, count, micro, parts, 1, 0)
 
 
-def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
+def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
     """Return whether a schedule takes that many micro-batches (`records.pipelines.refusal`)."""
     if schedule == "1f1b":
         return parts >= pp
@@ -464,7 +466,7 @@ def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
     return True
 
 
-def _naive(wanted: Wanted) -> Iterator[_Row]:
+def _naive(wanted: SearchRequest) -> Iterator[_Row]:
     """Yield baselines: one process for all, servers, a ring, one after another."""
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:

@@ -495,7 +495,7 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
     return float(products + biases + parameters)
 
 
-class Ends(NamedTuple):
+class EndsTime(NamedTuple):
     """Device seconds of what lies before the layers, or after them, and of its products alone."""
 
     forward_s: Floats
@@ -507,14 +507,14 @@ class Ends(NamedTuple):
 
 def head(
     device: DeviceRates, outline: Outline, cells: Cells, seq_len: int, outpace_loss: bool = True
-) -> Ends:
+) -> EndsTime:
     """The head and its loss, and the operators of either direction.
 
     `outpace_loss`: on a GPU by `nn.head_loss`, not as other programs take it.
     """
     zero = np.zeros_like(cells.samples)
     if not outline.outputs:
-        return Ends(zero, zero, zero, zero, zero)
+        return EndsTime(zero, zero, zero, zero, zero)
     length = outline.stacks[-1].seq_len or seq_len
     length = min(length, outline.predicted or length)
     tokens = cells.samples * length / cells.cp
@@ -537,7 +537,7 @@ def head(
         ahead_bytes = columns * np.where(tight, cells.item, eager)
         back_bytes = columns * np.where(tight, 2 * cells.item, 0.0)
     rate = device.memory_bytes_per_s
-    return Ends(
+    return EndsTime(
         one + tokens * ahead_bytes / rate,
         inputs + grads + tokens * back_bytes / rate,
         one,
@@ -546,7 +546,7 @@ def head(
     )
 
 
-def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> Ends:
+def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
     """Looking up, and adding gradients up into a table of zeros; patches' and other products.
 
     And the operators of either direction.
@@ -564,4 +564,4 @@ def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int)
     if cells.adapters is not None:
         moved_back = np.zeros_like(tokens)
     operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_products))
-    return Ends(one + moved, back_s + moved_back, one, back_s, operators)
+    return EndsTime(one + moved, back_s + moved_back, one, back_s, operators)

@@ -1,1 +1,1 @@
-"""Measurement of collectives and links."""
+"""Measuring collectives and links."""

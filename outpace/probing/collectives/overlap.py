@@ -1,4 +1,4 @@
-"""Share of a collective that computation hides: each alone, and both at once, side by side."""
+"""Share of a collective that hides behind computing: each alone, and both at once, side by side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,7 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the share of the shorter that the longer hides: 1 all, 0 nothing, below 0 it costs
-    time.
-    """
+    """Return what the longer hides of the shorter: 1 all, 0 nothing, below 0 it costs time."""
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -41,7 +39,7 @@ def probe_overlap(
     effort: Effort,
     collectives: Sequence[str] = OVERLAPPED,
 ) -> Turns[list[list[Figure]]]:
-    """Time computation, each collective and size, and both at once; return the hidden share.
+    """Time computing, each collective and size, and both at once; and return the share hidden.
 
     Computing is as many products of matrices as take about as long as the collective. Raises
     WrongResultError where what comes out of it is wrong, before it is timed or after.
@@ -63,7 +61,7 @@ def probe_overlap(
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _PendingCollective:
     """A collective that is begun, and waited for later."""
 
     collective: str
@@ -90,7 +88,9 @@ class _Product:
     seconds: float
 
 
-def _cases(one: _Begun, place: AxisPlace, product: _Product, clock: Clock) -> list[Case]:
+def _cases(
+    one: _PendingCollective, place: AxisPlace, product: _Product, clock: Clock
+) -> list[Case]:
     """Computing, the collective, and both at once."""
     alone = _compute_meanwhile(one, _compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
@@ -115,7 +115,7 @@ def _cases(one: _Begun, place: AxisPlace, product: _Product, clock: Clock) -> li
     ]
 
 
-def _compute_meanwhile(one: _Begun, compute: Callable[[], Any]) -> PreparedCall:
+def _compute_meanwhile(one: _PendingCollective, compute: Callable[[], Any]) -> PreparedCall:
     """Begin the collective, compute, wait for its end."""
 
     def call() -> Tensor:
@@ -138,7 +138,9 @@ def _compute_nothing() -> None:
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden share, from rounds that timed computation, collective and both in turn."""
+    """Return how much hides, by rounds in which computing, collective and both were timed in
+    turn.
+    """
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)
@@ -155,11 +157,11 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
     )  # fmt: skip
 
 
-def _make_begun(collective: str, place: AxisPlace, count: int) -> _Begun:
+def _make_begun(collective: str, place: AxisPlace, count: int) -> _PendingCollective:
     return _BEGUN[collective](place, count)
 
 
-def _all_reduce(place: AxisPlace, count: int) -> _Begun:
+def _all_reduce(place: AxisPlace, count: int) -> _PendingCollective:
     buffers = place.buffers
 
     def begin(room: Tensor) -> tuple[Tensor, Any]:
@@ -168,12 +170,12 @@ def _all_reduce(place: AxisPlace, count: int) -> _Begun:
     def wrong(found: Tensor) -> str | None:
         return compare(found, place.members, 0, buffers.draw)
 
-    return _Begun(
+    return _PendingCollective(
         "all-reduce", count, sum_in_place(buffers, count, len(place.members), begin), wrong
     )
 
 
-def _all_gather(place: AxisPlace, count: int) -> _Begun:
+def _all_gather(place: AxisPlace, count: int) -> _PendingCollective:
     part = count // len(place.members)
 
     def begin() -> tuple[Tensor, Any]:
@@ -183,12 +185,12 @@ def _all_gather(place: AxisPlace, count: int) -> _Begun:
         )
         return room, work
 
-    return _Begun(
+    return _PendingCollective(
         "all-gather", count, _leave_data(begin), lambda found: parts_wrong(place, found, 0)
     )
 
 
-def _reduce_scatter(place: AxisPlace, count: int) -> _Begun:
+def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
     part = count // len(place.members)
 
     def begin() -> tuple[Tensor, Any]:
@@ -200,7 +202,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _Begun:
     def wrong(found: Tensor) -> str | None:
         return compare(found, place.members, part * place.number, place.buffers.draw)
 
-    return _Begun("reduce-scatter", count, _leave_data(begin), wrong)
+    return _PendingCollective("reduce-scatter", count, _leave_data(begin), wrong)
 
 
 def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
@@ -208,7 +210,7 @@ def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
     return PreparedCall(begin, lambda calls: None)
 
 
-_BEGUN: dict[str, Callable[[AxisPlace, int], _Begun]] = {
+_BEGUN: dict[str, Callable[[AxisPlace, int], _PendingCollective]] = {
     "all-reduce": _all_reduce,
     "all-gather": _all_gather,
     "reduce-scatter": _reduce_scatter,

@@ -1,7 +1,7 @@
-"""Ranks and links that are slower than the others, from times measured side by side.
+"""Ranks and links that are slower than the others, by times that were measured side by side.
 
-Slow means slower by more than noise: a repeat would still find it slower than `_RANK_SLOWER` or
-`_LINK_SLOWER`. A rank that is slow on every link is named once, without its links.
+Slow is what is slower by more than noise: where a repeat would still find it slower than
+`_RANK_SLOWER` or `_LINK_SLOWER`. Who is slow on every link is named once, and not its links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Who = TypeVar("Who")
 
 
 @dataclass(frozen=True)
-class Slow(Generic[Who]):
+class Slowness(Generic[Who]):
     """`times` as slow as the others; from `low` to `high` if probed again."""
 
     who: Who
@@ -35,8 +35,8 @@ class Slow(Generic[Who]):
         return f"{self.times:.2g} times slower (from {self.low:.2g} to {self.high:.2g})"
 
 
-def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slow[int]]:
-    """Return ranks that compute slower than the others, slowest first.
+def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
+    """Ranks that compute slower than the others, the slowest first.
 
     `seconds`: by rank, of the same work in each of some rounds that all did at the same time.
     """
@@ -61,12 +61,12 @@ def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slow[int]]:
 class SlowLinks:
     """`ranks` are slow on all of their links; `links` are slow by themselves."""
 
-    ranks: tuple[Slow[int], ...] = ()
-    links: tuple[Slow[Pair], ...] = ()
+    ranks: tuple[Slowness[int], ...] = ()
+    links: tuple[Slowness[Pair], ...] = ()
 
 
 def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
-    """Find links that are slower than the others, and ranks whose links are all slow.
+    """Find links that are slower than the others, and ranks that all of whose links are.
 
     `seconds`: by pair, of sending the same in each round. Compared with the faster ones, those that
     a quarter of all are faster than: half of four ranks' links are slow when one rank is.
@@ -88,14 +88,14 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
         own = [one for one in slow if rank in one.who]
         if len(own) > 1 and len(own) == sum(rank in pair for pair in seconds):
             ranks.append(
-                Slow(rank, median(one.times for one in own), min(one.low for one in own),
+                Slowness(rank, median(one.times for one in own), min(one.low for one in own),
                      max(one.high for one in own))
             )  # fmt: skip
     blamed = {one.who for one in ranks}
     return SlowLinks(tuple(ranks), tuple(one for one in slow if not blamed & set(one.who)))
 
 
-def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slow[Who]]:
+def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
     """Return those whose interval lies above, the slowest first."""
     found = []
     for who, of in ratios.items():
@@ -108,5 +108,5 @@ def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[S
         sure = half_width(logs, 1 - 2 * _FALSE_ALARMS / len(ratios))
         # This median alone is in question, and not how far a repeat's may lie from it.
         if middle - sure / 2**0.5 > log(slower):
-            found.append(Slow(who, exp(middle), exp(middle - half), exp(middle + half)))
+            found.append(Slowness(who, exp(middle), exp(middle - half), exp(middle + half)))
     return sorted(found, key=lambda one: -one.times)

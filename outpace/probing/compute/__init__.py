@@ -1,1 +1,1 @@
-"""Measurement of matrix products."""
+"""Measuring matrix products."""

@@ -28,9 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's three products, forward and backward, with the vocabulary as is and
-    padded.
-    """
+    """The head's three products, forward and backward, with the vocabulary as it is and padded."""
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(
@@ -80,7 +78,7 @@ def _wrong_head(
 
 
 def head_counts(hidden: int) -> list[int]:
-    """Return numbers of heads that divide a model's width, most heads first."""
+    """Numbers of heads that divide a model's width, most heads first."""
     return [hidden // dim for dim in range(_LEAST_HEAD_DIM, hidden + 1) if hidden % dim == 0]
 
 
@@ -122,7 +120,7 @@ def _has_attention(
 
 
 @dataclass(frozen=True)
-class _Attended:
+class _AttentionRun:
     """Inputs and results of attention; `grads` of q, k and v where there was a backward."""
 
     out: Tensor
@@ -133,25 +131,25 @@ class _Attended:
 
 def _attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool, what: str
-) -> Callable[[], _Attended]:
+) -> Callable[[], _AttentionRun]:
     count = heads * seq_len * head_dim
     shape = (1, heads, seq_len, head_dim)
     q, k, v, g = (on.pools[dtype][n * count : (n + 1) * count].view(shape) for n in range(4))
     given = (q, k, v, g)
     if what == "forward":
-        return lambda: _Attended(
+        return lambda: _AttentionRun(
             F.scaled_dot_product_attention(q, k, v, is_causal=causal), given, causal
         )
     q_, k_, v_ = leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
 
-    def forward_and_backward() -> _Attended:
+    def forward_and_backward() -> _AttentionRun:
         out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=causal)
-        return _Attended(out.detach(), given, causal, torch.autograd.grad(out, leaves, g))
+        return _AttentionRun(out.detach(), given, causal, torch.autograd.grad(out, leaves, g))
 
     return forward_and_backward
 
 
-def _wrong_attention(dtype: Dtype, found: _Attended) -> str | None:
+def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
     """The first and the last head, by hand in double precision: what came out, and gradients."""
     ends = [0, found.out.shape[1] - 1]
     q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
@@ -171,7 +169,7 @@ def _wrong_attention(dtype: Dtype, found: _Attended) -> str | None:
 
 
 def vocabulary_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
-    """Advise whether to pad the vocabulary, for each dtype."""
+    """Whether to pad the vocabulary, for each dtype."""
     return [
         found for dtype in _dtypes(figures, "vocabulary")
         if (found := _vocabulary(_select(figures, "vocabulary", dtype), dtype, spec))
@@ -191,7 +189,7 @@ def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advic
 
 
 def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
-    """Advise whether another number of heads is faster at the same width, for each dtype."""
+    """Whether another number of heads is faster at the same width, for each dtype."""
     found = []
     for dtype in _dtypes(figures, "attention"):
         mine = [f for f in _select(figures, "attention", dtype)
@@ -206,7 +204,7 @@ def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
             f"{spec.heads} heads of {own.key.of['head_dim']} → {better.key.of['heads']} of "
             f"{better.key.of['head_dim']} ({dtype}, {own.key.of['seq_len']} tokens)"
         )
-        text = f"{change}: attention {by}; the effect on learning is not considered"
+        text = f"{change}: attention {by}; what a model learns with them is another matter"
         found.append(_advice("heads", text, by, own, better))
     return found
 
@@ -218,7 +216,7 @@ def _is_near(count: int, spec_count: int) -> bool:
 
 def _advice(about: str, text: str, by: Gain, present: Figure, better: Figure) -> Advice:
     if not by.sure or by.value < _WORTH:
-        text += " — no certain gain: leave it unchanged"
+        text += " — no gain that is sure: leave it as it is"
     return Advice(about=about, text=text, gain=by.value, low=by.low, high=by.high,
                   of=(present.key, better.key))  # fmt: skip
 

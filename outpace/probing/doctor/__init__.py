@@ -1,1 +1,1 @@
-"""Examination of a machine for faults that cost speed."""
+"""Examining a machine for faults that cost speed."""

@@ -1,11 +1,12 @@
 """The doctor: checks of an inventory, each a pure function, and the findings in order of cost.
 
-A check returns findings (none: all is well) or raises `CannotTell` with the fact that it lacks.
+A check gives findings (none: all is well) or raises `UnknownFactError` with what it would have to
+know.
 """
 
 from collections.abc import Callable, Iterable
 
-from outpace.probing.doctor.common import CannotTell
+from outpace.probing.doctor.common import UnknownFactError
 from outpace.probing.doctor.gpus import GPU_CHECKS
 from outpace.probing.doctor.host import HOST_CHECKS
 from outpace.probing.doctor.network import NETWORK_CHECKS
@@ -24,7 +25,7 @@ def examine(inventory: Inventory) -> Examination:
     for name, check in CHECKS.items():
         try:
             findings.extend(check(inventory))
-        except CannotTell as why:
+        except UnknownFactError as why:
             not_checked[name] = str(why)
         else:
             checked.append(name)

@@ -1,9 +1,9 @@
-"""The doctor's checks of GPUs, from their driver's data."""
+"""The doctor's checks of the GPUs themselves, as their driver tells of them."""
 
 import re
 from collections.abc import Iterator, Sequence
 
-from outpace.probing.doctor.common import CannotTell, join_names, make_finding, times
+from outpace.probing.doctor.common import UnknownFactError, join_names, make_finding, times
 from outpace.records.finding import Finding
 from outpace.records.inventory import GpuState, Inventory
 from outpace.records.topology import cpu_set
@@ -16,7 +16,7 @@ _HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", 
 
 def _gpus(inventory: Inventory) -> tuple[GpuState, ...]:
     if not inventory.gpus:
-        raise CannotTell(inventory.gpus_unknown or "there is no GPU")
+        raise UnknownFactError(inventory.gpus_unknown or "there is no GPU")
     return inventory.gpus
 
 
@@ -25,14 +25,12 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 
 
 def pcie(inventory: Inventory) -> Iterator[Finding]:
-    """Find cards in a slot, or behind a riser, with fewer lanes or an older generation than they
-    support.
-    """
+    """A card in a slot, or behind a riser, with fewer lanes or an older generation than it has."""
     name = "PCIe width"
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
     if not known:
-        raise CannotTell(_refusal(gpus, "CurrPcieLinkWidth"))
+        raise UnknownFactError(_refusal(gpus, "CurrPcieLinkWidth"))
     for width, most in sorted({(gpu.pcie_width or 0, gpu.pcie_width_max or 0) for gpu in known}):
         if width >= most:
             continue
@@ -40,10 +38,10 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             name,
             "high",
-            "a card uses fewer PCIe lanes than it could",
+            "a card runs on fewer PCIe lanes than it can",
             f"{_gpu_names(these_gpus)}: ×{width} of ×{most}",
-            "reseat the card, use a slot with all lanes, check the riser and the lane split "
-            "in the BIOS",
+            "reseat the card, take a slot with all lanes, check the riser, and in the BIOS how "
+            "lanes are split",
             times(most / width, most / width, "transfers over PCIe",
                   "lanes: the rate is proportional"),
         )  # fmt: skip
@@ -58,7 +56,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             name, "low", "the slot is of an older PCIe generation than the card",
             f"{_gpu_names(held)}: {now} of {can}",
-            "use a slot of that generation; set the slot's link speed to Auto in the BIOS",
+            "a slot of that generation; in the BIOS, the slot's link speed: Auto",
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
                   "PCI-SIG: each generation has twice the rate of the one before"),
         )  # fmt: skip
@@ -72,7 +70,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
     ]  # fmt: skip
     if slow:
         yield make_finding(
-            name, "high", "a busy card runs at a lower PCIe generation than it could",
+            name, "high", "a busy card runs at a lower PCIe generation than it can",
             f"{_gpu_names(slow)}: {slow[0].pcie_generation} of {slow[0].pcie_generation_max}",
             "reseat the card; look for PCIe errors (dmesg | grep AER)",
         )  # fmt: skip
@@ -84,11 +82,11 @@ def _refusal(gpus: tuple[GpuState, ...], question: str) -> str:
 
 
 def power(inventory: Inventory) -> Iterator[Finding]:
-    """Find a power limit below the card's default."""
+    """A limit below the card's own."""
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.power_limit_w and gpu.power_limit_default_w]
     if not known:
-        raise CannotTell(_refusal(gpus, "EnforcedPowerLimit"))
+        raise UnknownFactError(_refusal(gpus, "EnforcedPowerLimit"))
     low = [g for g in known if (g.power_limit_w or 0) < 0.98 * (g.power_limit_default_w or 0)]
     if low:
         one = low[0]
@@ -101,10 +99,10 @@ def power(inventory: Inventory) -> Iterator[Finding]:
 
 
 def throttling(inventory: Inventory) -> Iterator[Finding]:
-    """Find clocks that are throttled now."""
+    """Clocks that are held down now."""
     gpus = _gpus(inventory)
     if all(gpu.throttled_by is None for gpu in gpus):
-        raise CannotTell(_refusal(gpus, "CurrentClocksEventReasons"))
+        raise UnknownFactError(_refusal(gpus, "CurrentClocksEventReasons"))
     hot = [gpu for gpu in gpus if set(gpu.throttled_by or ()) & set(_HEAT)]
     if hot:
         why = sorted({reason for gpu in hot for reason in gpu.throttled_by or ()} & set(_HEAT))
@@ -120,14 +118,14 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
     fixed = [gpu for gpu in gpus if "clocks set by a user" in (gpu.throttled_by or ())]
     if fixed:
         yield make_finding("throttling", "moderate", "clocks were set by a user", _gpu_names(fixed),
-                    "reset them as root with nvidia-smi -rgc and -rac")  # fmt: skip
+                    "nvidia-smi -rgc and -rac as root put them back")  # fmt: skip
 
 
 def ecc(inventory: Inventory) -> Iterator[Finding]:
-    """Find memory errors, and protection that is off."""
+    """Memory errors, and protection that is off."""
     gpus = _gpus(inventory)
     if all(gpu.ecc is None for gpu in gpus):
-        raise CannotTell(_refusal(gpus, "EccMode"))
+        raise UnknownFactError(_refusal(gpus, "EccMode"))
     bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
     if bad:
         yield make_finding(
@@ -137,16 +135,14 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
     rows = [gpu for gpu in gpus if gpu.remap_pending]
     if rows:
-        yield make_finding("ECC", "moderate",
-            "memory rows are waiting to be remapped"
-        , _gpu_names(rows),
+        yield make_finding("ECC", "moderate", "memory rows wait to be replaced", _gpu_names(rows),
                     "reset the GPU when it is free: nvidia-smi -r")  # fmt: skip
     off = [gpu for gpu in gpus if gpu.ecc is False]
     if off:
         yield make_finding(
-            "ECC", "low", "memory errors go unnoticed, since ECC is off", _gpu_names(off),
-            "run nvidia-smi -e 1 as root and reset; on cards with GDDR memory it costs some "
-            "memory bandwidth",
+            "ECC", "low", "memory errors go unnoticed: protection is off", _gpu_names(off),
+            "nvidia-smi -e 1 as root and a reset; on cards with GDDR memory it takes some of the "
+            "memory's rate",
         )  # fmt: skip
     changing = [gpu for gpu in gpus if None not in (gpu.ecc, gpu.ecc_pending)
                 and gpu.ecc != gpu.ecc_pending]  # fmt: skip
@@ -156,10 +152,10 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
 
 
 def links(inventory: Inventory) -> Iterator[Finding]:
-    """Find NVLinks that are not up."""
+    """NVLinks that are not up."""
     gpus = _gpus(inventory)
     if all(gpu.nvlinks is None for gpu in gpus):
-        raise CannotTell(_refusal(gpus, "NvLinkState"))
+        raise UnknownFactError(_refusal(gpus, "NvLinkState"))
     most = max((gpu.nvlinks_active or 0 for gpu in gpus), default=0)
     fewer = [gpu for gpu in gpus if gpu.nvlinks and (gpu.nvlinks_active or 0) < most]
     if fewer:
@@ -171,32 +167,29 @@ def links(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
     elif most == 0 and len(gpus) > 1 and any(gpu.nvlinks for gpu in gpus):
         yield make_finding(
-            "NVLink", "high", "the cards have NVLinks, but none is up",
+            "NVLink", "high", "the cards have NVLinks, and none is up",
             _gpu_names([gpu for gpu in gpus if gpu.nvlinks]),
-            "install the bridge; with NVSwitch: systemctl start nvidia-fabricmanager",
+            "put on the bridge; with NVSwitch: systemctl start nvidia-fabricmanager",
         )  # fmt: skip
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on the GPU, a MIG slice instead of a GPU, a driver that unloads."""
+    """Find other programs on the GPU, a slice instead of a GPU, a driver that unloads."""
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
         one = used[0]
         yield make_finding(
-            "GPU sharing", "high", "other programs compute on it now",
+            "GPU sharing", "high", "others compute on it now",
             f"{_gpu_names(used)}: {sum(gpu.other_processes or 0 for gpu in used)} processes, "
             f"{show_bytes(one.memory_used_bytes)} in use on GPU {one.index}",
-
-                "wait, end them (nvidia-smi lists them), or choose other GPUs with "
-                "CUDA_VISIBLE_DEVICES"
-            ,
+            "wait, end them (nvidia-smi lists them), or choose others by CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     sliced = [gpu for gpu in gpus if gpu.mig]
     if sliced:
         yield make_finding(
-            "GPU sharing", "high", "divided into slices (MIG), which communicate neither by "
-                                   "NVLink nor directly over PCIe", _gpu_names(sliced),
+            "GPU sharing", "high", "cut into slices (MIG), which communicate neither by NVLink nor "
+            "directly over PCIe", _gpu_names(sliced),
             "for one large training: nvidia-smi -mig 0 as root, and a reset",
         )  # fmt: skip
     unloading = [gpu for gpu in gpus if gpu.persistence is False]
@@ -204,29 +197,31 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "GPU sharing",
             "low",
-            "the driver unloads between programs, which then start more slowly",
+            "the driver unloads between programs, which start slower",
             _gpu_names(unloading),
             "systemctl enable --now nvidia-persistenced",
         )
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank far from its GPU, whose memory and interrupts cross between CPUs."""
+    """A rank far from its GPU: its memory and interrupts cross between CPUs."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
-        raise CannotTell("not started as a rank: run outpace doctor in place of the training")
+        raise UnknownFactError(
+            "not started as a rank: put outpace doctor in the place of the training"
+        )
     if rank >= len(gpus) or inventory.settings.get("CUDA_VISIBLE_DEVICES"):
-        raise CannotTell("it is unknown which GPU this rank will use")
+        raise UnknownFactError("which GPU this rank will use is not known")
     # By default CUDA counts the fastest first, and NVML by place on the bus.
     ordered = inventory.settings.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not ordered and len({gpu.name for gpu in gpus}) > 1:
-        raise CannotTell(
-            "the GPUs differ, and CUDA orders them by speed, so it is unknown which one this "
-            "rank will use. Set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        raise UnknownFactError(
+            "the GPUs are not alike, and CUDA counts the fastest first: which one this rank will "
+            "use is not known. Set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     near = gpus[rank].cpu_affinity
     if near is None:
-        raise CannotTell(_refusal(gpus, "CpuAffinity"))
+        raise UnknownFactError(_refusal(gpus, "CpuAffinity"))
     if not cpu_set(inventory.usable_cpus) & cpu_set(near):
         yield make_finding(
             "GPU and CPU", "high", "the rank is bound to CPUs far from its GPU",
@@ -236,7 +231,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
 
 
 def visible(inventory: Inventory) -> Iterator[Finding]:
-    """Find a CUDA_VISIBLE_DEVICES that hides more than it names."""
+    """CUDA_VISIBLE_DEVICES that hides more than it names."""
     gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
@@ -244,28 +239,28 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
     words = [word.strip() for word in text.split(",")]
     shown = _read_visible(words, count)
     said = f"CUDA_VISIBLE_DEVICES={text}"
-    remedy = f"use numbers from 0 to {count - 1} separated by commas, or GPU-… of nvidia-smi -L"
+    remedy = f"numbers from 0 to {count - 1} with commas between, or GPU-… of nvidia-smi -L"
     if len({*shown}) < len(shown):
         yield make_finding(
-            "visible GPUs", "severe", "a GPU is named twice, so none is visible", said, remedy
+            "visible GPUs", "severe", "a GPU is named twice, so that none is visible", said, remedy
         )
     elif not shown:
         yield make_finding(
             "visible GPUs",
             "high",
-            "all GPUs are hidden, so trainings run on the CPU",
+            "all GPUs are hidden: trainings compute on the CPU",
             said,
             f"unset CUDA_VISIBLE_DEVICES, or {remedy}",
         )
     elif len(shown) < len(words):
         odd = words[len(shown)]
         other = odd.startswith(_UUIDS) or (words[0].startswith(_UUIDS) and odd.isdigit())
-        problem = "is of another form than the first" if other else "is not a GPU of this host"
+        problem = "is of another form than the first" if other else "is no GPU of this host"
         why = f"{len(shown)} of {len(words)} entries are read: {odd!r} {problem}"
         yield make_finding(
             "visible GPUs",
             "high",
-            "the list of GPUs is read only up to its first mistake",
+            "the list of GPUs is read to its first mistake only",
             f"{said}: {why}",
             remedy,
         )

@@ -27,9 +27,7 @@ def place(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Return advice on a topology, given the one-way rates of an NVLink and of a GPU's PCIe
-    slot.
-    """
+    """Advice on a topology, with what one NVLink and a GPU's PCIe slot carry in one direction."""
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -49,7 +47,8 @@ def place(
 
 
 def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
-    """Form as many groups of `size` GPUs as possible, maximising their worst inner link.
+    """Form as many groups of `size` GPUs as there can be, whose worst inner link is the best
+    possible.
 
     Exact for up to 16 GPUs; with more, neighbours in the driver's order.
     """
@@ -129,7 +128,7 @@ def _partition(
     if len(gpus) < size:
         return ()
     first, *others = gpus
-    for group in _cliques(first, others, size, score, least):
+    for group in _connected_groups(first, others, size, score, least):
         rest = tuple(gpu for gpu in others if gpu not in group)
         found = _partition(rest, size, left_over, score, least)
         if found is not None:
@@ -139,7 +138,7 @@ def _partition(
     return None
 
 
-def _cliques(
+def _connected_groups(
     first: str, others: list[str], size: int, score: dict[frozenset[str], int], least: int
 ) -> Iterator[tuple[str, ...]]:
     """Groups of `size` with `first` in them, the best joined first."""
@@ -226,7 +225,7 @@ def _times(
 
 
 def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[SlowPairs, ...]:
-    """Return pairs of GPUs whose link goes through the CPU, the slowest kind first."""
+    """Pairs of GPUs whose link goes through the CPU, the slowest kind first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for pair in combinations(topology.gpus, 2):
         link = topology.link_between(*pair)

@@ -1,4 +1,4 @@
-"""A host's topology: links and state of GPUs, processors, and advice on placement."""
+"""A host's topology: links of GPUs, their state, its processors, and what to place where."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Collector of the facts that the doctor examines; unreadable ones are None."""
+"""Gathers the facts that the doctor looks at. Each may be unreadable; then it is None."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from outpace.probing.hardware import nvml
 from outpace.probing.hardware.cpus import SYS, cpu_quota, read_cpus, usable_cpus
 from outpace.probing.hardware.nvidia_smi import ToolError, read_live
 from outpace.probing.hardware.procfs import read_text
-from outpace.records.inventory import Busy, Inventory, NetworkPort
+from outpace.records.inventory import BusyProgram, Inventory, NetworkPort
 from outpace.records.topology import cpu_list
 
 PROC, DEV = Path("/proc"), Path("/dev")
@@ -93,7 +93,7 @@ def gather(
 
 def _watch(
     usable: frozenset[int], watch_s: float
-) -> tuple[float | None, tuple[Busy, ...], float | None]:
+) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
     """Cores of ours that others keep busy, the programs that do, and bytes swapped per second."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
@@ -113,7 +113,7 @@ def _watch(
     mine = rates.pop(own.pid, ("", 0.0))[1]
     programs = sorted(
         (
-            Busy(program=name, cores=round(rate, 2), pid=pid)
+            BusyProgram(program=name, cores=round(rate, 2), pid=pid)
             for pid, (name, rate) in rates.items()
             if rate >= 0.1
         ),

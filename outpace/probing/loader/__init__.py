@@ -1,1 +1,1 @@
-"""Measurement of data loading and tokenization."""
+"""Measuring data loading and tokenization."""

@@ -74,7 +74,7 @@ def probe_loader(
     notes = [*ready.notes, *bench.notes()]
     if not any(one.about == "loader" for one in advice):
         notes.append(
-            "loader: the machine was not steady enough to recommend a number of workers; end "
+            "loader: the machine did not hold still enough to recommend a number of workers; end "
             "other programs and probe again"
         )
     return ProbeSection(tuple(figures), advice, tuple(notes))
@@ -128,7 +128,7 @@ class _Setting:
 
 
 @dataclass
-class _Open:
+class _OpenLoader:
     """A loader that runs; a call takes `batches` off it and gives the first."""
 
     batches_of: Iterator[Any]
@@ -182,7 +182,7 @@ class _Bench:
     def notes(self) -> Iterator[str]:
         """Say what was not timed."""
         if self.device.type != "cuda":
-            yield "loader: pinned memory is not timed, since there is no CUDA device to copy to"
+            yield "loader: pinned memory is not timed: there is no CUDA device to copy to"
         yield from dict.fromkeys(self._found)
 
     def throughput(self, budget_s: float, progress: Progress) -> Turns[list[Figure]]:
@@ -235,8 +235,8 @@ class _Bench:
             return wrong
         if setting.loader == "outpace":
             self._found.append(
-                "loader: the data set returns other samples with workers than without: it "
-                "uses other random numbers than torch's, NumPy's and Python's"
+                "loader: the data set gives other samples with workers than without: it draws on "
+                "something other than torch's, NumPy's and Python's random numbers"
             )
         return None
 
@@ -247,7 +247,7 @@ class _Bench:
         effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
         return (yield from measure([case], HostClock(), effort))
 
-    def _open_loader(self, setting: _Setting) -> _Open:
+    def _open_loader(self, setting: _Setting) -> _OpenLoader:
         if setting.loader == "outpace":
             loader = Loader(
                 self.ready.tokens, seed=0, global_batch=self.micro_batch,
@@ -255,13 +255,13 @@ class _Bench:
                 total_steps=_ENDLESS, workers=setting.workers, pin_memory=setting.pin,
                 device=self.device,
             )  # fmt: skip
-            return _Open((step[0] for step in loader), loader.close, self.device)
+            return _OpenLoader((step[0] for step in loader), loader.close, self.device)
         dataset: Any = self.ready.tokens if setting.loader == "torch" else self.ready.as_text
         with starting_workers() as begin:
             running = iter(
                 DataLoader(
                     dataset,
-                    batch_sampler=_Endless(dataset, self.micro_batch),
+                    batch_sampler=_BatchKeys(dataset, self.micro_batch),
                     num_workers=setting.workers,
                     collate_fn=collate,
                     prefetch_factor=setting.prefetch if setting.workers else None,
@@ -270,7 +270,7 @@ class _Bench:
                 )
             )
         close = getattr(running, "_shutdown_workers", _close_nothing)
-        return _Open(self._copy_to_device(running), close, self.device)
+        return _OpenLoader(self._copy_to_device(running), close, self.device)
 
     def _copy_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copy batches to the device, as outpace's own loader does; what pinning is for."""
@@ -292,9 +292,9 @@ def _move_leaf(device: torch.device, leaf: Any) -> Any:
 class _Starter:
     """Each call opens a loader and waits for its first batch."""
 
-    open: Callable[[_Setting], _Open]
+    open: Callable[[_Setting], _OpenLoader]
     setting: _Setting
-    opened: list[_Open] = field(default_factory=list)
+    opened: list[_OpenLoader] = field(default_factory=list)
 
     def __call__(self) -> None:
         running = self.open(self.setting)
@@ -312,7 +312,7 @@ class _Starter:
                 self.opened.pop().close()
 
 
-class _Endless:
+class _BatchKeys:
     """Keys of micro-batches of any data set, in the order of training where it knows of one."""
 
     def __init__(self, dataset: Any, micro_batch: int) -> None:
@@ -333,5 +333,5 @@ def _difference(batch: Any, reference: Any) -> str | None:
     both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
     for a, b in both:
         if isinstance(a, Tensor) and not torch.equal(a, b):
-            return "its first batch differs from the one loaded without workers"
+            return "its first batch is not the one that is loaded without workers"
     return None

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from outpace.data.corpus import Corpus
 from outpace.data.samples import TokenDataset
 from outpace.data.sources import Source, open_source
-from outpace.data.stream import Array, Mapped, Stream, token_stream
+from outpace.data.stream import Array, MappedTokens, Stream, token_stream
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer, train_tokenizer
 from outpace.records.errors import BadInputError
@@ -63,13 +63,11 @@ class LoaderInput:
 
 
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
-    """Return the data ready for loading, writing what is needed in `folder`. Raises
-    BadInputError.
-    """
+    """The data ready to be loaded, what has to be written in `folder`. Raises BadInputError."""
     if data.dataset is not None:
         return LoaderInput(data.dataset, None, notes=(_name_dataset(data.dataset),))
     if not data.sources:
-        raise BadInputError("no data is given; give at least one source")
+        raise BadInputError("no data is named; give at least one source")
     sources = [open_source(reference) for reference in data.sources]
     written = [source for source in sources if not source.is_tokens]
     streams = [token_stream(source.files) for source in sources if source.is_tokens]
@@ -84,12 +82,12 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
             raise BadInputError(f"the data at {', '.join(data.sources)} holds no text")
         if tokenizer is None:
             tokenizer = _learn_tokenizer(texts, data.objective == "masked")
-            notes.append("loader: no tokenizer is given, so one was trained on the data")
+            notes.append("loader: no tokenizer is named, so one was learnt from the data")
         encoded = _encode(tokenizer, texts)
         streams.append(_write_tokens(folder / "tokens.bin", parts, encoded, tokenizer))
         notes.append(
-            f"loader: the first {sum(map(len, texts)) / 1000000.0:.1f} million characters of "
-            "the text were read; training reads their tokens from the token cache"
+            f"loader: of the text its first {sum(map(len, texts)) / 1e6:.1f} million characters "
+            "were read; training reads their tokens from the token cache"
         )
     dataset = TokenDataset(
         Corpus(tuple(streams), None, "probe"), data.seq_len, objective=data.objective, seed=0,
@@ -156,7 +154,7 @@ def _write_tokens(
     total = times * length
     begins = (np.arange(times)[:, None] * length + np.array(starts)).reshape(-1)
     extent = (int(once.min()), int(once.max()))
-    return Stream((Mapped(path, dtype),), np.array([total]), 0, total, begins, extent)
+    return Stream((MappedTokens(path, dtype),), np.array([total]), 0, total, begins, extent)
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):

@@ -1,1 +1,1 @@
-"""Measurement of memory bandwidth."""
+"""Measuring memory bandwidth."""

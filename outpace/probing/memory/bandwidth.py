@@ -35,7 +35,7 @@ _USUAL_L2_BYTES = 128 << 20  # of a GPU that does not tell
 
 
 def large_elements(device: torch.device) -> int:
-    """Return the fp32 elements of an array too large for any cache, as far as memory allows."""
+    """fp32 elements of an array that no cache holds, as far as memory allows."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
@@ -246,22 +246,18 @@ def _compute_nothing() -> None:
 def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
 ) -> Turns[ProbeSection]:
-    """Measure a device's memory, and on a GPU transfers to the host's."""
+    """Time a device's memory, and on a GPU the way to the host's."""
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
-    notes = (
-        ()
-        if device.type == "cuda"
-        else (("host and device are the same, so there are no transfers to measure"),)
-    )
+    notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
     hidden = hidden_shares(figures)
     advice = tuple(hidden_advice(hidden))
     return ProbeSection((*figures, *hidden), advice, (*notes, *hidden_notes(hidden)))
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the share of the shorter of a product and a transfer that the longer hides, by
-    direction.
+    """Return how much of the shorter of a product and a transfer hides behind the longer, by its
+    way.
     """
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
@@ -274,7 +270,7 @@ def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
-    """Describe the hidden share, with its interval."""
+    """Say what is known of it, with its interval."""
     for figure in hidden:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(
@@ -285,10 +281,10 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Describe what was not steady enough."""
+    """Say what was not steady enough."""
     for figure in hidden:
         if figure.value is None:
             yield (
-                f"overlap: the hidden share of a product and a {figure.key.of['of']} is not "
-                f"stable enough: {figure.unstable}"
+                f"overlap: how much of a product and a {figure.key.of['of']} hides is not stable "
+                f"enough to say: {figure.unstable}"
             )

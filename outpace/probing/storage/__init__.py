@@ -1,1 +1,1 @@
-"""Measurement of storage."""
+"""Measuring storage."""

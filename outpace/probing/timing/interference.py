@@ -1,4 +1,4 @@
-"""Detection of other use of the machine during a measurement."""
+"""Whether anything else used the machine while it was measured."""
 
 import os
 import time
@@ -21,8 +21,8 @@ _OTHERS, _STOLEN = 0.15, 0.02
 _DISTURBED = 0.10
 
 
-class Used(NamedTuple):
-    """Seconds of a host's cores; None if the kernel does not say (as outside of Linux).
+class CoreSeconds(NamedTuple):
+    """Seconds of a host's cores; None where the kernel does not tell (as outside of Linux).
 
     `busy_s` and `stolen_s` of all cores, `probe_s` of this process and of those that it started.
     """
@@ -34,24 +34,24 @@ class Used(NamedTuple):
     cores: int
 
 
-class Steady:
-    """Monitor of the kernel's counters, read at its creation and at the end."""
+class InterferenceWatch:
+    """Watches from its making on: reads the kernel's counters at both ends."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
         self._begin = self._read_counters()
 
-    def read_use(self) -> Used:
-        """Return what was used since its creation."""
+    def read_use(self) -> CoreSeconds:
+        """Return what was used since it was made."""
         before, after = self._begin, self._read_counters()
         busy_s, stolen_s = (
             None if a is None or b is None else b - a
             for a, b in zip(before[1:3], after[1:3], strict=True)
         )
-        return Used(after.wall_s - before.wall_s, busy_s, stolen_s, after.probe_s - before.probe_s,
-                    after.cores)  # fmt: skip
+        wall_s, probe_s = after.wall_s - before.wall_s, after.probe_s - before.probe_s
+        return CoreSeconds(wall_s, busy_s, stolen_s, probe_s, after.cores)
 
-    def _read_counters(self) -> Used:
+    def _read_counters(self) -> CoreSeconds:
         probe_s = _probe_s()
         busy_s = stolen_s = None
         try:
@@ -64,7 +64,7 @@ class Steady:
             cores = sum(line.startswith("cpu") for line in rest)
         except (OSError, ValueError):
             cores = os.cpu_count() or 1
-        return Used(time.monotonic(), busy_s, stolen_s, probe_s, cores)
+        return CoreSeconds(time.monotonic(), busy_s, stolen_s, probe_s, cores)
 
 
 def _probe_s() -> float:
@@ -82,28 +82,28 @@ def _probe_s() -> float:
 
 
 @contextmanager
-def record_use(into: list[Used]) -> Iterator[None]:
-    """Append what was used meanwhile to a list."""
-    steady = Steady()
+def record_use(into: list[CoreSeconds]) -> Iterator[None]:
+    """Put what was used meanwhile at the end of a list."""
+    steady = InterferenceWatch()
     yield
     into.append(steady.read_use())
 
 
-def total(parts: Sequence[Used]) -> Used:
-    """Add up several periods on one host."""
+def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
+    """Add up several spells on one host."""
 
     def sum_known(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
         return sum(known) if len(known) == len(parts) else None
 
-    return Used(
+    return CoreSeconds(
         sum(one.wall_s for one in parts), sum_known(one.busy_s for one in parts),
         sum_known(one.stolen_s for one in parts), sum(one.probe_s for one in parts), parts[0].cores,
     )  # fmt: skip
 
 
-def judge_use(hosts: Sequence[Sequence[Used]], throttled: Sequence[str] = ()) -> Steadiness:
-    """Judge what others used on the worst host. `hosts`: what each host's ranks used."""
+def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] = ()) -> Steadiness:
+    """Judge what others used on the worst host. `hosts`: of each, what its ranks used."""
     told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
     others = max((_other_cores(host) for host in told), default=None)
     stolen = max((_stolen_share(host[0]) for host in told), default=None)
@@ -111,8 +111,8 @@ def judge_use(hosts: Sequence[Sequence[Used]], throttled: Sequence[str] = ()) ->
     warnings = []
     if others is not None and others > _OTHERS:
         warnings.append(
-            f"other programs used {others:.1f} cores{where} on average during the measurement. "
-            "End them and probe again"
+            f"other programs used {others:.1f} cores{where} in the mean while this was measured: "
+            "end them and probe again"
         )
     if stolen is not None and stolen > _STOLEN:
         warnings.append(f"the hypervisor gave {stolen:.0%} of the time{where} to other machines")
@@ -121,19 +121,19 @@ def judge_use(hosts: Sequence[Sequence[Used]], throttled: Sequence[str] = ()) ->
     )
 
 
-def disturbance(hosts: Sequence[Sequence[Used]]) -> str | None:
-    """Say why measurements on these hosts' processors are invalid; None if they are valid."""
+def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
+    """Say why what was measured on these hosts' processors is worth nothing; None where it is."""
     for host in hosts:
         if host[0].busy_s is None or host[0].wall_s <= 0:
             continue
         share = _other_cores(host) / host[0].cores + _stolen_share(host[0])
         if share > _DISTURBED:
-            return f"other programs used {share:.0%} of the processor's time during the measurement"
+            return f"others used {share:.0%} of the processor's time while it was measured"
     return None
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """Return the section without values, advice and text based on them; samples stay."""
+    """The section without values, and without advice and words that rest on them; samples stay."""
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})
@@ -147,10 +147,10 @@ def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
     return ProbeSection(tuple(map(drop_value, section.figures)), (), section.notes, tuple(fits))
 
 
-def _other_cores(host: Sequence[Used]) -> float:
+def _other_cores(host: Sequence[CoreSeconds]) -> float:
     busy_s = host[0].busy_s or 0.0
     return max(0.0, (busy_s - sum(rank.probe_s for rank in host)) / host[0].wall_s)
 
 
-def _stolen_share(first: Used) -> float:
+def _stolen_share(first: CoreSeconds) -> float:
     return max(0.0, (first.stolen_s or 0.0) / first.wall_s / first.cores)

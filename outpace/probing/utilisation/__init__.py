@@ -1,1 +1,1 @@
-"""Sampling of the load of devices and hosts."""
+"""Sampling the use of devices and hosts."""

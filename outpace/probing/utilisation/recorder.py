@@ -1,4 +1,4 @@
-"""A light thread that records the load of the host and its devices."""
+"""A light thread that records what the host and its devices do while something else happens."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from outpace.probing.utilisation.sampler import Sampler
-from outpace.records.utilisation import Load, Thinned, Utilisation, series
+from outpace.records.utilisation import Load, ThinnedLoads, Utilisation, series
 
 PERIOD_S = 1.0
 _SAVE_EVERY_S = 60.0
@@ -25,7 +25,7 @@ class Samples:
     def __init__(self, sampler: Sampler, period_s: float) -> None:
         self.sampler = sampler
         self.cpu_s = 0.0
-        self._kept = Thinned(period_s)
+        self._kept = ThinnedLoads(period_s)
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._last_s = time.monotonic()
 
@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def series(self) -> Utilisation | None:
-        """Return all samples so far; None before the first load."""
+        """All so far; None before the first load."""
         loads = self._kept.loads
         if not loads:
             return None
@@ -70,7 +70,7 @@ class LoadRecorder:
 
     @property
     def latest(self) -> Load | None:
-        """Return the newest load."""
+        """The newest load."""
         return self._latest
 
     @property
@@ -79,7 +79,7 @@ class LoadRecorder:
         return self._samples.series
 
     def start(self) -> None:
-        """Start recording."""
+        """Begin."""
         self._thread.start()
 
     def close(self) -> None:

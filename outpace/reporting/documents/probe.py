@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from outpace.probing.timing.link_model import COLLECTIVES, bus_factor
 from outpace.records.figure import Figure as Measured
 from outpace.records.machine import Machine
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 from outpace.records.units import show_count, show_seconds, show_share, show_size
 from outpace.reporting.charts.figures import (
     AxisChoice,
@@ -43,7 +43,7 @@ _KINDS = {
 _MOST_BARS = 16
 
 
-def probe_document(machine: Machine, probed: Probed) -> Document:
+def probe_document(machine: Machine, probed: ProbeRecord) -> Document:
     """Show what is fast, what is slow, how sure that is, and what to do about it."""
     sections = []
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
@@ -62,7 +62,7 @@ def probe_document(machine: Machine, probed: Probed) -> Document:
     )  # fmt: skip
 
 
-def _verdict(machine: Machine, probed: Probed) -> Iterable[str]:
+def _verdict(machine: Machine, probed: ProbeRecord) -> Iterable[str]:
     devices = ", ".join(device.name for device in machine.devices) or "no accelerator"
     best = [one for one in probed.figures if (one.key.kind, one.key.what) == ("matmul", "best")]
     rates = ", ".join(f"{one.key.of.get('dtype')} {one}" for one in best if one.value is not None)
@@ -71,8 +71,8 @@ def _verdict(machine: Machine, probed: Probed) -> Iterable[str]:
     unstable = sum(one.unstable is not None for one in everything)
     if unstable:
         yield (
-            f"{unstable:,} of {len(everything):,} figures are unstable: the machine was not "
-            "steady enough to conclude."
+            f"Of {len(everything):,} figures {unstable:,} are unstable: the machine did not hold "
+            "still enough to conclude."
         )
     elif everything:
         yield f"All {len(everything):,} figures are stable."
@@ -80,10 +80,10 @@ def _verdict(machine: Machine, probed: Probed) -> Iterable[str]:
     yield from probed.steadiness.throttled
 
 
-def _facts(probed: Probed) -> Iterable[tuple[str, str]]:
+def _facts(probed: ProbeRecord) -> Iterable[tuple[str, str]]:
     found = {
         "memory copy": _largest(probed, "memory", "copy"),
-        "link between ranks (busbw)": _link(probed),
+        "link of ranks (busbw)": _link(probed),
         "probed": "quickly" if probed.quick else "in full",
         "took": show_seconds(probed.took_s),
         "ranks": str(probed.world_size),
@@ -92,24 +92,24 @@ def _facts(probed: Probed) -> Iterable[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value is not None]
 
 
-def _largest(probed: Probed, kind: str, what: str) -> str | None:
+def _largest(probed: ProbeRecord, kind: str, what: str) -> str | None:
     some = [one for one in probed.figures
             if (one.key.kind, one.key.what) == (kind, what) and one.value is not None]  # fmt: skip
     return str(max(some, key=lambda one: int(one.key.of.get("bytes", 0)))) if some else None
 
 
-def _link(probed: Probed) -> str | None:
+def _link(probed: ProbeRecord) -> str | None:
     fit = probed.fit("all-reduce", "all")
     return None if fit is None or fit.bandwidth.value is None else str(fit.bandwidth)
 
 
-def _advice(probed: Probed) -> Iterable[Part]:
+def _advice(probed: ProbeRecord) -> Iterable[Part]:
     if not probed.advice:
-        yield Paragraph("There is no advice.")
+        yield Paragraph("There is nothing to advise.")
         return
     rows = tuple((one.about, one.text, Number(one.gain, show_share(one.gain)))
                  for one in probed.advice)  # fmt: skip
-    yield DataTable("Possible improvements", ("about", "what to change", "gain"), rows)
+    yield DataTable("What would be faster", ("about", "what to change", "gain"), rows)
 
 
 def _kind(kind: str, figures: Sequence[Measured]) -> Iterable[Part]:
@@ -212,7 +212,7 @@ def _bound_number(figure: Measured, bound: float | None) -> Number:
     return Number(bound, text(bound) if text is not None else show_count(bound, figure.unit))
 
 
-def _collectives(probed: Probed) -> Iterable[Part]:
+def _collectives(probed: ProbeRecord) -> Iterable[Part]:
     figures = [one for one in probed.figures if one.key.kind in COLLECTIVES]
     yield from _fit_figures(probed, figures)
     if probed.fits:
@@ -229,7 +229,7 @@ def _collectives(probed: Probed) -> Iterable[Part]:
     yield _table("Collectives", figures)
 
 
-def _fit_figures(probed: Probed, figures: Sequence[Measured]) -> Iterable[Part]:
+def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[Part]:
     """Draw times by size for each axis, and what was fitted to them."""
     for axis_name in dict.fromkeys(fit.axis for fit in probed.fits):
         series, rows = [], []
@@ -269,7 +269,7 @@ def _fit_figures(probed: Probed, figures: Sequence[Measured]) -> Iterable[Part]:
         if series:
             sized, time = sizes([]), seconds([max(t or 0.0 for line in series for t in line.y)])
             yield lines(
-                f"Collectives on axis {axis_name}: measured, and predicted by the fit",
+                f"Collectives on axis {axis_name}: measured, and what is predicted from the fit",
                 f"{len(rows)} sizes, each measured and fitted.", series,
                 [AxisChoice("size", "size of the array", sized)], time, "time",
                 DataTable("Collectives, measured and fitted",
@@ -279,7 +279,7 @@ def _fit_figures(probed: Probed, figures: Sequence[Measured]) -> Iterable[Part]:
             )  # fmt: skip
 
 
-def _environment(machine: Machine, probed: Probed) -> DocumentSection:
+def _environment(machine: Machine, probed: ProbeRecord) -> DocumentSection:
     steady = probed.steadiness
     others = None if steady.other_cores is None else f"{steady.other_cores:.2f} cores"
     stolen = None if steady.stolen is None else show_share(steady.stolen)

@@ -27,7 +27,7 @@ _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
 
 
 def topology_svg(topology: Topology, placement: Placement) -> str:
-    """Return an SVG document."""
+    """An SVG document."""
     gpus = topology.gpus
     angle = {gpu: -math.pi / 2 + 2 * math.pi * at / len(gpus) for at, gpu in enumerate(gpus)}
     parts = []
@@ -83,7 +83,7 @@ def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> 
     for one in placement.nics:
         if one.link not in ("SYS", "SOC", None):
             near.setdefault(one.nics, []).append(one.gpu)
-    places = {nics: _middle([angle[gpu] for gpu in gpus]) for nics, gpus in near.items()}
+    places = {nics: _mean_direction([angle[gpu] for gpu in gpus]) for nics, gpus in near.items()}
     drawn = {nic for nics in near for nic in nics}
     rest = tuple(nic for nic in topology.nics if nic not in drawn)
     if rest:
@@ -104,7 +104,7 @@ def _best(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
     return max((topology.link_between(gpu, nic) for nic in nics), key=goodness)
 
 
-def _middle(angles: list[float]) -> float:
+def _mean_direction(angles: list[float]) -> float:
     """Return the mean of directions; the first where they cancel out."""
     x, y = sum(map(math.cos, angles)), sum(map(math.sin, angles))
     return math.atan2(y, x) if math.hypot(x, y) > 1e-6 else angles[0]
@@ -206,9 +206,7 @@ def _document(parts: list[str], height: float) -> str:
 
 
 def cpu_svg(cpu: CpuTopology) -> str:
-    """Return an SVG document with a box per NUMA node and its cores; with SMT, two CPUs per
-    core.
-    """
+    """An SVG document: a box for each NUMA node with its cores, two CPUs in one with SMT."""
     cores = cpu.siblings or tuple(str(one) for one in sorted(cpu_set(cpu.cpus)))
     boxes = [(f"NUMA node {node.number}", node.cpus, node.memory_bytes) for node in cpu.numa]
     parts, y = [_text(30, 40, f"{cpu.cpu_count} CPUs, {len(cores)} cores", 17, bold=True)], 60.0

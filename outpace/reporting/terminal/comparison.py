@@ -1,4 +1,4 @@
-"""A comparison in a terminal: the verdict first, then each arm's step time."""
+"""A comparison in a terminal: the verdict first, then what each arm took."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from rich.text import Text
 from outpace.records.comparison import ArmResult, Comparison, remaining_arms
 from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
-from outpace.reporting.terminal.table import Narrow
+from outpace.reporting.terminal.table import NarrowTable
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of arms: an attribute of them or of their verdicts, and its format."""
+    """A figure of arms: an attribute of theirs, or of their verdicts, and how it is shown."""
 
     name: str
     attribute: str
     show: Callable[[Any], str]
 
     def value(self, arm: ArmResult) -> Any:
-        """Return the arm's figure; None if unknown."""
+        """None where it is not known."""
         owner = arm if hasattr(arm, self.attribute) else arm.verdict
         return getattr(owner, self.attribute, None)
 
@@ -56,19 +56,20 @@ _LOAD = (
 
 # What a column's name does not say.
 _NOTES = {
-    "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
-    "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
+    "ratio": "ratio: to {first}, the median of the {rounds}' ratios, not that of the medians "
+    "beside it.",
+    "sent a step": "sent: by all ranks in a step, counted in the warm-up.",
     "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
-    "GPU busy": "GPU busy: mean over the GPUs of the run. For GPUs, idle means that no kernel "
-    "ran; waiting for a collective is a kernel.",
-    "cores busy": "cores busy: share of all cores of the hosts, whoever used them.",
+    "GPU busy": "GPU busy: mean over the GPUs of the run. Of GPUs idle is where no kernel ran, and "
+    "waiting for a collective is one.",
+    "cores busy": "cores busy: of all cores of the hosts, whoever used them.",
 }
 
 
 def headline(comparison: Comparison) -> str | None:
-    """Say which of three or more arms is fastest, and whether that is claimed; None for fewer.
+    """Say which of three arms or more is fastest, and whether that is claimed; None of fewer.
 
-    Only differences to the first are tested.
+    Only differences to the first are looked at round by round.
     """
     first, *others = comparison.arms
     known = [one for one in others if one.verdict is not None and one.verdict.slowdown is not None]
@@ -92,13 +93,13 @@ def _claims(claimed: Sequence[str], of: int) -> str:
 
 
 def opening(comparison: Comparison) -> list[str]:
-    """Return the first sentences: how finished runs differ, then the verdict."""
+    """Return the first sentences: what finished runs differ in, then the verdict."""
     head = headline(comparison)
     return [*comparison.differences, *([head] if head else []), *verdict_lines(comparison)]
 
 
 def verdict_lines(comparison: Comparison) -> list[str]:
-    """Return a sentence for each arm compared with the first."""
+    """A sentence for each arm against the first."""
     first = comparison.arms[0].arm
     words = ("slower", "faster")
     if comparison.experiment.metric is not None:
@@ -111,7 +112,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
         elif one.verdict is not None:
             lines.append(one.verdict.words(one.arm, first, words))
     left_out = _excluded_arms(comparison)
-    lines += [f"{name} was dropped after some rounds: {why}" for name, why in left_out.items()]
+    lines += [f"{name} was left out after some rounds: {why}" for name, why in left_out.items()]
     own = _failure(comparison, comparison.arms[0])
     return [f"{first} failed: {own}", *lines] if own is not None else lines
 
@@ -139,7 +140,7 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
 
 
 def comparison_text(comparison: Comparison) -> RenderableType:
-    """Format a comparison for a terminal."""
+    """Lay a comparison out for a terminal."""
     said = opening(comparison)
     parts: list[RenderableType] = [Text(), *(Text(line, style="bold") for line in said)]
     parts += [Text(), *_arms(comparison, _FIGURES)]
@@ -158,7 +159,7 @@ def comparison_text(comparison: Comparison) -> RenderableType:
 def stop_sentence(comparison: Comparison) -> str:
     """Say how much was run, and why no more."""
     if not comparison.experiment.in_turn:
-        return f"Nothing was run: {comparison.stopped}."
+        return f"Nothing was run for it: {comparison.stopped}."
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
     count = "1 round" if rounds == 1 else f"{rounds} rounds"
     return f"{count} in {show_seconds(comparison.took_s)}: {comparison.stopped}."
@@ -168,40 +169,39 @@ def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableTy
     """A row an arm; of the columns those in which anything is known, and what is said of them."""
     kept = _known_columns(comparison, of)
     figures = {one.name: [one.text(arm) for arm in comparison.arms] for one in kept}
-    yield Narrow("", [Text(arm.arm) for arm in comparison.arms], figures)
+    yield NarrowTable("", [Text(arm.arm) for arm in comparison.arms], figures)
     notes = column_notes(comparison, kept)
     if notes:
         yield Text(notes, style="dim")
 
 
 def column_notes(comparison: Comparison, of: Sequence[Column]) -> str:
-    """Return notes on columns whose names are not self-explanatory."""
+    """Return notes on columns whose names do not say all."""
     first = comparison.arms[0].arm
     words = {"first": first, "rounds": rounds_of(comparison)}
     return " ".join(_NOTES[one.name].format(**words) for one in of if one.name in _NOTES)
 
 
 def shared_cores_note(comparison: Comparison) -> str | None:
-    """Return a note if other processes used the arms' cores; otherwise None."""
+    """Return a sentence where other processes used the cores of arms; None where they did not."""
     used = [one.other_cores for one in comparison.arms if one.other_cores is not None]
     if not used or not comparison.experiment.in_turn:
         return None  # of runs that were over `differences` says it
     least, most = f"{min(used):.1f}", f"{max(used):.1f}"
     cores = least if least == most else f"{least} to {most}"
     return (
-        f"Other processes kept {cores} cores busy meanwhile (median of an arm's runs), so "
-        "steps took longer and vary more than they would alone. Compare again when they are "
-        "done."
+        f"Other processes kept {cores} cores busy meanwhile (medians of an arm's runs), so steps "
+        "took longer and vary more than they would alone. Compare again when they are done."
     )
 
 
 def rounds_of(comparison: Comparison) -> str:
-    """Return the word for rounds; finished runs have parts instead."""
+    """Return the word for rounds: runs that were over have parts instead."""
     return "rounds" if comparison.experiment.in_turn else "parts"
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """Return the columns with any known value."""
+    """Return the columns of which anything is known."""
     return _known_columns(comparison, (*_FIGURES, *_LOAD))
 
 
@@ -217,4 +217,4 @@ def _parts(comparison: Comparison) -> RenderableType:
     figures = {
         part: [show_seconds(getattr(own, f"{part}_s")) for _, own in known] for part in PARTS
     }
-    return Narrow("of a step", [Text(name) for name, _ in known], figures)
+    return NarrowTable("of a step", [Text(name) for name, _ in known], figures)

@@ -1,24 +1,23 @@
-"""A console for text from others: control characters do not reach the terminal."""
+"""A console for what others have named: nothing of it reaches the terminal as a command."""
 
 from collections.abc import Iterable
 
 from rich import console
 from rich.segment import Segment
 
-from outpace.records.errors import harmless
+from outpace.records.errors import escape_controls
 
 # Wider than any screen; lines are filled up to the width, whatever COLUMNS says.
 _MOST_COLUMNS, _MOST_LINES = 1000, 1000
 
 
 class Console(console.Console):
-    """rich's console, which shows control characters of a text instead of sending them."""
+    """rich's, showing control characters of a text instead of sending them."""
 
     @property
     def size(self) -> console.ConsoleDimensions:
-        """Return columns and lines: those of the terminal, or of COLUMNS and LINES, within a
-        screen's size.
-        """
+        """Columns and lines: those of the terminal, or of COLUMNS and LINES, but no more than some
+        screen has."""
         width, height = super().size
         return console.ConsoleDimensions(min(width, _MOST_COLUMNS), min(height, _MOST_LINES))
 
@@ -31,4 +30,4 @@ class Console(console.Console):
     ) -> Iterable[Segment]:
         """Yield what is to be written, piece by piece."""
         for one in super().render(renderable, options):
-            yield one if one.control else Segment(harmless(one.text), one.style)
+            yield one if one.control else Segment(escape_controls(one.text), one.style)

@@ -1,4 +1,4 @@
-"""Options that the user did not give, and their default values."""
+"""Options that were not given, and the values taken for them."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The planner's answer in a terminal: ranked plans, one in detail, and scaling."""
+"""The planner's answer in a terminal: ranked plans, one in detail, and how they scale."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.planner.explain.titles import PARTS
-from outpace.records.estimate import Estimate, MeasuredCase, Planned, Plans
+from outpace.records.estimate import Estimate, MeasuredCase, Plans, RankedPlan
 from outpace.records.outline import OUTLINE_FORMATS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
 from outpace.reporting.terminal.defaults import default_words
@@ -18,7 +18,7 @@ _LEAST_TITLE = 16  # columns; of 80 the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Return plans, reasons, time and memory of the first, and the rejected."""
+    """Plans; why; where the first one's time and memory go; what was rejected."""
     obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
     if obstacle is not None:
@@ -57,7 +57,7 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
     return lines
 
 
-def common_obstacle(plans: Sequence[Planned]) -> str | None:
+def common_obstacle(plans: Sequence[RankedPlan]) -> str | None:
     """The reason that outpace trains none of the plans, where it is the same for all of them."""
     first = plans[0].untrained
     return first if all(planned.untrained == first for planned in plans) else None
@@ -70,7 +70,7 @@ def _untrained_line(obstacle: str) -> str:
     )
 
 
-def ties(plans: Sequence[Planned]) -> list[str]:
+def ties(plans: Sequence[RankedPlan]) -> list[str]:
     """Say which plans the estimate does not tell apart from the first."""
     first = plans[0].estimate
     alike = [number for number, one in enumerate(plans, 1)
@@ -148,7 +148,7 @@ def _device_memory_words(answer: Plans) -> str:
     return f" of {show_size(nominal)}, {show_bytes(memory)} of it usable"
 
 
-def _ranking_table(plans: Sequence[Planned]) -> Table:
+def _ranking_table(plans: Sequence[RankedPlan]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("", justify="right")
     table.add_column("plan", overflow="fold", min_width=_LEAST_TITLE)
@@ -188,7 +188,7 @@ def _budget(one: Estimate) -> str:
     return f" {show_count(one.tokens)} tokens: {took}{cost}."
 
 
-def _detail(planned: Planned) -> list[RenderableType]:
+def _detail(planned: RankedPlan) -> list[RenderableType]:
     one = planned.estimate
     lines: list[RenderableType] = [
         Text(
@@ -291,7 +291,7 @@ def explanation_text(answer: Plans, number: int) -> Group:
     return Group(*lines)
 
 
-def plan_text(planned: Planned, notes: Sequence[str] = ()) -> Group:
+def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
     """Show a plan that a user gave, in detail."""
     one = planned.estimate
     lines: list[RenderableType] = [*_detail(planned)]
@@ -312,7 +312,7 @@ def plan_text(planned: Planned, notes: Sequence[str] = ()) -> Group:
 
 
 def scaling(
-    rows: Sequence[tuple[int, int, Planned | None]], global_batch: int, notes: Sequence[str]
+    rows: Sequence[tuple[int, int, RankedPlan | None]], global_batch: int, notes: Sequence[str]
 ) -> Group:
     """Show throughput by number of nodes: nodes, devices, and the fastest plan there."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -340,14 +340,10 @@ def scaling(
     caption = (
         f"Global batch {global_batch:,} throughout. efficiency: {unit} of a device, against the "
         "first row that fits. network: the exposed share of a step."
-        + ((
-            f"The network dominates from {over:,} nodes: its exposed time is more than half of "
-            "computation."
-        ) if over
-           else "The network never dominates (more than half of computation).")
-        + ("More than 100 %: with more devices sharing the states, each has memory for a faster "
-           "plan (a larger micro-batch, less recomputation or offloading)."
-           if is_above_linear else "")
+        + (f" The network takes over at {over:,} nodes: more than half of computing." if over
+           else " Nowhere does the network take over (half of computing).")
+        + (" More than 100 %: where more devices share the states, each has memory for a faster "
+           "plan (a larger micro-batch, less recomputed or offloaded)." if is_above_linear else "")
     )  # fmt: skip
     if any(planned is not None and planned.untrained for *_, planned in rows):
         notes = (_UNTRAINED, *notes)
@@ -355,10 +351,10 @@ def scaling(
 
 
 _LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained
-_UNTRAINED = "†: outpace cannot train it."
+_UNTRAINED = "†: outpace itself does not train it."
 
 
-def _marked_title(planned: Planned) -> str:
+def _marked_title(planned: RankedPlan) -> str:
     return f"{planned.title} †" if planned.untrained else planned.title
 
 
@@ -376,15 +372,15 @@ def _compute_share(one: Estimate) -> float:
 
 
 def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
-    """Compare the fastest plan on a changed machine with the fastest on the present one.
+    """The fastest plan with something of the machine changed, beside the fastest without.
 
-    If no plan fits, the reason is shown instead.
+    In the place of plans, the reason why none fits.
     """
     now, then = (one if isinstance(one, str) else _find_fastest(one) for one in (before, after))
     if isinstance(now, str):
-        verdict = f"the model does not fit now, but with {changes} it does"
+        verdict = f"the model does not fit now, and with {changes} it does"
     elif isinstance(then, str):
-        verdict = f"the model fits now, but with {changes} it does not"
+        verdict = f"the model fits now, and with {changes} it does not"
     else:
         verdict = _compare_rates(now.estimate, then.estimate)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -407,7 +403,7 @@ def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
     return Group(Text(f"What if {changes}: {verdict}."), table, *below)
 
 
-def _find_fastest(answer: Plans) -> Planned:
+def _find_fastest(answer: Plans) -> RankedPlan:
     return answer.plan_for("fastest") or answer.plans[0]
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.records.machine import Machine
-from outpace.records.probed import Probed, Shown, Steadiness
+from outpace.records.probed import ProbeRecord, ProgressDisplay, Steadiness
 from outpace.records.units import show_bytes, show_seconds
 from outpace.reporting.terminal.console import Console
 from outpace.reporting.terminal.probe_tables import figure_tables, links_table
@@ -51,8 +51,8 @@ class _Bars(_Lines):
 
 
 @contextmanager
-def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[Shown]:
-    """Return a progress bar per section on standard error, or lines if it is not a terminal."""
+def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[ProgressDisplay]:
+    """A bar for each section on standard error; a line for each where nobody watches."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     if not console.is_terminal:
         yield _Lines(console)
@@ -69,22 +69,22 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
     for part in parts_of(machine, machine.probed, kept=out is not None):
         console.print(part)
         console.print()
-    where = f"kept in {out}" if out else "not saved: give --out machine.json for the planner"
+    where = f"kept in {out}" if out else "not kept: give --out machine.json for the planner"
     console.print(Text(where, style="dim"))
 
 
-def parts_of(machine: Machine, probed: Probed, kept: bool = True) -> Iterator[RenderableType]:
-    """Yield everything to show, from the machine to what was left out."""
+def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
+    """Yield all that is shown, from the machine to what was left out."""
     yield _head(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:
         yield links_table(probed.fits)
     reasons = Counter(_reason(f.unstable) for f in probed.all_figures() if f.unstable is not None)
     if reasons:
-        where = "in the record" if kept else "in the record that --out machine.json writes"
+        where = "in the record" if kept else "in the record that --out machine.json keeps"
         (why, count), *_ = reasons.most_common(1)
-        yield Text(f"unstable: the machine was not steady enough to conclude. Of {count} "
-                   f"figures: {why}. The reasons and all samples are {where}",
+        yield Text("unstable: the machine did not hold still enough to conclude. "
+                   f"Of {count} figures: {why}. Of each why, and every sample, is {where}",
                    style="yellow")  # fmt: skip
     if probed.advice:
         yield _advice(probed)
@@ -99,7 +99,7 @@ def _reason(unstable: str) -> str:
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable
 
 
-def _head(machine: Machine, probed: Probed) -> RenderableType:
+def _head(machine: Machine, probed: ProbeRecord) -> RenderableType:
     devices = ", ".join(device.name for device in machine.devices) or "no GPU"
     kind = "quick probe" if probed.quick else "full probe"
     level = next((f.level for f in probed.figures if f.level), 0.95)
@@ -108,8 +108,8 @@ def _head(machine: Machine, probed: Probed) -> RenderableType:
              f"{show_bytes(machine.host_memory_bytes)}; {devices}", style="bold"),
         Text(f"{kind} of {', '.join(probed.sections)} in {show_seconds(probed.took_s)}",
              style="dim"),
-        Text("everything is measured unless marked catalog; ± is where a repeat's figure lies "
-             f"with {100 * level:.0f} % probability", style="dim"),
+        Text("all is measured but what says catalog; ± is where a repeat's figure lies with "
+             f"{100 * level:.0f} % probability", style="dim"),
     ]  # fmt: skip
     return Group(*lines, *_steady(probed.steadiness))
 
@@ -121,7 +121,7 @@ def _steady(steadiness: Steadiness) -> Iterable[Text]:
         yield Text(f"! {device}", style="yellow")
 
 
-def _advice(probed: Probed) -> RenderableType:
+def _advice(probed: ProbeRecord) -> RenderableType:
     table = Table(title="Advice", title_justify="left", title_style="bold", box=None,
                   pad_edge=False, show_header=False)  # fmt: skip
     table.add_column("about", style="cyan", no_wrap=True)

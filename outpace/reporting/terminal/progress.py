@@ -1,6 +1,6 @@
 """The progress of a run: live in a terminal, lines of text anywhere else.
 
-Everything goes to standard error; standard output is for results.
+All of it goes to standard error; standard output is for results.
 """
 
 import time
@@ -40,9 +40,7 @@ _WIDE = 110
 
 
 class TrainingProgress(Callback):
-    """Progress on standard error: stages, tokenization, the training line, evaluations and
-    hints.
-    """
+    """Shows stages, tokenising, the training line, evaluations and hints on standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
@@ -58,7 +56,7 @@ class TrainingProgress(Callback):
         self._hints: set[str] = set()
 
     def on_stage(self, message: str) -> None:
-        """Start a phase, and mark the one before as done with its time."""
+        """A phase begins; the one before is ticked off with the time it took."""
         self._end_stage()
         self._stage = (message, time.monotonic())
         if message == TRAINING:
@@ -70,7 +68,7 @@ class TrainingProgress(Callback):
             self._task = self._bars.add_task(message, total=None)
 
     def on_progress(self, what: str, done: int, total: int | None) -> None:
-        """Show that part of a phase is done."""
+        """Part of a phase is done."""
         share = f" {100 * done / total:.0f} %" if total else ""
         counts = show_count(done) + (f" of {show_count(total)}" if total else "")
         if self._bars is not None and self._task is not None:
@@ -83,7 +81,7 @@ class TrainingProgress(Callback):
             self._line(f"{what}: {counts}{share and ',' + share}")
 
     def on_start(self, info: RunInfo) -> None:
-        """Show what will be trained, when the run is set up."""
+        """The run is set up: say what will be trained."""
         self._end_stage()
         self._total_steps, self._info = info.total_steps, info
         for hint in info.hints:
@@ -106,7 +104,7 @@ class TrainingProgress(Callback):
         )
 
     def on_step(self, record: StepRecord) -> None:
-        """Show a finished step."""
+        """A step is done."""
         # The first step warms up (allocation, compilation): it says little about the next.
         if self._begun:
             self._latest.append(record)
@@ -137,7 +135,7 @@ class TrainingProgress(Callback):
         self._load = load
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Show the held-out loss."""
+        """The held-out loss was measured."""
         line = Text(f"  validation after step {evaluation.step:,}: loss ")
         line.append(f"{evaluation.loss:.4f}", style="bold green" if final else "bold")
         for name, value in shown_metrics(evaluation):
@@ -145,7 +143,7 @@ class TrainingProgress(Callback):
         self.console.print(line, soft_wrap=True)
 
     def on_checkpoint(self, path: Path) -> None:
-        """Show that a checkpoint is complete on disk."""
+        """A checkpoint is whole on disk."""
         self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
@@ -157,18 +155,18 @@ class TrainingProgress(Callback):
             self.console.print(memory_table(plan, use.measured, None, None))
 
     def on_hint(self, sentence: str) -> None:
-        """Show a hint for the user, each once."""
+        """Show what a user may want to change, each once."""
         if sentence not in self._hints:
             self._hints.add(sentence)
             line = Text().append("  hint: ", style="yellow").append(sentence)
             self.console.print(line, soft_wrap=True)
 
     def on_end(self, measurement: Measurement) -> None:
-        """Show that the run reached its last step."""
+        """The run reached its last step."""
         self.close()
 
     def close(self) -> None:
-        """Remove the live line; printed lines stay."""
+        """Take the live line away; what was printed stays."""
         self._close_bars()
         self._stage = None
 
@@ -268,7 +266,7 @@ def _steps(done: int, total: int) -> str:
 
 
 def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord:
-    """Return the record with rates averaged over the latest steps, to smooth out a slow one."""
+    """The record with the rates of the latest steps together, which one slow step moves little."""
     seconds = sum(one.step_time_s for one in latest)
     rates: dict[str, float] = {}
     for name in ("tokens_per_s", "samples_per_s", "mfu", "hfu"):

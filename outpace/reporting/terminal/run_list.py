@@ -12,25 +12,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from outpace.experiment.past_runs import Past, asked_settings, checkpoints
+from outpace.experiment.past_runs import PastRunFolder, asked_settings, checkpoints
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord, resume_command
 from outpace.records.units import show_bytes, show_count, show_number, show_seconds, show_share
 from outpace.reporting.render.document import in_words
 from outpace.reporting.terminal.summary import summary
-from outpace.reporting.terminal.table import Narrow
+from outpace.reporting.terminal.table import NarrowTable
 
 _STYLES = {"done": "green", "going on": "cyan", "unfinished": "yellow", "damaged": "red"}
 _NOTES = {
-    "run.json": "everything that determined the run",
-    "metrics.jsonl": "one line per step",
-    "evals.jsonl": "one line per evaluation",
+    "run.json": "everything that determined it",
+    "metrics.jsonl": "a line a step",
+    "evals.jsonl": "a line an evaluation",
     "result.json": "the outcome",
     "failure.json": "why it ended early",
     "checkpoints": "to resume from",
     "model": "for generate, eval and --model",
-    "utilisation": "the load of hosts and devices",
+    "utilisation": "how busy hosts and devices were",
     "memory.json": "where memory went",
     "certificate.json": "of outpace verify",
     "tensorboard": "tensorboard --logdir reads it",
@@ -46,9 +46,7 @@ _LONGEST_VALUE = 28
 
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
-    """Return a row per run, in two lines: its description below its path, its progress below the
-    time.
-    """
+    """A row a run, in two lines: what it is below its path, how far it came below the time."""
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
@@ -62,9 +60,7 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
     figures: dict[str, Sequence[str | Text]] = {
         "when (UTC)": states, "steps": steps, **_figures(rows)
     }  # fmt: skip
-    return Narrow(
-        "run", names, figures, "Hidden because the terminal is too narrow (--json shows all)"
-    )
+    return NarrowTable("run", names, figures, "Not shown for want of width (--json has all)")
 
 
 def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
@@ -105,23 +101,27 @@ def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
         name for name in names if all(asked.get(name) == known[0].get(name) for asked in known)
     }
     return [
-        [f"{name} {_brief(value)}" for name, value in row.asked.items() if name in names - alike]
+        [
+            f"{name} {_format_value(value)}"
+            for name, value in row.asked.items()
+            if name in names - alike
+        ]
         for row in rows
     ]
 
 
-def _brief(value: Any) -> str:
+def _format_value(value: Any) -> str:
     words = in_words(value)
     return words if len(words) <= _LONGEST_VALUE else f"…{words[1 - _LONGEST_VALUE :]}"
 
 
 def utc_minute(started: str | None) -> str:
-    """Format a time in UTC to the minute."""
+    """A time in UTC to the minute."""
     return "–" if started is None else started[:16].replace("T", " ")
 
 
-def run_text(past: Past, files: Mapping[str, int]) -> RenderableType:
-    """Return everything about a run: its settings, its progress, its result, its files."""
+def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
+    """All of a run: what it was told, what it is, what came of it, where that lies."""
     row, record = past.row, past.record
     head = Text(row.path, style="bold").append(f"  {row.state}", style=_STYLES[row.state])
     parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
@@ -141,7 +141,7 @@ def run_text(past: Past, files: Mapping[str, int]) -> RenderableType:
     return Padding(Group(*parts), (0, 1))
 
 
-def _how_far(past: Past) -> str:
+def _how_far(past: PastRunFolder) -> str:
     """Say how far a run came, and how to resume it."""
     row = past.row
     if row.total_steps is None:
@@ -206,7 +206,7 @@ def _settings(record: RunRecord) -> RenderableType:
             Text(record.origins[name], style="dim"),
         )
     if not table.row_count:
-        table.add_row(Text("all have their defaults", style="dim"), "", "")
+        table.add_row(Text("all as by default", style="dim"), "", "")
     return table
 
 
@@ -219,7 +219,7 @@ def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _files(past: Past, files: Mapping[str, int]) -> Table:
+def _files(past: PastRunFolder, files: Mapping[str, int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     table.add_column(Text(f"in {past.row.path}"), overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: figures are never shortened."""
+"""Tables for terminals of any width: figures stay whole, whatever has to give way."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,10 +13,10 @@ _ANY_WIDTH = 10_000
 _NAME_WIDTH = 24  # that names have at least, where they are as long
 
 
-class Narrow:
-    """A table with a row per name. Columns that do not fit follow in tables below, or are left out.
+class NarrowTable:
+    """A row for each name. Columns that do not fit follow in tables below, or are left out.
 
-    `figures`: cells by column, the most important columns first. `left_out`: the note about columns
+    `figures`: cells by column, the most important columns first. `left_out`: what is said of those
     that are left out; without it, they follow below.
     """
 

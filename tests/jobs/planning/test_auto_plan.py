@@ -8,7 +8,7 @@ import torch
 from outpace.cli.main import main
 from outpace.jobs.inputs.tasks import NOT_CLASSIFY
 from outpace.jobs.planning import auto_plan
-from outpace.jobs.planning.auto_plan import question, settle
+from outpace.jobs.planning.auto_plan import apply_settings_plan, question
 from outpace.jobs.planning.proposer import Proposer
 from outpace.planner.plan import plans
 from outpace.probing.hardware.machine import identify
@@ -17,7 +17,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan, PlanFile
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.precision import default_precision
@@ -58,7 +58,7 @@ def picked(**values):
     given = {**TINY, "plan": "auto", **values}
     origins = dict.fromkeys(given, "command line")
     settings = TrainSettings.parse(given, "test")
-    found, told = settle(settings, origins, None, said.append)
+    found, told = apply_settings_plan(settings, origins, None, said.append)
     return found, told, said
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(auto_plan, "fullest", fullest)
     found, _, said = picked(nproc=2)
-    over = [line for line in said if line.startswith("skipped: ")]
+    over = [line for line in said if line.startswith("passed over: ")]
     assert len(over) == 2 and "when traced (the formula says" in over[0]
     assert any(line.startswith("plan: ") for line in said)
     assert found.strategy == asked[2].strategy
@@ -146,7 +146,7 @@ def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
 def probe(path, rate, **values):
     key = Key(kind="matmul", what="curve", of={"dtype": "fp32", "m": 512, "n": 512, "k": 512})
     figure = Figure(key=key, unit="FLOP/s", value=rate, origin="measured")
-    probed = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+    probed = ProbeRecord(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
                     figures=(figure,), fits=(), world_size=1, hosts=1)  # fmt: skip
     here = identify(lambda name, memory: None)
     here.model_copy(update={"probed": probed, **values}).save(path)
@@ -173,12 +173,12 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
     origins = dict.fromkeys(given, "command line")
     settings = TrainSettings.parse(given, "test")
     one = Ranks(world_size=4, local_world_size=4)
-    assert settle(settings, origins, one, print)[0].tp == 4
+    assert apply_settings_plan(settings, origins, one, print)[0].tp == 4
     apart = Ranks(world_size=4, local_world_size=2)
     with pytest.raises(BadInputError, match="no plan can be laid out"):
-        settle(settings, origins, apart, print)
+        apply_settings_plan(settings, origins, apart, print)
     with pytest.raises(BadInputError, match="3 of 4 ranks are on this host"):
-        settle(settings, origins, Ranks(world_size=4, local_world_size=3), print)
+        apply_settings_plan(settings, origins, Ranks(world_size=4, local_world_size=3), print)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_is_given_agrees_with_the_plans_that_are_proposed_for_it(given, tmp
     for proposal in Proposer(asked, origins).proposals(())[:20]:
         proposal.plan.save(tmp_path / "plan.json")
         trial = asked.model_copy(update={"plan": str(tmp_path / "plan.json"), "nproc": None})
-        found, _ = settle(trial, {**origins, "plan": "command line"}, None, print)
+        found, _ = apply_settings_plan(trial, {**origins, "plan": "command line"}, None, print)
         if "loss" in given:
             assert found.loss == "plain"
         if "offload" in given:
@@ -249,11 +249,11 @@ def test_a_plan_brings_the_length_and_the_batch_that_it_was_made_for(tmp_path):
     assert PlanFile.load(path).plan == Plan(strategy="single", micro_batch=2)
     asked = TrainSettings.parse({"model": TINY["model"], "plan": str(path)}, "test")
     origins = dict.fromkeys(TrainSettings.model_fields, "default")
-    found, told = settle(asked, {**origins, "plan": "command line"}, None, print)
+    found, told = apply_settings_plan(asked, {**origins, "plan": "command line"}, None, print)
     assert (found.seq_len, found.global_batch) == (48, 6)
     assert told["seq_len"] == told["global_batch"] == f"plan {path}"
     other = asked.model_copy(update={"seq_len": 32})
-    found, told = settle(
+    found, told = apply_settings_plan(
         other, {**origins, "plan": "command line", "seq_len": "command line"}, None, print
     )
     assert (found.seq_len, found.global_batch) == (32, 6) and told["seq_len"] == "command line"
@@ -264,7 +264,7 @@ def test_a_damaged_tuning_beside_a_plan_does_not_stop_a_training(tmp_path):
     (tmp_path / "tuning.json").write_text('{"trials": 3')
     said: list[str] = []
     asked = TrainSettings.parse({**TINY, "plan": str(tmp_path / "plan.json")}, "test")
-    found, _ = settle(asked, dict.fromkeys(TINY, "command line"), None, said.append)
+    found, _ = apply_settings_plan(asked, dict.fromkeys(TINY, "command line"), None, said.append)
     assert found.expect_step_time_s is None and "is not checked" in said[0]
 
 

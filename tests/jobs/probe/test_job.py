@@ -12,18 +12,18 @@ from outpace.jobs.probe.collectives import overlap_notes
 from outpace.jobs.probe.job import _judge
 from outpace.jobs.probe.notes import find_misconfiguration, finding_notes, peak_notes
 from outpace.jobs.probe.request import ProbeRequest
-from outpace.probing.timing.interference import Used
+from outpace.probing.timing.interference import CoreSeconds
 from outpace.probing.timing.section import ProbeSection
 from outpace.probing.utilisation.gpu_throttling import GpuObservation
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.finding import Examination, Finding
 from outpace.records.machine import Machine
-from outpace.records.probed import Probed
+from outpace.records.probed import ProbeRecord
 from outpace.records.settings import TrainSettings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-QUIET, TAKEN = [[Used(10.0, 10.0, 0.0, 9.9, 2)]], [[Used(10.0, 19.0, 0.0, 10.0, 2)]]
+QUIET, TAKEN = [[CoreSeconds(10.0, 10.0, 0.0, 9.9, 2)]], [[CoreSeconds(10.0, 19.0, 0.0, 10.0, 2)]]
 HOT = [GpuObservation("GPU 0", frozenset({"power brake"}))]
 SHARED = [GpuObservation("GPU 0", others=1)]
 
@@ -132,7 +132,7 @@ def test_what_is_published_is_taken_from_one_process_only(monkeypatch, tmp_path)
     measured = figure("best", 1e12, dtype="bf16")
 
     def start(nproc, command, on_stop):
-        probed = Probed(
+        probed = ProbeRecord(
             date="", versions={}, command="", sections=("steps",), quick=True, took_s=1.0,
             figures=(published, measured),
         )  # fmt: skip
@@ -141,7 +141,7 @@ def test_what_is_published_is_taken_from_one_process_only(monkeypatch, tmp_path)
 
     monkeypatch.setattr(job.local, "start", start)
     wishes = ProbeRequest(("steps",), True, TrainSettings(), "outpace probe steps", None)
-    here = job._Here(wishes, torch.device("cpu"), MagicMock(), None)
+    here = job._ProcessState(wishes, torch.device("cpu"), MagicMock(), None)
     turns = job._probe_started(["steps"], here, 2)
     with pytest.raises(StopIteration) as end:
         while True:

@@ -10,7 +10,7 @@ import time
 import torch
 
 from outpace.cli.main import main
-from outpace.jobs.memory.trace_worker import Ask, Traced
+from outpace.jobs.memory.trace_worker import AccountSummary, TraceRequest
 from outpace.jobs.train import job
 from outpace.parallel.layout import Layout
 from outpace.planner.model.flops import parameter_count, step_flops
@@ -23,7 +23,7 @@ KEPT = {"none": 16, "selective": 11, "attention": 3, "full": 1}
 class StandIn:
     """Of gpt2's kind on one process."""
 
-    def __call__(self, ask: Ask) -> Traced:
+    def __call__(self, ask: TraceRequest) -> AccountSummary:
         plan, spec = ask.plan, ask.spec
         tokens = plan.micro_batch * ask.seq_len
         modes = plan.modes(spec.layers)
@@ -38,7 +38,7 @@ class StandIn:
             "temporary": 0 if chunked else 16 * tokens * spec.vocab,
         }
         samples = plan.micro_batch * ask.accumulation
-        return Traced(
+        return AccountSummary(
             peak_memory_bytes=sum(kinds.values()),
             needed_bytes=sum(kinds.values()),
             by_kind=kinds,
@@ -56,7 +56,7 @@ class StandIn:
 class Blind:
     """Sees nothing."""
 
-    def __call__(self, ask: Ask) -> Traced:
+    def __call__(self, ask: TraceRequest) -> AccountSummary:
         raise BadInputError("cannot be traced")
 
     def give_up(self) -> bool:

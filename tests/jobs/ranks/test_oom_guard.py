@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.jobs.memory.trace_worker import Ask, Tracer
+from outpace.jobs.memory.trace_worker import Tracer, TraceRequest
 from outpace.jobs.ranks.oom_guard import fragmentation_advice
 from outpace.jobs.train.oom_message import changed_command
 from outpace.records.errors import BadInputError
@@ -131,7 +131,7 @@ def test_the_proposed_plan_lives_where_the_first_cannot(control_group, words):
 @pytest.mark.slow
 def test_tracing_is_given_up_for_training():
     """What it took is free at once; who waits is told, and the next is traced again."""
-    ask = Ask(
+    ask = TraceRequest(
         spec=ModelSpec.parse(tomllib.loads(MODEL), "test"), plan=Plan(), seq_len=8, accumulation=1,
         rank=0, settings=TrainSettings(), accelerator=None, ranks_per_host=1,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Architecture
 from outpace.records.machine import Device, Machine
-from outpace.records.probed import LinkFit, Probed
+from outpace.records.probed import LinkFit, ProbeRecord
 
 MACHINES = sorted(name for name, node in NODES.items() if node.accelerator is not None)
 GIB = 2**30
@@ -140,7 +140,7 @@ def link(rate, ranks=2, axis="all"):
 
 
 def machine(figures=(*PRODUCTS, *COPIES), fits=(), devices=(), probed=True, **values):
-    record = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+    record = ProbeRecord(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
                     figures=figures, fits=fits, world_size=2 if fits else 1, hosts=1)  # fmt: skip
     return Machine(
         host_cores=4, host_memory_bytes=16 * GIB, cpu="a CPU", devices=devices,

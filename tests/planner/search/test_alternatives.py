@@ -13,7 +13,7 @@ from outpace.planner.model.outline import outline
 from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, PlanChoice, leanest
 from outpace.planner.search.branch_and_bound import find_alternatives, search
 from outpace.planner.search.space import (
-    Wanted,
+    SearchRequest,
     expand,
     layouts,
     memory_options,
@@ -30,7 +30,7 @@ def asked(model, machine, nodes, batch, **values):
     cluster = of_catalog(find_node(machine, ACCELERATORS), nodes)
     found = OUTLINES[model] if model in OUTLINES else outline(preset(model), model)
     given = {"seq_len": 1024, "precision": "bf16", **values}
-    wanted = Wanted(outline=found, global_batch=batch, world=cluster.devices,
+    wanted = SearchRequest(outline=found, global_batch=batch, world=cluster.devices,
                     per_node=cluster.fabric.per_node, **given)  # fmt: skip
     question = StepTimeQuestion(found, wanted.seq_len, cluster.device, cluster.fabric)
     return question, wanted, float(cluster.device.memory_bytes)
@@ -68,7 +68,7 @@ def words_asked(plan, need, limit):
 def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, machine, batch):
     question, wanted, limit = asked(model, machine, 1, batch)
     needs, floors = reckoners(question, wanted)
-    first = search(question, wanted, needs, lambda c: np.zeros(len(c)), limit)
+    first = search(question, wanted, needs, limit)
     found = find_alternatives(question, wanted, first, needs, floors, limit)
     least = float(found.times.step_s[found.fastest])
 

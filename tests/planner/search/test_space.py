@@ -11,7 +11,14 @@ from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_batch import STRATEGIES, PlanBatch, of_plans
-from outpace.planner.search.space import VARIED, Wanted, expand, layouts, memory_options, to_plan
+from outpace.planner.search.space import (
+    VARIED,
+    SearchRequest,
+    expand,
+    layouts,
+    memory_options,
+    to_plan,
+)
 from outpace.records.plan import Plan
 
 MODELS = ["outpace-tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v3", "bert-base"]
@@ -32,7 +39,7 @@ def of(name):
 def wanted(model="gpt2", **values):
     given = {"seq_len": 2048, "global_batch": 16, "world": 8, "per_node": 8, "precision": "bf16",
              **values}  # fmt: skip
-    return Wanted(outline=of(model), **given)
+    return SearchRequest(outline=of(model), **given)
 
 
 def plans(asked):

@@ -20,7 +20,7 @@ from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan_batch import PlanBatch, of_plans
 from outpace.planner.search.branch_and_bound import least_s
 from outpace.planner.search.simulate_finalists import simulate_pipelines
-from outpace.planner.search.space import VARIED, Wanted, expand, layouts, memory_options
+from outpace.planner.search.space import VARIED, SearchRequest, expand, layouts, memory_options
 from outpace.planner.step_time.estimate import StepTimes, estimate, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.compiled import graph_obstacle
@@ -483,7 +483,7 @@ def spaces(draw):
         {}, {"compile": True}, {"sequence_parallel": False}, {"stage_split": "even"},
         {"optimizer_in_backward": True}, {"bucket_mib": 1}, {"async_tp": True},
     ]))  # fmt: skip
-    wanted = Wanted(
+    wanted = SearchRequest(
         outline=model, seq_len=seq_len, global_batch=draw(st.sampled_from([1, 6, 16, 64])),
         world=cluster.devices, per_node=cluster.fabric.per_node, keep=keep,
         precision=draw(st.sampled_from(["bf16", "fp32", "fp16-master", "bf16-pure", "fp8"])),
@@ -523,13 +523,13 @@ def test_no_lever_makes_a_plan_faster(space):
     """What the search's pruning rests on."""
     question, wanted, bare = space
     without = least_s(question, wanted, bare)
-    for lever in memory_options(wanted):
+    for option in memory_options(wanted):
         for place in range(0, len(bare), 20):
             one = bare.take(slice(place, place + 20))
-            levered = expand(one, [lever])
-            if len(levered) == len(one):
-                seconds = estimate(question, levered).step_s
-                assert (seconds >= without[place : place + 20] * (1 - 1e-9)).all(), lever
+            with_options = expand(one, [option])
+            if len(with_options) == len(one):
+                seconds = estimate(question, with_options).step_s
+                assert (seconds >= without[place : place + 20] * (1 - 1e-9)).all(), option
 
 
 @LAWS
@@ -608,7 +608,7 @@ def on_titan(gpus, stack="torchtitan", **values):
     return step(question, 2 * gpus, **{**asked, **values})
 
 
-def test_levers_are_worth_what_torchtitan_published():
+def test_options_are_worth_what_torchtitan_published():
     """llama3_h100_202412_torchtitan.md: Llama 3 8B, 8 × H100, what a step takes more or less."""
     plain = sum(on_titan(8).values())
     selective = sum(on_titan(8, checkpointing="selective").values())

@@ -16,7 +16,7 @@ from outpace.probing.hardware.inventory import gather
 from outpace.probing.hardware.machine import usable_cores
 from outpace.probing.hardware.nvidia_smi import parse
 from outpace.records.finding import Examination, Finding, Slowdown
-from outpace.records.inventory import Busy, GpuState, Inventory, NetworkPort
+from outpace.records.inventory import BusyProgram, GpuState, Inventory, NetworkPort
 from outpace.records.topology import CpuTopology, NumaNode
 
 TOPOLOGIES = Path(__file__).parent.parent / "topologies"
@@ -141,8 +141,8 @@ PLANTED = [
     (settings(OMP_NUM_THREADS="64,2"), "OMP_NUM_THREADS", "high", "OMP_NUM_THREADS=4"),
     (settings(OMP_NUM_THREADS="1"), "OMP_NUM_THREADS", "low", "OMP_NUM_THREADS=4"),
     (settings(OMP_NUM_THREADS="many"), "OMP_NUM_THREADS", "moderate", "OMP_NUM_THREADS=4"),
-    ({"other_busy_cores": 2.0, "busy": (Busy(program="stress", cores=2.0),)}, "other programs",
-     "high", "taskset"),
+    ({"other_busy_cores": 2.0, "busy": (BusyProgram(program="stress", cores=2.0),)},
+     "other programs", "high", "taskset"),
     ({"shared_memory_bytes": 64 * 2**20}, "/dev/shm", "severe", "--ipc=host"),
     ({"shared_memory_free_bytes": 2**20}, "/dev/shm", "high", "remove"),
     ({"swap_used_bytes": 8 * GIB}, "swap", "low", "swapoff"),
@@ -174,7 +174,7 @@ def test_what_is_planted_is_found_alone(planted, check, severity, remedy):
 
 
 def test_programs_to_end_have_their_numbers():
-    busy = tuple(Busy(program="python", cores=0.5, pid=pid) for pid in (41, 42))
+    busy = tuple(BusyProgram(program="python", cores=0.5, pid=pid) for pid in (41, 42))
     (finding,) = examine(host(other_busy_cores=1.0, busy=busy)).findings
     assert "python (0.5 cores, pid 41), python (0.5 cores, pid 42)" in finding.seen
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from outpace.probing.timing.interference import (
-    Steady,
-    Used,
+    CoreSeconds,
+    InterferenceWatch,
     disturbance,
     judge_use,
     record_use,
@@ -22,8 +22,8 @@ from outpace.records.probed import Advice
 
 
 def test_what_others_used_is_told_apart_from_what_ranks_of_ones_own_did():
-    ranks = [Used(10.0, 18.0, 0.0, own, 4) for own in (6.0, 5.0)]
-    alone = [Used(10.0, 9.9, 0.0, 9.8, 4)]
+    ranks = [CoreSeconds(10.0, 18.0, 0.0, own, 4) for own in (6.0, 5.0)]
+    alone = [CoreSeconds(10.0, 9.9, 0.0, 9.8, 4)]
     found = judge_use([alone, ranks])
     assert found.other_cores == pytest.approx(0.7)
     assert "0.7 cores on one of the hosts" in found.warnings[0]
@@ -31,14 +31,16 @@ def test_what_others_used_is_told_apart_from_what_ranks_of_ones_own_did():
 
 
 def test_what_the_hypervisor_takes_is_said():
-    (warning,) = judge_use([[Used(10.0, 10.0, 8.0, 10.0, 4)]]).warnings
+    (warning,) = judge_use([[CoreSeconds(10.0, 10.0, 8.0, 10.0, 4)]]).warnings
     assert "gave 20% of the time" in warning
 
 
 def test_what_was_measured_beside_others_is_withdrawn_with_its_samples_kept():
-    assert disturbance([[Used(10.0, 10.0, 0.0, 9.9, 2)]]) is None
-    assert disturbance([[Used(10.0, None, None, 9.9, 2)]]) is None
-    why = disturbance([[Used(10.0, 10.0, 0.0, 9.9, 2)], [Used(10.0, 19.0, 0.0, 10.0, 2)]])
+    assert disturbance([[CoreSeconds(10.0, 10.0, 0.0, 9.9, 2)]]) is None
+    assert disturbance([[CoreSeconds(10.0, None, None, 9.9, 2)]]) is None
+    why = disturbance(
+        [[CoreSeconds(10.0, 10.0, 0.0, 9.9, 2)], [CoreSeconds(10.0, 19.0, 0.0, 10.0, 2)]]
+    )
     assert "others used 45%" in why
     figure = Figure(key=Key(kind="memory", what="copy"), unit="B/s", value=1e9, origin="measured",
                     low=0.9e9, high=1.1e9, rounds=((1e9,),))  # fmt: skip
@@ -50,7 +52,7 @@ def test_what_was_measured_beside_others_is_withdrawn_with_its_samples_kept():
 
 
 def test_unknown_is_none():
-    found = judge_use([[Used(10.0, None, None, 10.0, 4)]], ["GPU 0 is slowed down: heat"])
+    found = judge_use([[CoreSeconds(10.0, None, None, 10.0, 4)]], ["GPU 0 is slowed down: heat"])
     assert (found.other_cores, found.stolen) == (None, None)
     assert found.throttled == ("GPU 0 is slowed down: heat",)
 
@@ -58,11 +60,11 @@ def test_unknown_is_none():
 def test_counters_are_read_from_the_kernels_file(tmp_path):
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 0 500 0 0 0 50 0 0\ncpu0 1\ncpu1 1\n")
-    steady = Steady(stat)
+    steady = InterferenceWatch(stat)
     stat.write_text("cpu  400 0 100 500 0 0 0 250 0 0\ncpu0 1\ncpu1 1\n")
     used = steady.read_use()
     assert (used.busy_s, used.stolen_s, used.cores) == (4.0, 2.0, 2)
-    assert Steady(tmp_path / "none").read_use().busy_s is None
+    assert InterferenceWatch(tmp_path / "none").read_use().busy_s is None
 
 
 SPIN = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
@@ -77,18 +79,20 @@ def test_what_another_uses_is_seen_and_what_a_child_uses_is_our_own():
         return used.busy_s - used.probe_s
 
     with subprocess.Popen([sys.executable, "-c", SPIN]) as child:
-        as_child = others(Steady())
+        as_child = others(InterferenceWatch())
         child.kill()
     # Its parent is gone: whose child it is then, is not known.
     shell = f"{shlex.quote(sys.executable)} -c {shlex.quote(SPIN)} &"
     subprocess.run(["sh", "-c", shell], check=True)
-    assert others(Steady()) > as_child + 0.2
+    assert others(InterferenceWatch()) > as_child + 0.2
 
 
 def test_spells_are_added_up_and_what_is_unknown_in_one_is_unknown():
-    used = [Used(1.0, 0.5, 0.1, 0.25, 2), Used(2.0, 1.5, 0.2, 1.0, 2)]
-    assert total(used) == Used(3.0, 2.0, pytest.approx(0.3), 1.25, 2)
-    assert total([*used, Used(1.0, None, None, 0.5, 2)]) == Used(4.0, None, None, 1.75, 2)
+    used = [CoreSeconds(1.0, 0.5, 0.1, 0.25, 2), CoreSeconds(2.0, 1.5, 0.2, 1.0, 2)]
+    assert total(used) == CoreSeconds(3.0, 2.0, pytest.approx(0.3), 1.25, 2)
+    assert total([*used, CoreSeconds(1.0, None, None, 0.5, 2)]) == CoreSeconds(
+        4.0, None, None, 1.75, 2
+    )
 
 
 def test_only_what_is_used_within_is_noted():

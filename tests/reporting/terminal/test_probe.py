@@ -6,7 +6,7 @@ from rich.console import Console
 
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
-from outpace.records.probed import Advice, LinkFit, Probed, Steadiness
+from outpace.records.probed import Advice, LinkFit, ProbeRecord, Steadiness
 from outpace.reporting.terminal.probe import parts_of
 
 
@@ -19,7 +19,7 @@ def figure(kind, what, value, unit="s", unstable=None, **of):
 
 
 def shown(*figures, **more):
-    probed = Probed(
+    probed = ProbeRecord(
         date="2026-11-22", versions={}, command="outpace probe", sections=("matmul",), quick=True,
         took_s=1.0, figures=figures, **more,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def test_products_stand_by_shape_and_dtype_with_what_is_published():
     (line,) = [line for line in text.splitlines() if line.startswith("64 × 64 × 64")]
     assert " ".join(line.split()) == "64 × 64 × 64 2.00 GFLOP/s ±10 % unstable"
     assert "989.00 TFLOP/s catalog" in text
-    assert "was not steady enough to conclude. Of 1 figures: they drifted" in text
+    assert "did not hold still enough to conclude. Of 1 figures: they drifted" in text
 
 
 def test_collectives_stand_by_size_with_both_bandwidths():
