@@ -180,6 +180,8 @@ def evaluate(
     read. Raises BadInputError.
     """
     opened = open_model(str(run))
+    if opened.build is None and opened.weights is None:
+        raise BadInputError(f"{run} has no weights, which eval needs. Fetch them, or name a run.")
     record = _record(run)
     settings = record.settings if record else TrainSettings()
     if task is None:

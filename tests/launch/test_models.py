@@ -105,6 +105,11 @@ def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_pa
     ]
     assert whole[0].tokens == whole[1].tokens
     assert whole[0].loss == pytest.approx(whole[1].loss, rel=1e-5)
+    (tmp_path / "run" / "model" / "model.safetensors").rename(tmp_path / "aside")
+    (tmp_path / "run" / "model" / "checksums.json").unlink()
+    with pytest.raises(BadInputError, match="model has no weights, which eval needs"):
+        evaluate(tmp_path / "run" / "model", (one_file,), batches=1, batch_size=1, device="cpu")
+    (tmp_path / "aside").rename(tmp_path / "run" / "model" / "model.safetensors")
     text = generate(
         tmp_path / "run", "def", max_new_tokens=5, temperature=0, top_k=None, seed=0, device="cpu"
     )
