@@ -27,7 +27,7 @@ from outpace.records.base import Record, put_aside, sync_folder, sync_paths, wri
 from outpace.records.checksums import checksum
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
-from outpace.training.checkpoint_metadata import METADATA_FILE, first_reason
+from outpace.training.checkpoint_metadata import METADATA_FILE, first_reason, release_frames
 from outpace.training.past_cache import blocks
 
 if TYPE_CHECKING:
@@ -352,6 +352,7 @@ class Checkpointer:
             future.result()
         except states.ERRORS as error:
             self._fail(folder, error)
+            release_frames(error)
             return False
         if self._rank == 0:
             self._on_whole(folder)
