@@ -121,7 +121,8 @@ def quickstart(result: dict[str, Any]) -> str:
 
 def quickstart_short(result: dict[str, Any]) -> str:
     """The first tables of what scripts/quickstart ends with."""
-    shown = "\n".join(result["shown"]).strip("\n").partition("\n  Forwards and backwards")[0]
+    text = "\n".join(result["shown"]).strip("\n")
+    shown = re.split(r"\n  Forwards? and backward", text, maxsplit=1)[0]
     return f"```text\n{shown.rstrip()}\n```\n" + stand(result)
 
 

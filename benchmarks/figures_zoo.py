@@ -96,12 +96,13 @@ def own_modules(result: dict[str, Any]) -> str:
     stack, before = result["stack"], result["before"]
     rows = []
     for strategy, case in result["cases"].items():
-        look, price = case["look"], case["price"]
+        look, price = case["look"], case.get("price")
+        beside = ("now_over_before", "now_over_before_in_processor_time")
         rows.append([
             strategy,
             f"{look['look_in_steps']:.2f}", f"{look['look_in_steps_of_processor_time']:.2f}",
             f"{look['peak_over_off']:.3f}",
-            f"{price['now_over_before']:.3f}", f"{price['now_over_before_in_processor_time']:.3f}",
+            *(f"{price[name]:.3f}" if price else "n/a" for name in beside),
         ])  # fmt: skip
     columns = ["strategy", "look, in steps", "in steps of processor time", "peak over that without",
                f"step over that of {before[:7]}", "in processor time"]  # fmt: skip

@@ -8,7 +8,8 @@ A plain stack of encoder blocks goes through `outpace.parallelize` on two proces
 `--before` steps the same stack by the package in FOLDER in turns with this one's, ten steps of
 each, A B B A; both worlds stay alive throughout. The look is the first step's time over the median
 of later steps' (the first of a job in which nothing is looked at is counted beside it), and the
-peak memory of a rank is of its whole process.
+peak memory of a rank is of its whole process. Strategies whose ranks have the same samples are
+looked at with dropout, too, which asks more of them.
 """
 
 import argparse
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "gpipe", "1f1b")
+DROPS = " with dropout"
+DROPPING = tuple(name + DROPS for name in ("ddp", "gpipe", "1f1b", "tp"))
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "gpipe", "1f1b", *DROPPING)
 PROCESSES, LAYERS, WIDTH, SEQ_LEN, BATCH = 2, 6, 256, 64, 16
 STEPS = 10  # of one world before the other's turn
 
@@ -41,17 +44,24 @@ def worker(strategy: str, check: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-    module = nn.Sequential(*(type(block)(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
+    rate = 0.1 if strategy.endswith(DROPS) else 0.0
+    strategy = strategy.removesuffix(DROPS)
+    block = nn.TransformerEncoderLayer
+    module = nn.Sequential(*(block(WIDTH, 4, 4 * WIDTH, rate, batch_first=True)
                              for _ in range(LAYERS)))  # fmt: skip
-    pipeline = strategy in ("gpipe", "1f1b")
+    pipeline, split = strategy in ("gpipe", "1f1b"), strategy == "tp"
     sizes: dict[str, Any] = {"dp_replicate" if strategy == "ddp" else "dp_shard": PROCESSES}
+    if split:
+        sizes = {"tp": PROCESSES}
     if pipeline:
         sizes = {"pp": PROCESSES, "pp_microbatches": 4}
-    plan = Plan(strategy=strategy, micro_batch=BATCH // (4 if pipeline else PROCESSES), **sizes)
+    parts = 4 if pipeline else 1 if split else PROCESSES
+    plan = Plan(strategy=strategy, micro_batch=BATCH // parts, **sizes)
     batch = {"x": torch.randn(BATCH, SEQ_LEN, WIDTH), "targets": torch.randn(BATCH, SEQ_LEN, WIDTH)}
     # A checkout of before knows no `check`.
     options: dict[str, Any] = {} if check == "unknown" else {"check": check}
+    if split:
+        options["layouts"] = {"*.linear1": "colwise", "*.linear2": "rowwise"}
     model = outpace.parallelize(module, plan, loss=squared_error, **options)
     optimizer = model.make_optimizer(torch.optim.AdamW)
     share = model.share(batch)
@@ -206,7 +216,7 @@ def main() -> None:
     for strategy in strategies:
         cases[strategy] = {"look": look_of(strategy, min(rounds, 5))}
         said = cases[strategy]["look"]
-        if chosen.before:
+        if chosen.before and not strategy.endswith(DROPS):
             cases[strategy]["price"] = price_of(strategy, chosen.before, rounds)
             said = said | cases[strategy]["price"]
         figures = {name: f"{value:.3f}" for name, value in said.items() if type(value) is float}

@@ -309,7 +309,7 @@ def adapter_bytes(row: Row) -> dict[str, Any]:
         "predicted_bytes": round(peak),
         "measured_bytes": None if row.measured_bytes is None else round(row.measured_bytes),
         "parameters": float(row["params_b"]) * 1e9,
-        "called_oom": needs > published.chip(row).memory_bytes,
+        "called_oom": needs > published.chip(row).usable_bytes,
         "oom": row["outcome"] == "OOM",
     }
 

@@ -119,15 +119,17 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     """A machine of the catalog, or accelerators by their name, number and memory.
 
     "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100"; or as drivers, SLURM and clouds
-    write them: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "8xH100-80GB". Cards are taken to
-    have no bridge, and what is sold on boards with a switch to have all of its links. A chip that
+    write them: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8", "8xH100-80GB", "A6000";
+    a number at the end that is no size of the chip's memory is how many. Cards are taken to have no
+    bridge, and what is sold on boards with a switch to have all of its links. A chip that
     is sold on boards and as cards is taken to be the board's, whose name the node then has. Raises
     BadInputError, naming the nearest, if there is none.
     """
     wanted = name.casefold().replace(" ", "-")
     if wanted in NODES:
         return NODES[wanted]
-    for text in (wanted, _catalog_form(wanted, accelerators)):
+    counted = _number_last(wanted, accelerators)
+    for text in (counted, _catalog_form(counted, accelerators)):
         found = _find_counted(name, text, accelerators)
         if found is not None:
             return found
@@ -169,12 +171,32 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
 
 # SLURM's "gpu:a100:8" and "gres/gpu:a100:8", the last number being how many.
 _GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d*))?")
+_NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d?)")
 _COUNT_FIRST = re.compile(r"([1-9]\d*)-?[x×*]-?(.+)", re.DOTALL)
 _COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?)", re.DOTALL)
 _MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
+_BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
 _KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
 _MEMORY_LAST = re.compile(r"(.+?)[-:]?(\d+)-?(?:gb|gib|g)")
 _MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
+
+
+def _number_last(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
+    """Rewrite SLURM's "h100:8" as "8xh100".
+
+    A number that is a size of such a chip's memory stays that: "rtx-3060:12".
+    """
+    found = _NUMBER_LAST.fullmatch(wanted)
+    if found is None or _COUNT_FIRST.fullmatch(wanted) or int(found[2]) > _MOST_IN_HOST:
+        return wanted
+    form = _catalog_form(found[1], accelerators)
+    word, sized, _ = form.partition(":")
+    alike = [
+        chip for known, chip in accelerators.items() if f"{_slug(known)}-".startswith(f"{word}-")
+    ]
+    sizes = {size for chip in alike for size in (_printed_gb(chip), chip.memory_bytes // _GIB)}
+    counted = bool(alike) and (bool(sized) or int(found[2]) not in sizes)
+    return f"{found[2]}x{form}" if counted else wanted
 
 
 def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
@@ -207,7 +229,8 @@ def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
     if sized is not None:
         word, memory = sized[1], f":{sized[2]}gb"
     word = re.sub(r"-sxm\d$", "-sxm", word)
-    plain = {_letters(one): one for chip in accelerators for one in (_slug(chip), _base(chip))}
+    plain = {_letters(_BRAND.sub("", _slug(chip))): _slug(chip) for chip in accelerators}
+    plain |= {_letters(one): one for chip in accelerators for one in (_slug(chip), _base(chip))}
     return f"{prefix}{plain.get(_letters(word), word)}{memory}"
 
 

@@ -34,6 +34,7 @@ from outpace.records.errors import (
     BadInputError,
     OutpaceError,
     escape_controls,
+    excerpt,
     readable,
     suggest,
 )
@@ -159,7 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = output_error()
         if output is not None:
             return _fail(str(output), output.exit_code, arguments, environ)
-        message = _disk_sentence(error) or _file_sentence(error) or _home_sentence(error)
+        message = (
+            _disk_sentence(error)
+            or _file_sentence(error)
+            or _home_sentence(error)
+            or _logs_sentence(error, environ)
+        )
         if message is not None:
             return _fail(message, 2, arguments, environ)
         return _fail(traceback.format_exc().rstrip(), 1, arguments, environ)
@@ -305,6 +311,16 @@ def _home_sentence(error: BaseException) -> str | None:
     return (
         "a path begins with ~, which cannot be expanded: HOME is not set, or there is no such "
         "user. Write the path in full."
+    )
+
+
+def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | None:
+    """A sentence when torch does not understand TORCH_LOGS and so cannot be loaded; else None."""
+    if not isinstance(error, ValueError) or "log settings" not in str(error):
+        return None
+    return (
+        f"environment: TORCH_LOGS = {excerpt(environ.get('TORCH_LOGS', ''))} is nothing that torch "
+        "can log. Unset it, or see TORCH_LOGS=help python -c 'import torch'."
     )
 
 

@@ -18,7 +18,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from outpace.jobs.memory.query import MemoryQuery, ModuleQuestion
+    from outpace.jobs.memory.query import AnyQuery, MemoryQuery, ModuleQuestion
 
 _ABOUT = "Show where memory goes in a training step and whether it fits, traced without a GPU."
 _EPILOG = (
@@ -41,13 +41,17 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", "memory", *argv])
         return 0
+    from outpace.jobs.memory.formula import FormulaQuestion
     from outpace.jobs.memory.query import account, question, require_rank
+    from outpace.jobs.planning.find_outline import find_outline
 
-    asked = question(settings, origins, node, arguments.nodes or 1)
+    asked = question(settings, origins, node, arguments.nodes or 1, find_outline)
     rank = arguments.rank
     require_rank(asked, rank)
     measured = None
     if arguments.measure:
+        if isinstance(asked, FormulaQuestion):
+            raise BadInputError(f"--measure runs real steps, but {asked.outline.untrained}.")
         measured = _measure(asked, ranks or Ranks(), rank, environ)
         if measured is None:  # another rank speaks
             return 0
@@ -60,10 +64,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 def answer(argv: list[str]) -> MemoryAccount:
     """Return the memory that the command line asks for. Raises BadInputError."""
     from outpace.jobs.memory.query import account, question
+    from outpace.jobs.planning.find_outline import find_outline
 
     arguments = _parser().read(argv)
     settings, origins, node = _read_options(arguments)
-    return account(question(settings, origins, node, arguments.nodes or 1), arguments.rank)
+    return account(
+        question(settings, origins, node, arguments.nodes or 1, find_outline), arguments.rank
+    )
 
 
 def _read_options(
@@ -136,7 +143,7 @@ def _measure(
 
 
 def _show(
-    asked: "MemoryQuery | ModuleQuestion",
+    asked: "AnyQuery",
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     arguments: argparse.Namespace,
@@ -175,9 +182,7 @@ def _show(
     Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
 
 
-def _default_options(
-    asked: "MemoryQuery | ModuleQuestion", origins: Mapping[str, str]
-) -> dict[str, str]:
+def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:
     """Return the options that affect memory and were not given, with the values that were used."""
     from outpace.jobs.planning.request import PLANNED_SEQ_LEN
 
@@ -197,9 +202,7 @@ def _default_options(
     }
 
 
-def _plan_command(
-    asked: "MemoryQuery | ModuleQuestion", arguments: argparse.Namespace
-) -> str | None:
+def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | None:
     """Return the command that lists plans which fit on the same machines; None for this host's CPU.
 
     None for adapters as well: the planner assumes that all weights are trained.

@@ -243,6 +243,7 @@ def _export(
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.notes),
+                    "edits": list(written.edits),
                     "plan": picked.number, "title": picked.planned.title,
                     "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
                     "why": picked.why, "lost": list(written.differences),
@@ -254,10 +255,11 @@ def _export(
         sys.stdout.flush()
     # Formats with comments have said it themselves, in the text above; a warning has what is lost.
     told = written.notes if written.commented else written.differences
-    notes = [one for one in written.notes if one not in told]
+    notes = [one for one in written.notes if one not in (*told, *written.edits)]
+    edits = [f"To edit first: {one}" for one in written.edits]
     warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
-    estimate = [] if picked.estimate is None else [figures(picked.estimate)]
-    lines = [_format_start(arguments.out, written), picked.why, *estimate, *warning, *notes]
+    estimate = [] if picked.estimate is None else [figures(picked.estimate, written)]
+    lines = [_format_start(arguments.out, written), picked.why, *edits, *estimate, *warning, *notes]
     print("\n".join(f"# {line}" for line in lines), file=sys.stderr)
     return 0
 

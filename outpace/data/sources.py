@@ -7,7 +7,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -52,6 +52,10 @@ _HELD_OUT_NAME = re.compile(
     r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
 )
 
+# What a cache holds, by folder: token shards, tokenizers that were learnt, hashes of files.
+_CACHED = {
+    "tokens": "*/index.json", "tokenizers": "*/tokenizer.json", "hashes": "[0-9a-f]" * 32,
+}  # fmt: skip
 _BLOCK_BYTES = 1 << 20
 # Of each end of files of one size; and how many files.
 _COMPARED_BYTES, _COMPARED_FILES = 1 << 16, 1000
@@ -134,7 +138,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
         return _of_file(reference, prefixed)
     # pathlib's own patterns cannot begin at the root of the file system.
     found = glob.glob(reference, recursive=True)  # noqa: PTH207
-    matches = sorted(Path(match) for match in found if Path(match).is_file())
+    matches = _drop_repeated(Path(match) for match in found if Path(match).is_file())
     if not matches:
         raise BadInputError(
             f"no data at {reference!r}: there is no such file or folder, and as a pattern it "
@@ -143,6 +147,12 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
     if len(matches) == 1:
         return _of_file(reference, matches[0])
     return _of_several(reference, matches, rows)
+
+
+def _drop_repeated(files: Iterable[Path]) -> list[Path]:
+    """The files of a pattern in order, each by its shortest path where folders link in a circle."""
+    by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
+    return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
 
 
 def form_of(file: Path) -> Form:
@@ -355,31 +365,43 @@ def check_unchanged(source: Source) -> None:
 def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
     """Files of a folder and of those it links to, in a stable order.
 
-    Without hidden ones, and older copies that editors and merges left beside a file.
+    Without hidden ones, older copies that editors and merges left beside a file, and what outpace
+    itself writes: runs, and a cache of tokens.
 
     `left_out`: names of folders.
     """
     found: list[str] = []
     folders, linked = [str(root)], {os.path.realpath(root)}
     while folders:  # pathlib's own walk takes seconds where there are 100,000 files
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name.startswith(".") or _leads_nowhere(entry):
-                    continue
-                if entry.name.endswith(_OLDER_COPIES):
-                    continue
-                if entry.is_dir():
-                    if entry.name in left_out:
+        folder = folders.pop()
+        with os.scandir(folder) as scanned:
+            entries = list(scanned)
+        if folder != str(root) and _is_of_outpace(Path(folder), {entry.name for entry in entries}):
+            continue
+        for entry in entries:
+            older = entry.name.endswith(_OLDER_COPIES)
+            if older or entry.name.startswith(".") or _leads_nowhere(entry):
+                continue
+            if entry.is_dir() and entry.name not in left_out:
+                if entry.is_symlink():  # each once, so that a circle of links has an end
+                    target = os.path.realpath(entry.path)
+                    if target in linked:
                         continue
-                    if entry.is_symlink():  # each once, so that a circle of links has an end
-                        target = os.path.realpath(entry.path)
-                        if target in linked:
-                            continue
-                        linked.add(target)
-                    folders.append(entry.path)
-                elif entry.is_file():
-                    found.append(entry.path)
+                    linked.add(target)
+                folders.append(entry.path)
+            elif entry.is_file():
+                found.append(entry.path)
     return sorted(map(Path, found))
+
+
+def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
+    """Whether a folder is a run, or a cache of tokens: with --out within the data both may be."""
+    if any(any(folder.glob(f"{name}/{files}")) for name, files in _CACHED.items() if name in names):
+        return True
+    with suppress(OSError):
+        content = (folder / "run.json").read_bytes() if "run.json" in names else b""
+        return all(f'"{name}"'.encode() in content for name in ("plan", "settings", "origins"))
+    return False
 
 
 def _leads_nowhere(entry: "os.DirEntry[str]") -> bool:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from outpace.probing.utilisation.sampler import open_files
-from outpace.records.base import OnChange, Record
+from outpace.records.base import OnChange, Record, refuse_pipe
 from outpace.records.errors import BadInputError
 from outpace.records.lines import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, StepRecord
@@ -184,6 +184,7 @@ def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepReco
     """
     steps: list[StepRecord] = []
     try:
+        refuse_pipe(path)
         with path.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(begin)

@@ -66,7 +66,7 @@ def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -
 
 
 def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | None:
-    """Explain why a strategy cannot run on this machine; None where it can."""
+    """Explain why a strategy cannot run on this machine; None if it can."""
     if strategy != "horovod":
         return _split_backward_refusal(strategy, device)
     reason: str | None = import_module("outpace.parallel.horovod").why_not(ranks)

@@ -19,7 +19,7 @@ from outpace.records.errors import BadInputError
 
 
 def samples_in(batch: Batch) -> int:
-    """The length of the first tensor in a batch. Raises BadInputError where there is none."""
+    """Return the length of the first tensor in a batch. Raises BadInputError if there is none."""
     plain = _plain(batch)
     _refuse_ragged(plain)
     for leaf in tree_leaves(plain):
@@ -51,9 +51,8 @@ def _refuse_ragged(plain: Any) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Equal parts of a batch: every tensor that has its samples is cut, the rest is in each.
-
-    A tensor is taken to have samples if its first dimension is the batch's number of them.
+    """Split a batch into equal parts: tensors with its samples are split, the rest is in each
+    part.
     """
     size = samples_in(batch) // parts
     return [_slice(batch, number * size, size) for number in range(parts)]
@@ -114,10 +113,7 @@ def explain_lengths(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch | None:
-    """One batch of the samples of two; what is for all samples is that of `one`.
-
-    None where they cannot be one: of another structure, or with other lengths.
-    """
+    """Join two batches; values shared by all samples are those of `one`."""
     samples, more = samples_in(one), samples_in(other)
     leaves, structure = tree_flatten(_plain(one))
     others, structure_too = tree_flatten(_plain(other))

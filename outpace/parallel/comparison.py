@@ -28,13 +28,7 @@ MISSING = "is missing, and is there in one process"
 
 @dataclass(frozen=True)
 class ComparisonLimits:
-    """Tolerances between two computations of the same, by the numbers that they compute in.
-
-    A whole tensor may be off by `relative` of its scale, its projection by `projection`. The scale
-    is at least `floor` of the largest of its kind, for gradients of many samples may cancel. `loss`
-    is of sums of losses, `micro_loss` of one micro-batch's loss; from `cut` on a loss that changes
-    with the way a batch is cut is told.
-    """
+    """Tolerances for comparing two computations, by the numbers that they compute in."""
 
     precision: str
     relative: float
@@ -99,12 +93,7 @@ def difference(one: float, other: float) -> float:
 
 
 class Projection:
-    """Inner products of gradients with fixed random weights, alike on all ranks.
-
-    They are linear: sums over pieces, shards and ranks are those of whole gradients, which nobody
-    has to hold. A lost gradient is off by its own product, one that is doubled by as much. Weights
-    lie between 1/2 and 3/2, of either sign: none hides a number, and equal ones do not cancel.
-    """
+    """Inner products of gradients with fixed random weights, the same on all ranks."""
 
     def __init__(self, largest: int, device: torch.device) -> None:
         """`largest`: the numbers in the largest gradient."""
@@ -158,7 +147,7 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The sum of squares of a gradient: one float64."""
+    """Return the sum of squares of a gradient, as one float64."""
     values = gradient.to_dense() if gradient.is_sparse else gradient
     wide = torch.promote_types(values.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(values.detach(), dtype=wide)
@@ -260,15 +249,12 @@ def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value; 0 of what has none."""
+    """Return the largest absolute value; 0 for an empty tensor."""
     return float(tensor.abs().max()) if tensor.numel() and tensor.dtype != torch.bool else 0.0
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
-    """The largest difference over the scale; None where only one of the two is there.
-
-    A gradient that one process does not have at all is one of zeros.
-    """
+    """Return the largest difference over the scale; None if only one of the two exists."""
     if known is None:
         return 0.0 if not largest(tensor) else None
     if tensor.shape != known.shape:

@@ -36,10 +36,7 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The ranks of one sequence; `rank` is the place of this one among them.
-
-    `runs_on`: the kind of device to choose kernels for, where it is not that of the tensors.
-    """
+    """The ranks of one sequence; `rank` is this one's position."""
 
     group: dist.ProcessGroup
     rank: int
@@ -47,7 +44,7 @@ class SequenceRing:
     runs_on: str | None = None
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Begin to send to the next rank, and to receive as much from the one before."""
+        """Start to send to the next rank, and to receive the same amount from the previous one."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -95,7 +92,9 @@ def ring_attention(
     sees: Visibility,
     dropout: float,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks. Collective over the ring."""
+    """Compute attention of this rank's queries to the keys of all ranks. Collective over the
+    ring.
+    """
     # From the CPU's generator, which recomputation of activations sets back.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
     kernel = choose_ring_kernel(q_BHSC, drops, ring.runs_on)
@@ -119,7 +118,7 @@ class RingAttention(torch.autograd.Function):
         causal: bool,
         kernel: RingKernel,
     ) -> Tensor:
-        """Each turn's attention is merged by its log-sum-exp (Milakov and Gimelshein, 2018)."""
+        """Merge each turn's attention by its log-sum-exp (Milakov and Gimelshein, 2018)."""
         held = own = torch.stack((k, v))
         out = torch.zeros_like(to_fp32(q))
         lse = out.new_full(q.shape[:-1], -torch.inf)
@@ -139,11 +138,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Keys and values go round again, and their gradients one step behind them.
-
-        Each turn's gradients are those of its own keys, for it is given the output and the
-        log-sum-exp of all of them.
-        """
+        """Send keys and values around again, with their gradients one step behind."""
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
         q_grad = torch.zeros_like(to_fp32(q))
@@ -192,7 +187,7 @@ class PartOfSequence(nn.Module):
 
     @property
     def model(self) -> Transformer:
-        """The objective's."""
+        """The objective's model."""
         return self.objective.model
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -201,7 +196,7 @@ class PartOfSequence(nn.Module):
         return outcome
 
     def part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's chunks of each sequence, with their positions (S,)."""
+        """Return this rank's chunks of each sequence, with their positions (S,)."""
         self._check(batch)
         length, ranks = batch["tokens"].shape[1], self._ring.size
         at = torch.arange(length, device=batch["tokens"].device).chunk(2 * ranks)
@@ -241,7 +236,7 @@ class ContextParallel(Replicas):
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """The model as it computes without the other ranks of the ring."""
+        """Return the model as it computes without the other ranks of the ring."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None

@@ -31,22 +31,19 @@ MOST_SHAPES = 8
 
 
 class Recorder(Protocol):
-    """Interface of what captures the work of a device, such as `CudaRecorder`."""
+    """Interface for capturing the work of a device, such as `CudaRecorder`."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """Entered around passes before a capture, which then finds everything of its stream."""
+        """Warm up passes before a capture, in the stream of the capture."""
 
     def refuse_waits(self) -> AbstractContextManager[None]:
         """Let whatever waits for the device raise RuntimeError."""
 
     def has_room(self) -> bool:
-        """Whether memory suffices for what graphs hold beside what everything else needs."""
+        """Return whether there is enough memory for graphs in addition to everything else."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`; what is returned does it again into the tensors that `work` returned.
-
-        The work itself is not done. Raises RuntimeError where it cannot be captured.
-        """
+        """Capture `work`; calling the result repeats it into the tensors that `work` returned."""
 
     def release(self) -> None:
         """Give back the memory of graphs that nobody has any more."""
@@ -80,7 +77,9 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Twice what passes took up to now: once for graphs, once for what runs without them."""
+        """Require twice the memory of the passes so far: for graphs, and for what runs without
+        them.
+        """
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -88,11 +87,7 @@ class CudaRecorder:
         return free_bytes + cached_bytes > 2 * taken_bytes
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """A graph, whose replay is queued in the current stream.
-
-        Raises BadInputError where CUDA itself refuses what was captured: torch's allocator and
-        random numbers no longer work in this process then.
-        """
+        """Return a graph, whose replay is queued in the current stream."""
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
         try:
@@ -119,7 +114,7 @@ class CudaRecorder:
         return replay
 
     def release(self) -> None:
-        """The device has to have done all of them before."""
+        """Release the graphs once the device has finished them."""
         torch.cuda.synchronize(self._device)
         self._pool = None
         torch.cuda.empty_cache()
@@ -196,7 +191,7 @@ class GraphedLayout(Layout):
 
     @property
     def replays(self) -> bool:
-        """Whether any pass has been captured."""
+        """Return whether any pass has been captured."""
         return any(shape.captured is not None for shape in self._shapes.values())
 
     def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:

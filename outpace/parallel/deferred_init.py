@@ -17,10 +17,7 @@ from outpace.records.strategies import TRAITS
 
 
 def fills_later(plan: Plan) -> bool:
-    """Whether a model should be laid out on the meta device, and filled then.
-
-    What is made into 4 bits, or goes to a disk, needs its values before.
-    """
+    """Return whether to lay a model out on the meta device and fill it later."""
     spread = not TRAITS[plan.strategy].whole_model and plan.world_size > 1
     rounded = plan.lora_rank is not None and plan.base != "fp32"
     return spread and not rounded and plan.offload_parameters != "disk"
@@ -64,7 +61,7 @@ def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank has of a parameter."""
+    """Return this rank's part of a whole tensor of a parameter."""
     if not is_spread(parameter):
         return whole
     from torch.distributed.tensor import distribute_tensor

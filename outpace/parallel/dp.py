@@ -29,10 +29,7 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 
 
 class DataParallel(Layout):
-    """An objective whose batches, loss, gradients and optimizer are rank 0's.
-
-    `gradients` is given whole batches on rank 0 and None on the others.
-    """
+    """An objective whose batches, loss, gradients and optimizer are on rank 0."""
 
     objective: LanguageModelObjective
 
@@ -47,7 +44,7 @@ class DataParallel(Layout):
         self._fused = fuse(trainable)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Parameters are stepped on rank 0 only."""
+        """Return an optimizer that steps parameters on rank 0 only."""
         return build(groups) if self._first else self._placeholder.optimizer(build)
 
     def checkpoint_state(
@@ -191,26 +188,25 @@ class DataParallel(Layout):
         return norm
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Only rank 0 has seen gradients."""
+        """Send rank 0's result, since only it has gradients."""
         dist.broadcast(found_inf, 0)
 
 
 class Outputs(nn.Module):
-    """An objective's hidden states; the part of it that threads compute."""
+    """The hidden states of an objective, the part that threads compute."""
 
     def __init__(self, objective: LanguageModelObjective) -> None:
         super().__init__()
         self.objective = objective
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """(B, S, D) of a micro-batch."""
+        """Return (B, S, D) of a micro-batch."""
         return self.objective.hidden_states(batch)
 
 
 class Threads(nn.Module):
-    """torch's own DataParallel in one process, a thread for each CUDA device; the loss here.
-
-    With one device, or on the CPU, it has nothing to share.
+    """torch's DataParallel in one process, with a thread per CUDA device; the loss is computed
+    here.
     """
 
     def __init__(self, objective: LanguageModelObjective) -> None:

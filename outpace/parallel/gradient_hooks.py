@@ -21,7 +21,7 @@ def accumulation_hooks(parameter: Tensor) -> list[Hook]:
 
 
 def add_hooks(parameter: nn.Parameter, gradient: Iterable[Hook], after: Iterable[Hook]) -> None:
-    """Register hooks of both kinds."""
+    """Register both kinds of hooks."""
     for hook in gradient:
         parameter.register_hook(hook)
     for hook in after:

@@ -20,16 +20,12 @@ from outpace.records.errors import first_names
 
 
 def ranks_may_differ(objective: nn.Module) -> bool:
-    """Whether ranks may use different parameters: a user's module can, outpace's own do not."""
+    """Return whether ranks may use different parameters: a custom module can, outpace's cannot."""
     return isinstance(objective, CustomObjective)
 
 
 class GradientUse:
-    """Tells ranks which of `named` parameters have a gradient on any of them.
-
-    `steps` are done already. One message of a byte for each parameter. Only a rank that lacks a
-    gradient, or has written to a parameter, looks at the answer, so no other waits for its device.
-    """
+    """Agreement of ranks on which of `named` parameters have a gradient on any of them."""
 
     def __init__(
         self,
@@ -50,7 +46,7 @@ class GradientUse:
         self.all_wrote = False
 
     def agree(self, used: Sequence[bool]) -> None:
-        """A step's: drop the gradients of what is `used` on no rank. Collective."""
+        """Drop the gradients of parameters in `used` that no rank uses in this step. Collective."""
         self.steps += 1
         self.all_wrote = False
         complete, wrote = all(used), self.find_writes()

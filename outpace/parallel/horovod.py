@@ -24,7 +24,7 @@ _INSTEAD = "use --strategy ring, the same algorithm built in"
 
 
 def why_not(ranks: Ranks) -> str | None:
-    """Explain why these ranks cannot use Horovod; None where they can. Starts Horovod."""
+    """Explain why these ranks cannot use Horovod; None if they can. Starts Horovod."""
     if find_spec("horovod") is None:
         return (
             "Horovod is not installed. Install it for PyTorch (HOROVOD_WITH_PYTORCH=1 pip install "
@@ -55,7 +55,7 @@ class HorovodReducer:
         self._pending: list[Any] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Horovod matches the ranks' buffers by name: the same in each step."""
+        """Name buffers for Horovod, which matches them by name: the same in each step."""
         name = f"outpace.{len(self._pending)}"
         handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
         self._pending.append(handle)

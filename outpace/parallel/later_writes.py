@@ -34,11 +34,8 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")  # fill what was 
 
 
 class LaterWrites:
-    """Watches a layout's parameters through all its steps' forwards and backwards.
-
-    Writes that the first step's look has accepted are `known`; `steps` are done. Under ddp and
-    zero1 later ones may pass too, if all ranks write the same; else the rank that finds one raises
-    BadInputError.
+    """Monitor of writes to a layout's parameters through the forwards and backwards of all its
+    steps.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class LaterWrites:
         self._seen: _Writes | None = None
 
     def begin(self) -> None:
-        """Watch from the next step on, unless the layout itself writes between forwards."""
+        """Start with the next step, unless the layout itself writes between forwards."""
         plan = self._plan
         if plan.optimizer_in_backward or plan.offload_parameters != "none":
             return

@@ -45,12 +45,7 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """Comparison of few samples of ranks, in pairs of ranks: one runs both's, one each by itself.
-
-    So it takes the time of two, if need be of four samples. `divert` lets a function have the
-    gradients of a backward of `plain`, in which every gradient is given up; None ends that.
-    `strategy` is named where a collective of the user's own is refused.
-    """
+    """Comparison of a few samples of ranks, in pairs: one rank runs both, each runs its own."""
 
     def __init__(
         self,

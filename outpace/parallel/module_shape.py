@@ -10,7 +10,9 @@ from outpace.records.plan import Strategy
 
 
 def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
-    """Strategies that a module's parts do not allow on `ranks` ranks, each with the reason."""
+    """Return strategies that a module's parts do not allow on `ranks` ranks, each with the
+    reason.
+    """
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's models
     found = {name: str(refused_strategy(name)) for name in others}
     try:

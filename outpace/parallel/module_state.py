@@ -160,9 +160,8 @@ def _is_constant(array: Any) -> bool:
 
 
 def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
-    """Change the whole numbers in what `kept_attributes` calls `name`; whether there are any.
-
-    Also in tensors and arrays of one number, and in entries of dicts and lists.
+    """Change the integers in the attribute `name` of `kept_attributes`; return whether there are
+    any.
     """
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
@@ -202,7 +201,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def is_generator(comparable: Any) -> bool:
-    """Whether what `kept_attributes` has of an attribute is that of a random generator."""
+    """Return whether an attribute's value in `kept_attributes` belongs to a random generator."""
     return isinstance(comparable, tuple) and bool(comparable) and comparable[0] is _GENERATOR
 
 

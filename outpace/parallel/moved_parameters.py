@@ -142,7 +142,7 @@ def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def has_memory(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of its own memory, which wrappers of tensors are not."""
+    """Return whether a tensor has its own memory, which tensor wrappers do not."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided
@@ -156,7 +156,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def is_lost_value(error: BaseException) -> bool:
-    """Whether a backward failed since what it needs was written to after its forward."""
+    """Return whether a backward failed because its inputs were overwritten after the forward."""
     return "modified by an inplace operation" in str(error.__cause__ or error)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Whether one process has to gather its parameters: they are not where it computes."""
+    """Return whether one process has to gather its parameters, since they are kept elsewhere."""
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 
@@ -66,7 +66,7 @@ def require(plan: Plan, device: torch.device) -> None:
 
 
 def group_of_one(device: torch.device) -> DeviceMesh:
-    """This rank alone, as ranks to shard over."""
+    """Return this rank alone, as a group to shard over."""
     # Of fp16's overflow the CPU tells, where gradients lie.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     mine = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
@@ -77,7 +77,7 @@ def group_of_one(device: torch.device) -> DeviceMesh:
 def place_optimizer(
     layout: Layout, plan: Plan, scratch: Scratch, groups: Groups, build: Build
 ) -> torch.optim.Optimizer:
-    """The layout's optimizer, with its state where the plan says."""
+    """Return the layout's optimizer, with its state where the plan puts it."""
     return layout.make_optimizer(groups, with_offloading(build, plan, scratch))
 
 

@@ -209,7 +209,7 @@ def _keep(value: Any) -> None:
 
 @cache
 def is_user_file(name: str | None) -> bool:
-    """Whether code is of a file that is no installed package's, Python's or outpace's."""
+    """Return whether code is in a user's file, not in an installed package, Python or outpace."""
     if name is None or name.startswith(("<frozen", "<string")):
         return False
     paths = sysconfig.get_paths()

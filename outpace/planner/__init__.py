@@ -1,1 +1,1 @@
-"""Closed forms without torch: what a model costs."""
+"""The planner: predicts time and memory of training plans, and ranks them. Imports no torch."""

@@ -185,7 +185,10 @@ def _list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, found.fastest)
-    told = hint(job.question, job.wanted, job.checked_bytes, job.limit, best, _seconds(found))
+    told = hint(
+        job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, best,
+        _seconds(found),
+    )  # fmt: skip
     return [] if told is None else [told]
 
 
@@ -202,7 +205,7 @@ def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResu
 def _search(job: PlanningProblem) -> SearchResult:
     count = _FINALISTS * max(2, job.count)
     return _simulate_finalists(
-        job, search(job.question, job.wanted, job.checked_bytes, job.limit, count)
+        job, search(job.question, job.wanted, job.checked_bytes, job.least_bytes, job.limit, count)
     )
 
 
@@ -496,7 +499,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
         batch = math.ceil(job.wanted.global_batch / count) * count
         wanted = replace(job.wanted, world=count, per_node=count, global_batch=batch)
         other = replace(job, cluster=larger, wanted=wanted)
-        if fits(wanted, other.checked_bytes, job.limit):
+        if fits(wanted, other.checked_bytes, other.least_bytes, job.limit):
             return count, f"{count}x{name}"
         count *= 2
     return None
@@ -541,7 +544,7 @@ def _fits_on(job: PlanningProblem, nodes: int) -> bool:
     world = other.wanted.world
     batch = math.ceil(job.wanted.global_batch / world) * world
     wanted = replace(other.wanted, global_batch=batch)
-    return fits(wanted, other.checked_bytes, job.limit)
+    return fits(wanted, other.checked_bytes, other.least_bytes, job.limit)
 
 
 def throughput(job: PlanningProblem, nodes: int) -> RankedPlan | None:

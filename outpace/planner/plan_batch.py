@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Offload, Plan, Strategy
-from outpace.records.precisions import Precision
+from outpace.records.precisions import PRECISION_TRAITS, Precision
 from outpace.records.strategies import FULLY_SHARDED, TRAITS
 
 Ints = NDArray[np.int64]
@@ -26,6 +26,7 @@ MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+_SHARD_ITEMS = np.array([PRECISION_TRAITS[name].shard_bytes for name in PRECISIONS], float)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ class PlanBatch:
         split = product | self.strategy_in(*FULLY_SHARDED)
         found: Bools = split & self.precision_in("bf16-master")
         return found
+
+    def shard_bytes(self) -> tuple[Floats, Floats]:
+        """Return bytes of gathered parameters and of reduced gradients, of each plan."""
+        gathered, reduced = _SHARD_ITEMS[self.precision].T
+        return gathered, reduced
 
     def precision_in(self, *names: Precision) -> Bools:
         """Return which plans have one of these precisions."""

@@ -1,5 +1,6 @@
 """The base of every record: frozen, no unknown keys, JSON in and out, errors for people."""
 
+import errno
 import json
 import os
 import re
@@ -92,8 +93,10 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
     Raises BadInputError, also if the file is too large for a record, and if its checksum does not
     match, unless `on_change` takes that message.
     """
-    with _explain_read_errors(path, "JSON", option), path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
+    with _explain_read_errors(path, "JSON", option):
+        refuse_pipe(path)
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(
                 f"{path} is larger than {_MOST_BYTES >> 20} MiB, which no record is"
@@ -126,6 +129,7 @@ def require_no_pointer(path: Path) -> None:
     Raises BadInputError, also for a file that cannot be read.
     """
     try:
+        refuse_pipe(path)
         with path.open("rb") as file:
             begin = file.read(len(_LFS_POINTER))
     except OSError as error:
@@ -140,8 +144,19 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
     """Read the table of a TOML file. `option`: the flag that names it. Raises BadInputError."""
     import tomllib
 
-    with _explain_read_errors(path, "TOML", option), path.open("rb") as file:
-        return _check_depth(tomllib.load(file))
+    with _explain_read_errors(path, "TOML", option):
+        refuse_pipe(path)
+        with path.open("rb") as file:
+            return _check_depth(tomllib.load(file))
+
+
+def refuse_pipe(path: Path) -> None:
+    """Raise OSError for a named pipe: to read it is to wait until somebody writes into it.
+
+    Those of a shell's `<(…)` lie in /dev, and have a writer.
+    """
+    if path.parts[:2] != ("/", "dev") and path.is_fifo():
+        raise OSError(errno.EINVAL, "it is a named pipe, not a file", str(path))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from outpace.records.base import Record
+from outpace.records.base import Record, refuse_pipe
 
 CHECKSUM = "xxh3_64"  # a line's entry for it
 _NAME = b'"%b"' % CHECKSUM.encode()
@@ -50,6 +50,7 @@ def strip_checksum(line: bytes) -> bytes:
 def describe_changes(path: Path) -> str | None:
     """Say which lines of a log differ from what was written; None if none do. Raises OSError."""
     changed = []
+    refuse_pipe(path)
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             strip_checksum(line)

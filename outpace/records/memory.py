@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = (
     "offloaded",
 )  # fmt: skip
 Part = Literal["prepare", "data", "forward", "backward", "communication", "optimizer", "other"]
-Source = Literal["traced", "measured"]
+Source = Literal["traced", "measured", "estimated"]
 
 
 class Moment(Record):
@@ -51,13 +51,15 @@ class Moment(Record):
 class MemoryAccount(Record):
     """One rank's memory over the first two steps (the first starts without optimizer state).
 
-    `peak` is the moment with the most bytes in live tensors, `timeline` the moments of the second
-    step. `activations_by_module` is at the peak. Measured: `allocated_bytes` is the maximum that
-    the allocator had given out, including the kernels' own memory; `resident_bytes` is the growth
-    of the process. `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` is
-    memory outside of tensors (contexts, libraries), and `library_bytes` the planner's formula for
-    it; None if unknown. `flops` are those of matrix products in one step on this rank, including
-    recomputation; `bytes_moved` is what its operators read and write.
+    Estimated: by the planner's formula, for a model that outpace does not train; it knows the bytes
+    of the fullest moment, not which moment that is. `peak` is the moment with the most bytes in
+    live tensors, `timeline` the moments of the second step. `activations_by_module` is at the peak.
+    Measured: `allocated_bytes` is the maximum that the allocator had given out, including the
+    kernels' own memory; `resident_bytes` is the growth of the process. `reserved_bytes` is what
+    CUDA's allocator holds for tensors, `unseen_bytes` is memory outside of tensors (contexts,
+    libraries), and `library_bytes` the planner's formula for it; None if unknown. `flops` are those
+    of matrix products in one step on this rank, including recomputation; `bytes_moved` is what its
+    operators read and write.
     """
 
     source: Source

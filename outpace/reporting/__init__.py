@@ -1,1 +1,1 @@
-"""Records as a reader sees them: pages, tables and figures."""
+"""Presentation of records: pages, tables and figures."""

@@ -1,4 +1,4 @@
-"""The part that limits training most, by the measured times of its steps."""
+"""The part that limits training most, from the measured times of its steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ class BottleneckInputs:
 
 
 def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
-    """The largest of what a step loses, or computing; None where parts are not told apart.
+    """Return the largest part that a step loses, or computing; None if parts are unknown.
 
-    They are not on mps, which computes while the clock is read.
+    They are unknown on mps, which computes while the clock is read.
     """
     if seen.parts.total_s <= 0 or seen.device == "mps":
         return None
@@ -54,7 +54,7 @@ def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
 
 
 def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
-    """Shares of a step that hold it up noticeably, the largest first; none where all computes."""
+    """Return parts that noticeably delay a step, largest first; none if everything computes."""
     if seen.parts.total_s <= 0 or seen.device == "mps":
         return []
     found = [pair for pair in _losses(seen) if pair[0] >= _LEAST]
@@ -95,8 +95,8 @@ def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bott
 def _waiting_for_data(share: float) -> Bottleneck:
     return Bottleneck(
         f"waits for data {_percent(share)}",
-        f"Steps wait for data {_percent(share)} of the time: load it in the background with "
-        "--workers (outpace probe loader says how many).",
+        f"Steps wait for data {_percent(share)} of the time. Load data in the background with "
+        "--workers (outpace probe loader recommends a number).",
     )
 
 
@@ -104,30 +104,30 @@ def _communication(strategy: Strategy | None, share: float, hosts: int) -> Bottl
     if strategy in SCHEDULES:
         return Bottleneck(
             f"waits for stages {_percent(share)}",
-            f"Stages wait for each other {_percent(share)} of the time: more micro-batches in a "
-            "step (--pp-microbatches) or another schedule leave less idle.",
+            f"Stages wait for each other {_percent(share)} of the time. Use more micro-batches "
+            "per step (--pp-microbatches) or another schedule to reduce the idle time.",
         )
     return Bottleneck(
         f"{'network' if hosts > 1 else 'communication'} {_percent(share)}",
-        f"Ranks communicate, and compute nothing, {_percent(share)} of the time: a larger "
-        "--global-batch communicates less for a token, --compress-gradients sends less, and "
-        "outpace compare tells which --strategy waits least.",
+        f"Ranks communicate without computing {_percent(share)} of the time. A larger "
+        "--global-batch communicates less per token, --compress-gradients sends less, and "
+        "outpace compare shows which --strategy waits least.",
     )
 
 
 def _optimizer(share: float) -> Bottleneck:
     return Bottleneck(
         f"optimizer {_percent(share)}",
-        f"The optimizer takes {_percent(share)} of the time: a larger --global-batch steps more "
-        "rarely for a token, and --strategy zero1 shares its work out.",
+        f"The optimizer takes {_percent(share)} of the time. A larger --global-batch steps "
+        "less often per token, and --strategy zero1 divides its work.",
     )
 
 
 def _host(busy: float) -> Bottleneck:
     return Bottleneck(
         f"host-bound: GPU {_percent(busy)} busy",
-        f"GPUs compute {_percent(busy)} of the time, and then wait for the host to launch work: a "
-        "larger --micro-batch and --compile make of it fewer, larger pieces.",
+        f"GPUs compute {_percent(busy)} of the time, and otherwise wait for the host to launch "
+        "work. Use a larger --micro-batch or --compile to launch fewer, larger kernels.",
         of_step=False,
     )
 
@@ -135,8 +135,8 @@ def _host(busy: float) -> Bottleneck:
 def _idle_cores(busy: float) -> Bottleneck:
     return Bottleneck(
         f"cores {_percent(busy)} busy",
-        f"Cores are busy {_percent(busy)} of the time: more --threads, or a larger --micro-batch, "
-        "give the others something to do.",
+        f"Cores are busy {_percent(busy)} of the time. Use more --threads or a larger "
+        "--micro-batch to keep the others busy.",
         of_step=False,
     )
 
@@ -144,8 +144,8 @@ def _idle_cores(busy: float) -> Bottleneck:
 def _other_programs(share: float) -> Bottleneck:
     return Bottleneck(
         f"others use {_percent(share)} of the cores",
-        f"Other programs keep {_percent(share)} of the cores busy: end them, or leave them cores "
-        "of their own with fewer --threads.",
+        f"Other programs keep {_percent(share)} of the cores busy. End them, or leave cores to "
+        "them with fewer --threads.",
         of_step=False,
     )
 
@@ -156,15 +156,15 @@ def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
     if seen.strategy is not None and TRAITS[seen.strategy].communicates_within:
         return Bottleneck(
             "compute or communication",
-            f"Forwards and backwards take {share} of the time, with the communication within them, "
-            f"which {seen.strategy} does not time apart: outpace compare with another --strategy "
-            "shows what it costs.",
+            f"Forward and backward passes take {share} of the time, including their "
+            f"communication, which is not timed separately for {seen.strategy}. Use outpace "
+            "compare with another --strategy to see its cost.",
         )
     reached = "" if seen.mfu is None else f", at an MFU of {show_share(seen.mfu)}"
     return Bottleneck(
         "compute-bound",
-        f"Forwards and backwards take {share} of the time{reached}: outpace plan with "
-        "--vary precision,compile says what may make them faster.",
+        f"Forward and backward passes take {share} of the time{reached}. outpace plan with "
+        "--vary precision,compile shows what may make them faster.",
     )
 
 

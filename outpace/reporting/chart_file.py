@@ -1,4 +1,4 @@
-"""A document's charts in a file: a page for a browser, or a picture that kaleido draws."""
+"""A document's charts as a file: a page for a browser, or a picture drawn by kaleido."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ _BACKGROUND = {"paper_bgcolor": "white", "plot_bgcolor": "white"}
 
 
 def check_chart_path(path: Path) -> None:
-    """Raise BadInputError if no chart can be written there, before it takes time to make one."""
+    """Raise BadInputError if no chart can be written there, before spending time on one."""
     if path.suffix not in (PAGE, *PICTURES):
         raise BadInputError(
-            f"--plot {path}: {path.suffix or 'no suffix'} is no kind of file for a chart. Use "
+            f"--plot {path}: {path.suffix or 'no suffix'} is not a file type for charts. Use "
             f"{PAGE}, which any browser shows, or one of {', '.join(PICTURES)}."
         )
     if path.suffix in PICTURES:
@@ -27,7 +27,7 @@ def check_chart_path(path: Path) -> None:
 def write_document(document: Document, path: Path) -> None:
     """Write a document as a page, or its first chart as a picture.
 
-    Raises BadInputError where the suffix is unknown, or nothing here can draw pictures.
+    Raises BadInputError if the suffix is unknown, or pictures cannot be drawn here.
     """
     check_chart_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,9 @@ def write_document(document: Document, path: Path) -> None:
 
 
 def plotly_figure(chart: Chart) -> dict[str, Any]:
-    """Return traces and layout as plotly takes them, with the title that a page shows above."""
+    """Return traces and layout as plotly takes them, with the title that a page shows above
+    them.
+    """
     layout = {**_BACKGROUND, "title": {"text": chart.title}, **chart.layout}
     return {"data": plotly_texts(chart.traces), "layout": plotly_texts(layout)}
 

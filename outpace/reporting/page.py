@@ -1,4 +1,4 @@
-"""Documents as one HTML page that needs nothing else: no network, no server."""
+"""Documents as one self-contained HTML page: no network, no server."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ _MOST_ROWS = 30  # of a table that is not folded
 
 
 def page(documents: Sequence[Document]) -> str:
-    """The page. Every string of a document is shown as it is, and never read as markup."""
+    """Return the page. Strings of a document are shown literally, never read as markup."""
     figures = [
         part
         for document in documents
@@ -61,7 +61,7 @@ def _plotly() -> str:
         path = Path(folder) / "package_data" / "plotly.min.js"
         if path.is_file():
             return path.read_text(encoding="utf-8")
-    raise BadInputError("a page's figures need plotly: pip install plotly.")
+    raise BadInputError("a page's figures need plotly. Install it with pip install plotly.")
 
 
 def _hash(script: str) -> str:

@@ -1,4 +1,4 @@
-"""Findings of the doctor on a run: what limited its speed, by what it recorded."""
+"""The doctor's findings on a run: what limited its speed, from its records."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ _LEAST_LOST = 0.05  # of the time of all steps
 
 
 def run_examination(run: RunFolder) -> Examination:
-    """Findings on what limits steps, slow steps, the expected step time, and how a run ended."""
+    """Return findings on limits, slow steps, the expected step time, and how a run ended."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
     seen = _measured_parts(run)
@@ -29,10 +29,12 @@ def run_examination(run: RunFolder) -> Examination:
     if seen.loads:
         checked.append("how busy cores and devices were")
     else:
-        not_checked["how busy cores and devices were"] = "the run has not recorded it"
+        not_checked["how busy cores and devices were"] = "the run did not record it"
     check = None if run.measurement is None else run.measurement.step_time_check
     if check is None:
-        not_checked["the expected time of a step"] = "nothing was expected: no plan was measured"
+        not_checked["the expected time of a step"] = (
+            "no step time was expected, since no plan was measured"
+        )
     else:
         checked.append("the expected time of a step")
         if check.slower:
@@ -73,7 +75,7 @@ def _limits(seen: BottleneckInputs) -> list[Finding]:
             what=found.words,
             seen=f"{show_share(share)} of a step of {show_seconds(seen.parts.total_s)}"
             if found.of_step
-            else f"in the mean over the run, with steps of {show_seconds(seen.parts.total_s)}",
+            else f"on average over the run, with steps of {show_seconds(seen.parts.total_s)}",
             remedy=found.advice,
             severity="high" if share >= 0.5 else "moderate",
             costs=_cost(1 / max(1 - share, 0.01)) if found.of_step else None,
@@ -97,8 +99,9 @@ def _slow_steps(run: RunFolder) -> list[Finding]:
             what=f"{int(slow.sum()):,} of {len(times):,} steps took more than twice the median",
             seen=f"steps {', '.join(map(str, numbers))}{more}, {show_seconds(lost)} longer than "
             f"at the median of {show_seconds(median)}",
-            remedy="Look at what else ran at these steps: outpace report shows the load of cores "
-            "and devices by step. End other programs, and see that the disk is not full.",
+            remedy="Check what else ran at these steps: outpace report shows the load of "
+            "cores and devices by step. End other programs, and make sure that the "
+            "disk is not full.",
             severity="moderate",
             costs=_cost(float(times.sum()) / (float(times.sum()) - lost)),
         )
@@ -110,8 +113,8 @@ def _slower(ratio: float, words: str) -> Finding:
         check="expected time",
         what="slower than expected",
         seen=words,
-        remedy="Compare with the run that it was expected from (outpace compare --runs A B), or "
-        "tune again (outpace tune) if the machine has changed.",
+        remedy="Compare with the run that the expectation comes from (outpace compare --runs "
+        "A B), or tune again (outpace tune) if the machine has changed.",
         severity="moderate",
         costs=_cost(ratio),
     )
@@ -123,7 +126,7 @@ def _failure_finding(run: RunFolder) -> Finding:
         check="how it ended",
         what="it did not reach its last step",
         seen=run.failure.reason,
-        remedy=f"outpace runs show {run.path} says how to resume it.",
+        remedy=f"outpace runs show {run.path} shows how to resume it.",
         severity="severe",
     )
 

@@ -1,1 +1,1 @@
-"""The loop, precision, optimizers, checkpoints, guards, the run directory."""
+"""Training: the loop, precision, optimizers, checkpoints, guards, the run directory."""

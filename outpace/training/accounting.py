@@ -1,4 +1,4 @@
-"""Accounting of steps: from what a step left behind to the numbers that the user reads."""
+"""Accounting of steps: from raw results to the numbers that the user reads."""
 
 import statistics
 from collections import deque
@@ -23,7 +23,7 @@ OPENING_STEPS = 100  # by which a step time that was expected is checked
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a step, all ranks together. None where they are not known."""
+    """Costs of a step, over all ranks. None if unknown."""
 
     samples: int
     tokens: int | None
@@ -34,7 +34,7 @@ class Costs:
 
 @dataclass
 class Ledger:
-    """Turns raw steps into records and keeps the running sums of a run."""
+    """Conversion of raw steps into records, and the running sums of a run."""
 
     costs: Costs
     tokens: int | None
@@ -52,7 +52,7 @@ class Ledger:
 
     @property
     def peak_memory_by_rank(self) -> tuple[int, ...]:
-        """Peak memory so far, in bytes; empty where it is not known."""
+        """Return peak memory so far, in bytes; empty if unknown."""
         return () if self.gathered is None else self.gathered.peak_memory_by_rank
 
     def record(self, raw: RawStep) -> StepRecord:
@@ -111,7 +111,7 @@ class Ledger:
         )
 
     def median_parts(self) -> TimeParts:
-        """The median of each part over the latest steps after warm-up."""
+        """Return the median of each part over the latest steps after warm-up."""
         if not self.steady:
             return TimeParts()
         return TimeParts(
@@ -136,7 +136,7 @@ class Ledger:
         return _rate(amount, sum(times_s))
 
     def median_cache_freed_bytes(self) -> int | None:
-        """The median over the latest steps after warm-up; None where nothing is freed."""
+        """Return the median over the latest steps after warm-up; None if nothing is freed."""
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
 
@@ -154,7 +154,7 @@ class Ledger:
         )
 
     def median_step_time_s(self) -> float | None:
-        """The median over the latest steps after warm-up."""
+        """Return the median over the latest steps after warm-up."""
         return statistics.median(r.step_time_s for r in self.steady) if self.steady else None
 
 

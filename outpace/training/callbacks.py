@@ -1,4 +1,4 @@
-"""Callbacks by which the user's own logging, and outpace's, follow a run."""
+"""Callbacks through which the user's logging, and outpace's, follow a run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,13 +15,13 @@ class Callback:
     """Called on rank 0 during the run. Override what you need; the rest does nothing."""
 
     def on_stage(self, message: str) -> None:
-        """A phase begins: "preparing data"."""
+        """Handle the start of a phase, such as "preparing data"."""
 
     def on_progress(self, what: str, done: int, total: int | None) -> None:
-        """Part of a phase is done; `total` is None when it is not known."""
+        """Handle progress within a phase; `total` is None if unknown."""
 
     def on_start(self, info: RunInfo) -> None:
-        """The first step is about to begin."""
+        """Handle the start of a run, before its first step."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
         """Report the use of memory: traced, before the first step; at the end measured, too."""
@@ -30,22 +30,22 @@ class Callback:
         """Report something that the user may want to change, or know."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Handle a finished step."""
 
     def on_load(self, load: Load, step: int) -> None:
-        """Report how busy rank 0's host was of late, after `step`; every second or more rarely."""
+        """Handle rank 0's recent host load, after `step`; every second or less often."""
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """The held-out loss was measured."""
+        """Handle a held-out loss."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint is whole on disk."""
+        """Handle a checkpoint that is complete on disk."""
 
     def on_end(self, measurement: Measurement) -> None:
-        """The run reached its last step."""
+        """Handle the end of the last step."""
 
     def close(self) -> None:
-        """The run ends, however it ends."""
+        """Handle the end of the run, whether it succeeded or failed."""
 
 
 def tell(callbacks: Iterable[Callback], event: str, *arguments: object) -> None:

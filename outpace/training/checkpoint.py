@@ -1,9 +1,9 @@
-"""Checkpoints: written in the background by DCP, marked whole last, verified before use.
+"""Checkpoints: written in the background by DCP, marked as complete last, verified before use.
 
 A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
-`complete.json` with the size and checksum of every file. Only with that marker is it used. While
-it is being written it holds a file `unfinished` too, by which what a kill cut short is told from
-a checkpoint that has lost its marker: the first is removed, the other never.
+`complete.json` with the size and checksum of every file. It is used only with that marker. While it
+is being written, it also has a file `unfinished`, which distinguishes an interrupted save from a
+checkpoint that has lost its marker: the former is removed, the latter never.
 """
 
 import json
@@ -23,7 +23,14 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.records.base import Record, put_aside, sync_folder, sync_paths, write_atomic
+from outpace.records.base import (
+    Record,
+    put_aside,
+    refuse_pipe,
+    sync_folder,
+    sync_paths,
+    write_atomic,
+)
 from outpace.records.checksums import checksum
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
@@ -41,7 +48,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """Progress of a run: all that is not a tensor. The data's position is `step`."""
+    """Progress of a run: everything that is not a tensor. The data's position is `step`."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -93,15 +100,15 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
             return
         time.sleep(_LOOK_AGAIN_S)  # a network file system may show them a little later
     raise OSError(
-        f"{missing[0]} and {len(missing) - 1} more files of other hosts are not there; --out has "
+        f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. --out has "
         "to be a directory that all hosts share"
     )
 
 
 def damage(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if its files are those that were written.
+    """Describe the damage of a checkpoint; None if its files are as they were written.
 
-    One that a kill cut short is damaged, too.
+    An interrupted one is damaged, too.
     """
     if folder.is_symlink():
         return "it is a link"
@@ -118,6 +125,7 @@ def damage(folder: Path) -> str | None:
 
 def _file_damage(folder: Path) -> str | None:
     """Compare a checkpoint's files with its marker."""
+    refuse_pipe(folder / MARKER)
     entries = json.loads((folder / MARKER).read_text())
     for name, entry in entries.items():
         path = folder / name
@@ -152,7 +160,7 @@ def _content_damage(folder: Path) -> str | None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether this is what a kill left of a save: no checkpoint that was whole ever."""
+    """Return whether this is an interrupted save, which was never a complete checkpoint."""
     if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
         return False
     # DCP writes its metadata last; earlier versions of outpace wrote no file `unfinished`.
@@ -160,7 +168,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Return the step in a checkpoint folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -169,15 +177,16 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Folders with a marker, newest first; their contents are not verified."""
+    """Return folders with a marker, newest first; their contents are not verified."""
     found = [p for p in _steps(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files are what was written; None where none was ever whole.
+    """Return the newest intact checkpoint; None if none was ever complete.
 
-    Passes over damaged ones and `say`s so. Raises BadInputError when there are only damaged ones.
+    Damaged ones are skipped, which `say` reports. Raises BadInputError if there are only damaged
+    ones.
     """
     damaged = 0
     for folder in sorted(_steps(directory), key=step_of, reverse=True):
@@ -185,10 +194,10 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
         if problem is None:
             return folder
         if is_unfinished(folder):
-            say(f"checkpoint {folder} is passed over: it was still being written")
+            say(f"checkpoint {folder} is skipped, since it was still being written")
             continue
         damaged += 1
-        say(f"checkpoint {folder} is damaged ({problem}) and is passed over")
+        say(f"checkpoint {folder} is damaged ({problem}) and is skipped")
     if damaged:
         raise BadInputError(
             f"every checkpoint in {directory} is damaged. Restore one of them, start another run "
@@ -198,17 +207,7 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
 
 
 class Checkpointer:
-    """Saves and loads one rank's share of a run's state.
-
-    `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
-    since a thread saves while training uses the other groups. Without `copies` nothing
-    is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
-    when it is written. With `lends` plain tensors on a CPU are not copied before `before_change`,
-    which has to be called before anything that is saved changes; those of a GPU are copied to
-    pinned memory, which is kept, while it computes on. With `trained_only` frozen parameters are
-    left out: they are where they were read from. With `masters` weights of 16 bits are saved in
-    fp32, by the ranks whose optimizer keeps them so.
-    """
+    """Saving and loading of one rank's share of a run's state."""
 
     def __init__(
         self,
@@ -246,7 +245,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         progress: Progress,
     ) -> None:
-        """Begin to save. Returns when the state may change, but of what is lent.
+        """Start to save. Returns when the state may change, except for lent tensors.
 
         Waits for a save that has not ended.
 
@@ -301,7 +300,7 @@ class Checkpointer:
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the present save has still to read: it is about to change."""
+        """Copy what the present save has still to read, since it is about to change."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
@@ -341,7 +340,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the present save. False when it failed (said through `on_trouble`)."""
+        """Wait for the present save. False if it failed (reported through `on_trouble`)."""
         if self._pending is None:
             return True
         from outpace.training import states
@@ -383,7 +382,7 @@ class Checkpointer:
         return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
 
     def close(self) -> None:
-        """End the present save, whole or not at all."""
+        """End the present save, completely or not at all."""
         self.wait()
         self._finisher.shutdown()
 
@@ -424,7 +423,7 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
             _remove(folder)
             continue
         aside = put_aside(folder, folder=damaged)
-        say(f"{folder} is kept as {aside}; remove it when you do not need it")
+        say(f"{folder} is kept as {aside}. Remove it when you do not need it")
 
 
 def _remove(folder: Path) -> None:
@@ -441,7 +440,7 @@ def _remove(folder: Path) -> None:
 
 
 def clear_partial(directory: Path) -> None:
-    """Remove folders of saves that a kill cut short."""
+    """Remove folders of interrupted saves."""
     for folder in _steps(directory):
         if is_unfinished(folder):
             _remove(folder)

@@ -48,7 +48,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was begun here."""
+        """Return whether a run was started here."""
         return (self.path / RUN_FILE).is_file()
 
     def require_free(self) -> None:
@@ -59,12 +59,12 @@ class RunDir:
             )
         if self.path.is_symlink() and not self.path.exists():
             raise BadInputError(
-                f"{self.path} is a link to {_target(self.path)}, which is not there. Make that "
-                "directory, or use another --out."
+                f"{self.path} is a link to {_target(self.path)}, which does not exist. Create "
+                "that directory, or use another --out."
             )
         if self.path.exists() and not self._is_empty():
             raise BadInputError(
-                f"{self.path} is there and is not an empty directory. Use another --out."
+                f"{self.path} exists and is not an empty directory. Use another --out."
             )
 
     def _is_empty(self) -> bool:
@@ -73,7 +73,7 @@ class RunDir:
         )
 
     def require_run(self) -> RunRecord:
-        """The record of the run to resume. Raises BadInputError when there is none."""
+        """Return the record of the run to resume. Raises BadInputError if there is none."""
         if not self.exists:
             raise BadInputError(
                 f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start."
@@ -119,18 +119,18 @@ class RunDir:
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
     def require_room(self) -> None:
-        """Raise BadInputError where the disk has too little room for a run."""
+        """Raise BadInputError if the disk has too little free space for a run."""
         free = shutil.disk_usage(self.path).free
         if free < _LEAST_FREE_BYTES:
             elsewhere = "" if self.exists else ", or use another --out"
             raise BadInputError(
-                f"the disk of {self.path} has {free / 2**20:.1f} MiB left, and a run needs "
-                f"{_LEAST_FREE_BYTES / 2**20:.0f} MiB to begin. Free some space{elsewhere}."
+                f"the disk of {self.path} has {free / 2**20:.1f} MiB left, but a run needs "
+                f"{_LEAST_FREE_BYTES / 2**20:.0f} MiB to start. Free some space{elsewhere}."
             )
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step of the run was done."""
+        """Return whether a step of the run was done."""
         metrics = self.path / METRICS_FILE
         return metrics.is_file() and metrics.stat().st_size > 0
 
@@ -208,7 +208,7 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
     def evaluation(self, step: int) -> Evaluation | None:
-        """The evaluation that was logged at `step`, None when there is none."""
+        """Return the evaluation logged at `step`, None if there is none."""
         lines = read_log(self.path / EVALS_FILE, Evaluation).lines
         return next((line.record for line in lines if line.record.step == step), None)
 
@@ -231,12 +231,12 @@ class History:
 
     @property
     def is_finished(self) -> bool:
-        """Whether there are signs that the run came to its end once."""
+        """Return whether there are signs that the run was once finished."""
         return self.measurement is not None or self.result_damage is not None or self.has_model
 
 
 def model_damage(folder: Path) -> str | None:
-    """Say what is wrong with an exported model; None if it is what was written."""
+    """Describe the damage of an exported model; None if it is as it was written."""
     if not any((folder / name).is_file() for name in MODEL_FILES):
         return f"{folder} holds no whole model"
     return folder_damage(folder)
@@ -261,7 +261,9 @@ def _target(link: Path) -> Path:
 
 
 class MetricsWriter(Callback):
-    """One JSON object a step, in metrics.jsonl; one an evaluation, in evals.jsonl."""
+    """Writer of one JSON object per step to metrics.jsonl, and one per evaluation to
+    evals.jsonl.
+    """
 
     def __init__(self, run_dir: RunDir) -> None:
         with ExitStack() as opened:

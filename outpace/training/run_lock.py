@@ -1,4 +1,4 @@
-"""A run's directory is one training's at a time."""
+"""Lock that lets only one training at a time use a run's directory."""
 
 import errno
 import fcntl
@@ -30,14 +30,14 @@ def lock_run(
     while (lock := _try_lock(folder / _LOCK)) is None:
         if time.monotonic() >= until_s:
             raise BadInputError(
-                f"{folder} is being trained in by another process{_holder(folder / _LOCK)}: two "
-                "would write over each other's files. Wait until it has ended, end it, or use "
+                f"another process is training in {folder}{_holder(folder / _LOCK)}, and both "
+                "would overwrite each other's files. Wait until it has ended, end it, or use "
                 "another --out."
             )
         if not said:
             say(
-                f"{folder} is being trained in by another process{_holder(folder / _LOCK)}: "
-                f"waiting for {patience_s:g} s for it to end"
+                f"another process is training in {folder}{_holder(folder / _LOCK)}: waiting "
+                f"for up to {patience_s:g} s for it to end"
             )
             said = True
         time.sleep(_LOOK_AGAIN_S)

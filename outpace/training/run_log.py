@@ -37,7 +37,7 @@ class RunLog(Generic[Entry]):
 
     @property
     def last_step(self) -> int:
-        """0 where there is none."""
+        """Return the last step; 0 if there is none."""
         return self.lines[-1].record.step if self.lines else 0
 
     def cut(self, keeps: Callable[[Entry], bool], say: Callable[[str], None]) -> None:
@@ -64,6 +64,8 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
     What a kill cuts short is the last line, which is left out. Raises BadInputError where the file
     system does not let it be read.
     """
+    if path.is_fifo():  # to read it would be to wait for a writer
+        return RunLog(path, damage="it is a named pipe")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -107,10 +109,10 @@ def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     if changed.issuperset(numbers):
         lines = f"line {shown} is" if len(numbers) == 1 else f"lines {shown}{more} are"
-        return f"{lines} not as outpace wrote it: a checksum does not fit"
+        return f"{lines} not as outpace wrote it: a checksum does not match"
     if len(numbers) == 1:
-        return f"line {shown} is no {what} that follows the one before"
-    return f"lines {shown}{more} are no {what}s that follow the ones before"
+        return f"line {shown} is not a valid {what} that follows the previous one"
+    return f"lines {shown}{more} are not valid {what}s that follow the previous ones"
 
 
 def _truncate(path: Path, kept: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint without running code from it: it may come from anyone.
+"""Reader of checkpoints that runs no code from them, since they may come from anyone.
 
 Left alone, torch's reader unpickles `.metadata` and the values that are no tensors with whatever
 they name. Here they name the classes of DCP's own metadata, or plain values.

@@ -142,7 +142,7 @@ class CopyStream:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait until the copies are made."""
+        """Wait until the copies are finished."""
         if self._copied is not None:
             self._copied.synchronize()
 

@@ -33,7 +33,7 @@ class RankReports:
         self._work = work
 
     def wait(self) -> list[list[float]]:
-        """(world, 3), when all ranks have said it."""
+        """Return (world, 3), when all ranks have reported."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -43,7 +43,7 @@ class RankReports:
 
     @property
     def stop(self) -> bool:
-        """Whether any rank was asked to stop."""
+        """Return whether any rank was asked to stop."""
         return any(stop for stop, _, _ in self.wait())
 
     @property
@@ -91,7 +91,9 @@ class RawStep:
 
     @property
     def done(self) -> bool:
-        """Whether the device has done it, so that nothing has to wait for its figures."""
+        """Return whether the device has finished it, so that its figures are available without
+        waiting.
+        """
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:
@@ -207,7 +209,7 @@ class Stepper:
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """All passes of a step."""
+        """Run all passes of a step."""
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
         if not (self._keeps_casts and len(batches) > 1):
@@ -224,7 +226,7 @@ class Stepper:
         self.on_mark(part)
 
     def free_cache(self) -> None:
-        """Free what allocators keep for later, where the plan says so."""
+        """Free cached memory of allocators, if the plan asks for it."""
         if self._freer is not None:
             self._freer.free()
 

@@ -37,7 +37,7 @@ class SyntheticTraining:
     seed: int = 0
 
     def batch(self, device: torch.device | None = None) -> Batch:
-        """A global batch."""
+        """Return a global batch."""
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         tokens = torch.randint(0, self.spec.vocab, shape, generator=drawn).to(device)
@@ -45,7 +45,7 @@ class SyntheticTraining:
 
     @property
     def targets(self) -> int:
-        """Targets in a global batch."""
+        """Return the targets in a global batch."""
         return self.global_batch * self.seq_len
 
 
@@ -113,7 +113,7 @@ class SyntheticSteps:
         )
 
     def step(self) -> None:
-        """All of one, the optimizer's part too."""
+        """Run a whole step, including the optimizer."""
         if self._stepper is None:
             return
         self._step += 1

@@ -1,4 +1,4 @@
-"""CPU threads: as asked, by OMP_NUM_THREADS, or a process's share of the cores."""
+"""CPU threads: as requested, by OMP_NUM_THREADS, or a process's share of the cores."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -46,7 +46,7 @@ class StepTimer:
 
 
 def durations(marks: Marks) -> dict[str, float]:
-    """Seconds by part, of marks to which the device has come."""
+    """Return seconds by part, for marks that the device has reached."""
     seconds: dict[str, float] = {}
     for (_, begin), (part, end) in pairwise(marks):
         seconds[part] = seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
@@ -67,7 +67,7 @@ class BusyTime:
         self._latest_s = -1.0
 
     def add(self, marks: Marks) -> None:
-        """A step was queued."""
+        """Note that a step was queued."""
         if not self._on_host:
             self._running.append(marks)
 

@@ -173,6 +173,12 @@ def test_a_drivers_name_is_its_accelerator_or_asks_for_the_memory(chip):
         ("8xA100-40GB", 8, "A100 SXM 40 GB"), ("H100 PCIe 80GB", 1, "H100 PCIe"),
         ("4xRTX4090-24GB", 4, "RTX 4090"), ("RTX_4090", 1, "RTX 4090"),
         ("AMD Instinct MI300X", 1, "MI300X"), ("H200-141GB", 1, "H200 SXM"),
+        # SLURM's, without "gpu:"; a number that is a size of such a chip's memory stays that.
+        ("h100:8", 8, "H100 SXM"), ("H200:4", 4, "H200 SXM"), ("rtx_4090:2", 2, "RTX 4090"),
+        ("rtx-3060:12", 1, "RTX 3060 12 GB"), ("2xrtx-4060-ti:16", 2, "RTX 4060 Ti 16 GB"),
+        ("a100-sxm4-80gb:8", 8, "A100 SXM 80 GB"), ("T4:16", 1, "T4"), ("h100:80", 1, "H100 SXM"),
+        ("A6000", 1, "RTX A6000"), ("8xA6000", 8, "RTX A6000"), ("gpu:a6000:4", 4, "RTX A6000"),
+        ("NVIDIA A5000", 1, "RTX A5000"), ("4090", 1, "RTX 4090"), ("a6000:4", 4, "RTX A6000"),
     ],
 )  # fmt: skip
 def test_names_of_drivers_schedulers_and_clouds(name, devices, chip):

@@ -117,7 +117,7 @@ def test_a_run_of_outpace(capsys: pytest.CaptureFixture[str], run: Path) -> None
     assert row["trainer"] == "outpace" and min(times) <= row["step_time_s"] <= max(times)
     assert abs(row["after"]) < abs(row["before"])
     said = refusal(capsys, str(run), "--model=gpt2", "--machine=l4")
-    assert "Name the model that was trained" in said
+    assert "Give the model that was trained" in said
 
 
 def test_what_no_flag_supplies(

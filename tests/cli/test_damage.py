@@ -6,6 +6,7 @@ changes nothing, and a run that is resumed keeps every step, checkpoint and file
 
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -37,12 +38,18 @@ def be_folder(path: Path) -> None:
     path.mkdir()
 
 
+def be_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "bit": flip,
     "half": halve,
     "empty": lambda path: path.write_bytes(b""),
     "gone": Path.unlink,
     "folder": be_folder,
+    "pipe": be_pipe,
     "wrong type": lambda path: path.write_bytes(b"[]\n"),
 }
 READERS = {

@@ -125,13 +125,13 @@ def test_topology_says_how_the_gpus_are(no_tools, monkeypatch, capsys):
         "outpace.probing.hardware.nvml.query", lambda timeout_s: ((), "NVML: no permission")
     )
     assert main(["topology"]) == 0
-    assert "not known: NVML: no permission" in capsys.readouterr().out
+    assert "is unknown: NVML: no permission" in capsys.readouterr().out
 
 
 def test_topology_without_a_driver_tells_of_the_processors(no_tools, capsys, tmp_path):
     assert main(["topology", f"--svg={tmp_path / 'cpu.svg'}"]) == 0
     said = capsys.readouterr().out
-    assert "nvidia-smi is not here" in said
+    assert "nvidia-smi is not on PATH" in said
     assert "CPUs" in said
     assert "cores" in (tmp_path / "cpu.svg").read_text()
 
@@ -159,7 +159,7 @@ def test_topology_with_a_broken_driver(no_tools, capsys, script, words):
             "'NVLink 9' is not in the catalog",
         ),
         (["--from=nowhere.txt"], "--from nowhere.txt: No such file"),
-        ([f"--from={TOPOLOGIES / 'sources.toml'}"], "there is no matrix of GPUs in it"),
+        ([f"--from={TOPOLOGIES / 'sources.toml'}"], "it contains no matrix of GPUs"),
         ([f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=t.png"], "has to end with .svg"),
         (
             [f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=/no/dir/t.svg"],

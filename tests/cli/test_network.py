@@ -45,7 +45,7 @@ def test_strategies_are_compared_and_assumptions_shown(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "ASSUMED: 0.5 of the catalog's peak" in " ".join(shown.split())
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
-    assert "bound by this network" in shown and "more than is needed" in shown
+    assert "limited by this network" in shown and "faster than needed" in shown
 
 
 def figure(kind, what, unit, value, **of):
@@ -136,10 +136,10 @@ def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys,
     fits = (link("node", 8, 200e9), link("across", 2, 5e9))
     nodes = (tuple(range(8)), tuple(range(8, 16)))
     (unknown,) = network_advice([], nodes)
-    assert "the bandwidth between nodes is not known" in unknown.text
+    assert "the bandwidth between nodes is unknown" in unknown.text
     assert network_advice([], nodes[:1]) == []
     (advice,) = network_advice(fits, nodes)
-    assert "320.00 Gbit/s for a node" in advice.text
+    assert "320.00 Gbit/s per node" in advice.text
     probed = probe(tmp_path / "m.json", *fits, ranks=16, hosts=2)
     assert said(capsys, *TINY, probed)["own"]["bytes_per_s"] == 320e9 / 8
 
@@ -187,12 +187,12 @@ def test_on_one_host_the_links_between_its_devices_are_compared(capsys, monkeypa
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
     shown = " ".join(shown.split())
     assert "2 × NVLink 2 ◂" in shown
-    assert "DDP: bound by this link, a step takes 7 % longer. 2 × NVLink 2 carries" in shown
-    assert "carries 50.00 GB/s, it needs 51.49 GB/s a device." in shown
+    assert "DDP: limited by this link, a step takes 7 % longer. 2 × NVLink 2 carries" in shown
+    assert "carries 50.00 GB/s, but it needs 51.49 GB/s a device." in shown
     assert main(["network", "--model=gpt2", "--machine=dgx-h100", "--global-batch=512",
                  "--micro-batch=64"]) == 0  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
-    assert "DDP: this link is more than is needed" in shown
+    assert "DDP: this link is faster than needed" in shown
 
 
 def test_a_network_stands_by_the_name_that_it_was_asked_by(capsys, monkeypatch):
@@ -269,7 +269,7 @@ def test_no_torch_is_imported():
         ((*TINY, "--share=2"), "2 is not at least 0.01 and at most 1"),
         ((*TINY, "--nodes=10000000"), "at most 100000"),
         ((*TINY, "--tp=3"), "--tp 3: tp 3 does not divide"),
-        ((*TINY, "--network=-50Gbit/s"), "a rate is a number above 0"),
+        ((*TINY, "--network=-50Gbit/s"), "a rate has to be a number above 0"),
         ((*TINY, "--network=50"), "--network 50: its unit is missing. Write 50Gbit/s or 50GB/s."),
     ],
 )

@@ -153,7 +153,7 @@ def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):
     assert speed == sorted(speed) and speed[3] < 64 * speed[0]
     text = shown(capsys, monkeypatch, *words)
     assert "Global batch 512 throughout" in text and "efficiency" in text
-    assert "The network takes over at" in text
+    assert "The network dominates from" in text
     assert "GiB" in text and "memory" in text and "More than 100 %" not in text
 
 
@@ -164,7 +164,7 @@ def test_more_than_all_of_linear_scaling_is_explained(capsys, monkeypatch):
     rows = said(capsys, *words)["scaling"]
     speed = [row["best"]["estimate"]["tokens_per_s"] / row["devices"] for row in rows]
     assert speed[1] > 1.005 * speed[0]
-    assert "More than 100 %: where more devices share the states" in shown(
+    assert "More than 100 %: with more devices sharing the states" in shown(
         capsys, monkeypatch, *words
     )
 
@@ -228,13 +228,13 @@ def test_a_change_that_decides_whether_it_fits_is_an_answer(capsys, monkeypatch)
     words = ["plan", "--model=llama-3-8b", "--machine=rtx-4090", "--global-batch=4",
              "--keep=offload_optimizer=none"]  # fmt: skip
     text = shown(capsys, monkeypatch, *words, "--what-if=memory=192GiB")
-    assert "the model does not fit now, and with memory=192GiB it does." in text
+    assert "the model does not fit now, but with memory=192GiB it does." in text
     for head in ("machine", "step", "tokens/s", "fastest plan", "now", "with memory=192GiB"):
         assert head in text
     both = said(capsys, *words, "--what-if=memory=192GiB")
     assert "does not fit" in both["now"]["unfit"] and both["then"]["plans"]
     words = ["plan", "--model=gpt2", "--machine=l4"]
-    assert "fits now, and with memory=1GiB it does not" in shown(
+    assert "fits now, but with memory=1GiB it does not" in shown(
         capsys, monkeypatch, *words, "--what-if=memory=1GiB"
     )
     sentence = refused(capsys, "plan", "--model=llama-3.1-405b", "--machine=l4",
@@ -420,7 +420,10 @@ def test_the_best_is_written_for_every_trainer(name, capsys, tmp_path):
     written = said(capsys, *words, f"--out={path}")
     assert captured.out.rstrip() == written["text"].rstrip() != ""
     assert path.read_text() == written["text"] and written["file_name"] == str(path)
-    assert "As written: " in captured.err and " a step (" in captured.err
+    when = "After" if written["edits"] else "As written: "  # with edits of the script that it names
+    assert f"# {when}" in captured.err and " per step (" in captured.err
+    assert all(f"# To edit first: {edit}" in captured.err for edit in written["edits"])
+    assert bool(written["edits"]) == (name in ("accelerate", "fsdp", "torchtitan"))
     # Whose 16 bits are autocast's is not given master weights that nobody asked for.
     assert not [one for one in written["lost"] if "precision" in one]
     if name != "outpace":  # its command has flags
@@ -452,7 +455,7 @@ def test_without_a_machine_it_is_planned_for_this_one(capsys, tmp_path, monkeypa
     assert found["nodes"] == 1 and found["plans"]
     assert any("planned for this machine" in note for note in found["notes"])
     assert any("were measured in a few seconds" in note for note in found["notes"])
-    assert "name it with --machine" in refused(
+    assert "Name it with --machine" in refused(
         capsys, "plan", "--model=outpace-tiny", "--network=100Gbit/s"
     )
 
@@ -530,7 +533,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--tokens=0"], "--tokens: 0 is not at least 1"),
         (["--what-if=link=400"], "--what-if link=400: its unit is missing. Write 400Gbit/s or"),
         (["--what-if=inside=fast"], "--what-if inside=fast: link 'fast' is not in the catalog"),
-        (["--network=0"], "--network 0: a rate is a number above 0"),
+        (["--network=0"], "--network 0: a rate has to be a number above 0"),
         (["--what-if=speed=2"], "--what-if speed=2: write link="),
         (["--what-if=memory=-1GiB"], "--what-if memory=-1GiB: "),
         (["--what-if=nodes=0"], "--what-if nodes=0: "),

@@ -127,7 +127,7 @@ def test_a_report_of_two_runs_begins_with_what_they_differ_in(run, capsys, tmp_p
     assert said[0].startswith("They differ in: checkpointing none → full")
     assert said[-1] == "report: report.html" and not (other / "report.html").exists()
     assert (tmp_path / "report.html").read_text().count("<article>") == 3
-    assert "report.html is there already" in refused(capsys, run, other)
+    assert "report.html exists already" in refused(capsys, run, other)
 
 
 def test_a_run_and_a_strategy_are_not_compared(run, capsys):

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,24 @@ def test_another_code_of_your_model_is_refused(
     (home / "mine.py").write_text(OWN.format(layer="Tanh"))
     code, said = said_by(capsys, resume, "--steps=3")
     assert code == 2 and "the code of your model changed" in said
+
+
+def test_runs_and_a_cache_within_the_data_are_no_data(
+    train_flags: list[str], corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run, and the next one, would have learnt logs and tokens of the first."""
+    data = shutil.copytree(corpus, tmp_path / "data")
+    flags = [word for word in train_flags if not word.startswith(("--data", "--cache-dir"))]
+    flags += [f"--data={data}", f"--cache-dir={data / 'cache'}", "--save-every=3"]
+    assert main(["train", *flags, f"--out={data / 'run'}"]) == 0
+    assert main(["train", "--resume", f"--out={data / 'run'}", "--steps=7"]) == 0
+    assert main(["train", *flags, f"--out={data / 'other'}"]) == 0
+    capfd.readouterr()
+    first, second = (
+        [
+            json.loads(line)["loss"]
+            for line in (data / name / "metrics.jsonl").read_text().split("\n")[:-1]
+        ]
+        for name in ("run", "other")
+    )
+    assert len(first) == 7 and first[:6] == second

@@ -95,9 +95,9 @@ def test_a_list_keeps_its_figures_whole_at_any_width(width, home, monkeypatch, c
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert "2026-03-01 10:00" in shown and "6/6" in shown
     if width >= 120:
-        assert re.search(r"\d MiB", shown) and "Not shown" not in shown
+        assert re.search(r"\d MiB", shown) and "Hidden" not in shown
     else:
-        assert "Not shown for want of width" in shown and "memory" in shown
+        assert "Hidden because the terminal is too narrow" in shown and "memory" in shown
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,13 @@ SURROUNDINGS = {
     "narrow": "COLUMNS=1 {}",
     "no terminal": "TERM=dumb NO_COLOR=1 {}",
     "no folder for temporary files": "TMPDIR=/nonexistent {}",
+    "logs that torch does not know": "TORCH_LOGS=nonsense {}",
 }
 REFUSED = ("calibrate", "merge")  # of these words, before anything is written
 OFTEN = [  # of all pairs, which each code path is among
     ("version", "closed output"), ("version", "full output"), ("plan", "full output"),
     ("plan", "ascii"), ("report", "nothing open"), ("runs", "no directory"), ("doctor", "latin-1"),
-    ("models", "reader gone"),
+    ("models", "reader gone"), ("memory", "logs that torch does not know"),
 ]  # fmt: skip
 EVERY = [(command, around) for command in WORDS for around in SURROUNDINGS]
 

@@ -59,6 +59,13 @@ def test_a_glob_and_a_file(folder, prepare, ids_of):
     assert tokens(prepare(folder / "a.md")) == [ids_of(A)]
 
 
+def test_a_glob_has_a_file_once_where_links_lead_in_a_circle(folder, prepare, ids_of):
+    (folder / "deep" / "up").symlink_to("..")
+    assert tokens(prepare(f"{folder}/**/*.py")) == [ids_of(C)]
+    (folder / "deep" / "again.py").symlink_to("er/c.py")  # not a circle: it was put there
+    assert tokens(prepare(f"{folder}/**/*.py")) == [ids_of(C, C)]
+
+
 def test_json_lines(tmp_path, prepare, ids_of):
     path = write_lines(tmp_path / "x.jsonl", {"text": A}, {"text": ""}, {"text": B, "n": 1})
     path.write_text(path.read_text() + "\n\n")

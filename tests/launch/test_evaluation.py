@@ -86,7 +86,7 @@ def test_more_batch_than_data_is_said(home):
             said.extend(info.hints)
 
     train(settings, RunContext(callbacks=[Listener()]))
-    assert any("256 is more than the" in hint and "up to" in hint for hint in said), said
+    assert any("256 is larger than the" in hint and "up to" in hint for hint in said), said
     assert any("held.jsonl is repeated" in hint for hint in said)
     assert not any("train.jsonl is repeated" in hint for hint in said)
 

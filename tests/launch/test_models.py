@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from outpace.jobs.inference import evaluate, generate
+from outpace.jobs.train import run_record
 from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
 from outpace.records.errors import BadInputError
@@ -89,6 +90,18 @@ def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, referen
         start(f"further {told}", heard=[heard], model=str(theirs), steps=1)
         assert (f"{theirs}, which was trained at a learning rate of 0.0006" in heard.said) is told
     assert anew.initial_eval.loss == pytest.approx(first.initial_eval.loss, rel=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(run_record, "_DEV", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1111")
+    heard, chosen = _Hints(), _Hints()
+    start("run", heard=[heard], steps=1)
+    assert "the run is on the CPU: CUDA_VISIBLE_DEVICES=GPU-1111 hides them" in heard.said
+    start("meant", heard=[chosen], steps=1, device="cpu")
+    assert "NVIDIA" not in chosen.said
 
 
 def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_path, corpus):

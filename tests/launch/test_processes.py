@@ -155,10 +155,13 @@ def test_a_run_that_is_trained_is_not_gone_on_with_until_that_has_ended(tmp_path
     again = command(tmp_path / "run", "--steps=5000", "--auto-resume", "--comm-timeout-s=1")
     refused = do(again)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert f"is being trained in by another process (process {first.pid} on " in refused.stderr
+    assert (
+        f"another process is training in {tmp_path / 'run'} (process {first.pid} on "
+        in refused.stderr
+    )
     assert first.poll() is None
     second = start(command(tmp_path / "run", "--steps=5000", "--auto-resume"))
-    while "waiting for 300 s for it to end" not in (line := second.stderr.readline()):
+    while "waiting for up to 300 s for it to end" not in (line := second.stderr.readline()):
         assert line, second.communicate()
     first.kill()
     first.communicate()

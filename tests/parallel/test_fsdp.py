@@ -1,12 +1,14 @@
 """Ranks that split parameters gather them in 16 bits and reduce gradients in fp32, over gloo."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 from outpace.parallel.fsdp import policy_of
+from outpace.records.precisions import PRECISION_TRAITS, WEIGHTS, Precision
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 GATHERS, SUMS = "allgather_base", "reduce_scatter_base"
@@ -26,6 +28,16 @@ def test_gloo_gathers_bf16_and_reduces_fp32(processes, strategies, on_ranks):
         # Of 5 blocks and the rest, in 3 steps of 2 micro-batches; blocks twice but for ZeRO-2.
         assert low["calls"][sums] == 6 * 3 * 2
         assert low["calls"][gathers] == (6 if strategy == "zero2" else 11) * 3 * 2
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_what_is_planned_to_be_sent_is_what_units_send(precision):
+    """Of time, memory and the network alike."""
+    kept = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(WEIGHTS.get(precision))
+    kept = kept or (torch.float64 if precision == "fp64" else torch.float32)
+    policy = policy_of([nn.Parameter(torch.ones(2))], precision)
+    sent = policy.param_dtype or kept, policy.reduce_dtype or policy.param_dtype or kept
+    assert PRECISION_TRAITS[precision].shard_bytes == tuple(dtype.itemsize for dtype in sent)
 
 
 def test_a_unit_with_weights_of_integers_sends_all_as_it_is():

@@ -123,5 +123,5 @@ def test_what_a_schedule_cannot_do_is_refused(values, sentence):
 
 
 def test_micro_batches_are_for_pipelines():
-    with pytest.raises(BadInputError, match="ddp is no pipeline"):
+    with pytest.raises(BadInputError, match="ddp is not a pipeline"):
         Plan.parse({"strategy": "ddp", "dp_replicate": 2, "pp_microbatches": 2}, "plan")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outpace.records.base import put_aside, write_atomic
+from outpace.records.base import put_aside, read_json, require_no_pointer, write_atomic
+from outpace.records.errors import BadInputError
 
 
 def test_a_named_pipe_stays_one_and_gets_what_is_written(tmp_path: Path) -> None:
@@ -59,3 +60,11 @@ def test_what_is_put_aside_takes_no_other_name(tmp_path: Path) -> None:
         (tmp_path / "file").write_text(str(number))
         aside = put_aside(tmp_path / "file")
         assert aside == tmp_path / f"file.damaged-{number}" and aside.read_text() == str(number)
+
+
+def test_a_named_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.json")
+    with pytest.raises(BadInputError, match="it is a named pipe, not a file"):
+        read_json(tmp_path / "plan.json")
+    with pytest.raises(BadInputError, match="it is a named pipe, not a file"):
+        require_no_pointer(tmp_path / "plan.json")

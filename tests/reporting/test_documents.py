@@ -84,7 +84,7 @@ def test_a_run_cites_one_prediction_which_is_what_was_measured_before_it(run):
     document = run_document(replace(found, measurement=measured))
     sentence = "Faster than expected: the first 100 steps took 470.0 ms (median) where 530.0 ms was"
     assert any(line.startswith(sentence) for line in document.verdict)
-    assert "planner says" not in " ".join([*document.verdict, words(document)])
+    assert "planner predicts" not in " ".join([*document.verdict, words(document)])
     assert dict(document.facts)["measured to expected"] == "-11.3%"
 
 
@@ -121,7 +121,7 @@ def test_a_run_is_beside_its_prediction(of_run, run, probe):
     )
     assert low < said < high and seen == measured.step_time_s
     assert above == pytest.approx(seen / said - 1)
-    assert "guessed by its vector width" in words(of_run)
+    assert "guessed from its vector width" in words(of_run)
     better = run_document(read_run(run), Machine.load(probe))
     assert "outpace probe measured" in words(better)
     other = figure_in(better, "Predicted against measured", "Time of a step")
@@ -134,10 +134,10 @@ def test_a_run_on_the_processor_is_predicted_as_one_whatever_else_is_there(run):
     gpu = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
     machine = found.record.machine.model_copy(update={"devices": (gpu,)})
     beside = replace(found, record=found.record.model_copy(update={"machine": machine}))
-    assert "guessed by its vector width" in words(run_document(beside))
+    assert "guessed from its vector width" in words(run_document(beside))
     other = machine.model_copy(update={"cpu": "another one"})
     said = words(run_document(beside, other))
-    assert "The probe is of another machine: cpu is another one there" in said
+    assert "The probe is from another machine: cpu is another one there" in said
 
 
 def figure_in(document, title, start):
@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_is_reported_as_far_as_it_is(run, tmp_path):
     RunDir(tmp_path).end_early("the loss became nan at step 4")
     said = run_document(read_run(tmp_path)).verdict[1]
     assert said == "It ended early: the loss became nan at step 4"
-    assert "is not recorded: outpace train --memory" in words(document)
+    assert "is not recorded; outpace train --memory" in words(document)
     (tmp_path / "metrics.jsonl").unlink()
     assert run_document(read_run(tmp_path)).verdict[0].startswith("No step was done")
 
@@ -252,9 +252,9 @@ def test_without_a_trace_the_schedule_is_replayed_and_says_so(pipeline_run, tmp_
     document = run_document(read_run(tmp_path))
     timeline = figure(document, "The pipeline's timeline")
     assert {row[0] for row in timeline.table.rows} == {"planned", "replayed"}
-    assert "not recorded without --profile" in words(document)
+    assert "Without --profile" in words(document)
     (tmp_path / "result.json").unlink()
-    assert "is not in this run" in words(run_document(read_run(tmp_path)))
+    assert "This run does not have the times of actions" in words(run_document(read_run(tmp_path)))
 
 
 def test_a_trace_that_is_cut_short_too_large_or_missing_is_none_and_it_is_said_why(
@@ -339,21 +339,21 @@ def test_a_comparisons_prediction_is_beside_the_medians_of_its_rounds(comparison
 
 def test_a_comparison_without_its_runs_says_what_is_not_there(comparison):
     record = Comparison.load(comparison / "comparison.json")
-    assert "The steps of these runs are not here." in words(comparison_document(record))
-    assert "which are not here" in words(comparison_document(record))
+    assert "The steps of these runs are not available." in words(comparison_document(record))
+    assert "which are not available" in words(comparison_document(record))
 
 
 def test_plans_have_their_pipelines_timeline_and_intervals(plans):
     answer = Plans.load(plans)
     document = plan_document(answer)
     assert answer.plans[0].title in document.verdict[0]
-    assert any("nothing here was measured" in line for line in document.verdict)
+    assert any("nothing was measured here" in line for line in document.verdict)
     times = figure(document, "Time of a step, with the interval")
     assert len(times.table.rows) == len(answer.plans)
     planned = figure(document, "The pipeline's timeline")
     assert planned.table.rows[0][0] == "planned"
     costs = next(
-        one for one in parts(document, DataTable) if one.title.startswith("What is insisted")
+        one for one in parts(document, DataTable) if one.title.startswith("Cost of the fixed")
     )
     assert [row[0] for row in costs.rows] == [one.setting for one in answer.insistences]
     reasons = [one for one in parts(document, DataTable) if one.title.startswith("Families")]
@@ -390,7 +390,7 @@ def test_a_probe_shows_every_figure_with_its_interval(probe):
     for _, size, measured, said in fitted.table.rows:
         assert said.value == pytest.approx(1e-4 + size.value / 1e9)
         assert measured.value == pytest.approx(said.value)
-    assert "Of 14 figures 1 are unstable" in document.verdict[1]
+    assert "1 of 14 figures are unstable" in document.verdict[1]
 
 
 def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
@@ -420,7 +420,7 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     console.print(tuning_text(record.model_copy(update={"trials": by_samples})))
     assert "samples/s" in console.file.getvalue() and "12.3" in console.file.getvalue()
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
-    assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
+    assert tuning_document(nothing).verdict[0].startswith("None of 1 trials finished")
 
 
 def test_a_tunings_page_names_the_default_model_and_cores_that_others_used(tuning):

@@ -87,7 +87,9 @@ def test_one_bad_line_costs_no_good_one(run: RunDir, line: bytes) -> None:
     before = path.read_bytes()
     (said,) = resumed(run, 8)
     aside = run.path / f"{METRICS_FILE}.damaged-1"
-    assert f"{path}: line 3 is no step" in said and str(aside) in said and "7 lines" in said
+    assert (
+        f"{path}: line 3 is not a valid step" in said and str(aside) in said and "7 lines" in said
+    )
     assert aside.read_bytes() == before
     assert steps_in(path) == [1, 2, 4, 5, 6, 7, 8]
     change_line(path, 2, b"{")
@@ -152,7 +154,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(
     little = shutil.disk_usage(tmp_path)._replace(free=2 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: little)
-        with pytest.raises(BadInputError, match=r"has 2\.0 MiB left, and a run needs 16 MiB"):
+        with pytest.raises(BadInputError, match=r"has 2\.0 MiB left, but a run needs 16 MiB"):
             RunDir(tmp_path / "new").begin(record)
     assert not (tmp_path / "new").exists()
 

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from outpace.interop.export import deepspeed, unsupported
-from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, ScriptEdit, hosts
 from outpace.interop.export.texts import HEAD, as_yaml, heading
 from outpace.records.plan import Checkpointing, Plan
 from outpace.records.precisions import PURE, WIDE
@@ -95,10 +95,7 @@ def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
             notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
         return "no"
     if name in PURE:
-        notes.append(
-            f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
-            "to nearest."
-        )
+        notes += unsupported.weights_in_16_bits(plan)
         return "no"
     if name == "fp16-master" and kind != "DEEPSPEED":
         notes.append(unsupported.precision(plan, _TOOL, "fp16 by autocast", "fp16"))
@@ -242,15 +239,22 @@ def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
     makes = f"{batch}; it makes AdamW and clips gradients at {unsupported.clip(plan):g}."
     if plan.optimizer != "adamw-fused":
         makes = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
-    sentences: list[str] = [Note(makes)]
-    if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and request.recomputed_blocks.count:
-        written = "nothing: gradient_checkpointing_enable() in the script does it"
-        sentence = unsupported.checkpointing(request, _TOOL, written, "full")
-        whole = request.recomputed_blocks.mode == "full" and request.recomputed_blocks.every == 1
-        sentences.append(Note(sentence) if whole else sentence)
+    sentences: list[str] = [ScriptEdit(makes)]
+    done = request.recomputed_blocks
+    if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and done.count:
+        if done.mode != "full" or not done.alike or done.count < request.layers:
+            sentences.append(
+                unsupported.checkpointing(request, _TOOL, "full recomputation", "full")
+            )
+        sentences.append(
+            ScriptEdit(
+                "checkpointing: call the model's gradient_checkpointing_enable() in the script; "
+                "the configuration has nothing for it."
+            )
+        )
     if plan.compress_gradients != "none" and kind == "MULTI_GPU":
         sentences.append(
-            Note(
+            ScriptEdit(
                 "compress_gradients: DistributedDataParallelKwargs(comm_hook=…) in the script does "
                 "it."
             )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.interop.export import unsupported
-from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, hosts
+from outpace.interop.export.request import ExportedPlan, ExportRequest, Note, ScriptEdit, hosts
 from outpace.interop.export.texts import as_json
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
@@ -241,8 +241,9 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
         notes.append(
             f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence with an all-to-all "
-            "(Ulysses) instead of a ring; the script has to split sequences."
+            "(Ulysses) instead of a ring."
         )
+        notes.append(ScriptEdit(f"cp {plan.cp}: the script has to split sequences."))
     if plan.ep > 1:
         values["expert_parallel"] = {"enabled": True, "autoep_size": plan.ep}
     return values
@@ -254,7 +255,7 @@ def _pipeline(request: ExportRequest) -> list[str]:
     if plan.pp == 1:
         return []
     sentences: list[str] = [
-        Note(
+        ScriptEdit(
             f"pp {plan.pp}: the script has to cut the model, deepspeed.pipe.PipelineModule(layers, "
             f"num_stages={plan.pp}); the JSON has nothing for it."
         )

@@ -130,10 +130,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
     if name in WIDE and name != "fp32":
         notes.append(unsupported.precision(plan, _TOOL, "fp32", "fp32"))
     elif name in PURE:
-        notes.append(
-            f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
-            "to nearest."
-        )
+        notes += unsupported.weights_in_16_bits(plan)
     elif name == "fp8":
         notes.append(unsupported.precision(plan, _TOOL, "bf16", "bf16"))
     elif name in MASTERS:

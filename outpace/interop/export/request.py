@@ -27,6 +27,12 @@ class Note(str):
     __slots__ = ()
 
 
+class ScriptEdit(Note):
+    """A Note on an edit of the user's script: the plan's time and memory hold after this edit."""
+
+    __slots__ = ()
+
+
 class Replacement(str):
     """A sentence on what is written in place of a part of the plan.
 
@@ -61,6 +67,11 @@ class ExportedPlan:
     def differences(self) -> tuple[str, ...]:
         """Sentences on parts of the plan that are not expressed: memory or time would differ."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Sentences on what the user's script has to do before it trains as planned."""
+        return tuple(sentence for sentence in self.notes if isinstance(sentence, ScriptEdit))
 
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
         """Return the plan that `text` describes, and whether all that was replaced is known.

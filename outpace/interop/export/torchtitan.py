@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from outpace.interop.export import unsupported
-from outpace.interop.export.request import ExportedPlan, ExportRequest, Note
+from outpace.interop.export.request import ExportedPlan, ExportRequest, ScriptEdit
 from outpace.interop.export.texts import Placeholder, as_toml, comments, heading, torchrun
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
@@ -127,7 +127,7 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     words = ", ".join(f"{key}={value}" for key, value in _arguments(spec, qwen).items())
     which = "no model of these dimensions" if flavor is None else f"another model as its {flavor}"
     sentences: list[str] = [
-        Note(
+        ScriptEdit(
             f"torchtitan has {which}. Add flavor {_OWN_FLAVOR} to {name}_args: {kind}({words}), "
             f"whose MLP is {spec.ffn} wide."
         )

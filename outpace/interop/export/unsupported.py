@@ -7,7 +7,7 @@ default becomes a sentence here, so that none is lost silently.
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-from outpace.interop.export.request import ExportRequest, Note, Replacement, hosts
+from outpace.interop.export.request import ExportRequest, Note, Replacement, ScriptEdit, hosts
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Plan, Strategy
 from outpace.records.precisions import SHARD_DTYPES, Precision
@@ -131,12 +131,21 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
     dtypes = SHARD_DTYPES[plan.precision]
     torchs = {"bf16": "bfloat16", "fp16": "float16"}[dtypes.gathered]
     return [
-        Note(
+        ScriptEdit(
             f"precision {plan.precision}: {tool} reduces gradients in {dtypes.gathered} as it "
             f"gathers parameters, outpace in {dtypes.reduced}: in a script of yours torch's "
             f"MixedPrecisionPolicy(param_dtype=torch.{torchs}, reduce_dtype=torch.float32) for "
             "Accelerate's FullyShardedDataParallelPlugin."
         )
+    ]
+
+
+def weights_in_16_bits(plan: Plan) -> list[str]:
+    """Say who makes weights of 16 bits alone, and what their optimizer does differently."""
+    name = plan.precision
+    return [
+        ScriptEdit(f"precision {name}: load the model in {name[:4]} in the script."),
+        f"precision {name}: the optimizer rounds to nearest, outpace's stochastically.",
     ]
 
 

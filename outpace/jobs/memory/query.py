@@ -13,6 +13,7 @@ from outpace.interop.custom_model import CustomModel, build_custom_model, read_p
 from outpace.interop.models import open_model
 from outpace.jobs.defaults import keeps_masters, resolve_plan, resolve_seq_len
 from outpace.jobs.inputs.custom_batches import batch_of
+from outpace.jobs.memory.formula import FindOutline, FormulaQuestion, find_untrained
 from outpace.jobs.memory.trace_worker import TraceRequest, account_of
 from outpace.parallel.offload import require
 from outpace.planner.pipeline.stages import representatives
@@ -21,6 +22,7 @@ from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Node
 from outpace.records.memory import MemoryAccount
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -117,6 +119,9 @@ class ModuleQuestion:
         return batch_of(self.model, count, self.seq_len)
 
 
+AnyQuery = MemoryQuery | ModuleQuestion | FormulaQuestion
+
+
 def ask_of_module(
     build: Callable[[], Any],
     settings: TrainSettings,
@@ -137,10 +142,16 @@ def ask_of_module(
 
 
 def question(
-    settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
-) -> MemoryQuery | ModuleQuestion:
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    node: Node | None,
+    nodes: int,
+    find_outline: FindOutline | None = None,
+) -> AnyQuery:
     """Resolve open settings as training would on that machine. Raises BadInputError.
 
+    With `find_outline`, a model that outpace plans for and does not train is a question for the
+    planner's formula.
     Without a global batch, it is one micro-batch per data-parallel rank.
     """
     _require_traceable(settings)
@@ -158,7 +169,15 @@ def question(
     given = settings.global_batch if origins.get("global_batch") != "default" else None
     plan = _plan(settings, world_size, per_host, given)
     require(plan, torch.device("cpu" if accelerator is None else "cuda"))
-    opened = open_model(settings.model)
+    try:
+        opened = open_model(settings.model)
+    except BadInputError:
+        outline = find_outline and find_untrained(settings.model, find_outline)
+        if outline is None:
+            raise
+        _require_formula(plan, outline)
+        batch = given or plan.samples_per_pass * plan.data_parallel
+        return FormulaQuestion(outline, plan, settings, batch, accelerator)
     if opened.build is not None:
         batch = given or plan.samples_per_pass * plan.data_parallel
         return ask_of_module(opened.build, settings, plan, batch, accelerator, per_host)
@@ -178,6 +197,15 @@ def question(
         ranks_per_host=per_host,
     )
     return MemoryQuery(ask=ask, global_batch=global_batch)
+
+
+def _require_formula(plan: Plan, outline: Outline) -> None:
+    """Refuse what the formula does not know of a model that cannot be traced."""
+    if plan.lora_rank is not None:
+        raise BadInputError(
+            f"--lora-rank: {outline.untrained}, and the formula that is left to ask knows "
+            "trainings of all weights. Leave adapters out for a bound that is too high."
+        )
 
 
 def _require_traceable(settings: TrainSettings) -> None:
@@ -241,19 +269,19 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
         )
 
 
-def account(asked: MemoryQuery | ModuleQuestion, rank: int | None = None) -> MemoryAccount:
+def account(asked: AnyQuery, rank: int | None = None) -> MemoryAccount:
     """Trace the memory of `rank`, or of the rank that needs the most. Raises BadInputError."""
     require_rank(asked, rank)
     return worst(asked) if rank is None else asked.trace(rank)
 
 
-def require_rank(asked: MemoryQuery | ModuleQuestion, rank: int | None) -> None:
+def require_rank(asked: AnyQuery, rank: int | None) -> None:
     """Raise BadInputError for a rank that the plan does not have."""
     if rank is not None and rank >= asked.plan.world_size:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
 
 
-def worst(asked: MemoryQuery | ModuleQuestion) -> MemoryAccount:
+def worst(asked: AnyQuery) -> MemoryAccount:
     """Return the rank that needs the most memory."""
     return max(
         (asked.trace(rank) for rank in representatives(asked.plan)),

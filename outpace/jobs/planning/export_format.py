@@ -215,18 +215,31 @@ def _warning(
         return f"{rests}{more}"
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     return (
-        f"{rests} As written, a device needs {show_bytes(estimate.peak_memory_bytes)}{has}, as "
-        f"planned {show_bytes(planned.estimate.peak_memory_bytes)}: it "
+        f"{rests} {_describe_condition(written)}, a device needs "
+        f"{show_bytes(estimate.peak_memory_bytes)}{has}, as planned "
+        f"{show_bytes(planned.estimate.peak_memory_bytes)}: it "
         f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
     )
 
 
-def figures(estimate: Estimate) -> str:
+def _describe_condition(written: ExportedPlan) -> str:
+    """Say when a configuration trains as described: as it is, or once the script is edited."""
+    match len(written.edits):
+        case 0:
+            return "As written"
+        case 1:
+            return "After this edit of the script"
+        case several:
+            return f"After these {several} edits of the script"
+
+
+def figures(estimate: Estimate, written: ExportedPlan) -> str:
     """Return time and memory of what was written, in a sentence."""
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     return (
-        f"As written: {show_seconds(estimate.step_time_s)} per step ({low} to {high} with "
-        f"{estimate.level * 100:.0f} %), {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"{_describe_condition(written)}: {show_seconds(estimate.step_time_s)} per step "
+        f"({low} to {high} with {estimate.level * 100:.0f} %), "
+        f"{estimate.tokens_per_s:,.0f} tokens/s, "
         f"{show_bytes(estimate.peak_memory_bytes)}{has} per device."
     )

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
+import torch
 
 from outpace.data.samples import TokenDataset
 from outpace.interop.training_logs import read_trainer_rate
@@ -39,6 +40,7 @@ _LARGE_RATE = 0.1  # of AdamW and its kind, whose steps are of about that size
 # Fewer move weights of a model of any size too little, at a twentieth of the rate they had.
 _FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
 _TOY_PARAMETERS = 1_000_000
+_DEV = Path("/dev")  # where NVIDIA's driver has a file for each GPU
 # Up to so many passes repeated data is about as good as new (Muennighoff et al., arXiv 2305.16264).
 _USEFUL_PASSES = 4
 
@@ -203,7 +205,7 @@ def _computation(job: Job, parameters: int) -> list[str]:
     hints = []
     if job.device.type != "cpu":  # whose products want no such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
-    hints += float8_hints(job.plan)
+    hints += float8_hints(job.plan) + _unused_gpus(job)
     slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(
@@ -211,6 +213,24 @@ def _computation(job: Job, parameters: int) -> list[str]:
             "correctness, or use --precision bf16"
         )
     return hints
+
+
+def _unused_gpus(job: Job) -> list[str]:
+    """Say that this host has NVIDIA GPUs of which torch sees none."""
+    chosen = job.device.type != "cpu" or job.settings.device != "auto"
+    if chosen or next(_DEV.glob("nvidia[0-9]*"), None) is None:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
+    elif torch.version.cuda is None:
+        why = f"this torch ({torch.__version__}) is built without CUDA"
+    else:
+        why = "outpace doctor says what it sees of them"
+    return [
+        f"this host has an NVIDIA GPU, torch sees none, and the run is on the CPU: {why}. "
+        "--device cpu says that it is meant so"
+    ]
 
 
 def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
-"""Published steps that are nearest to a plan, and what of the plan none of them resembles.
+"""Published steps that are nearest to a plan, and the plan's features that none of them has.
 
-The table is made of benchmarks/data and the recorded predictions (benchmarks/measured_steps.py).
+The table is made from benchmarks/data and the recorded predictions (benchmarks/measured_steps.py).
 """
 
 import json
@@ -45,7 +45,7 @@ _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
 
 @dataclass(frozen=True)
 class Likeness:
-    """A question, as far as cases are compared by it; None: not known, and not compared."""
+    """Features by which cases are compared; None: unknown, and not compared."""
 
     devices: int
     plan: Plan | None = None
@@ -58,7 +58,7 @@ class Likeness:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes and level of ZeRO by the table's columns."""
+        """Return the axes and the ZeRO stage by the table's columns."""
         plan = self.plan
         if plan is None:
             return {}
@@ -69,14 +69,14 @@ class Likeness:
 
 @lru_cache
 def measured_rows() -> tuple[Mapping[str, Any], ...]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     text = files("outpace.catalog").joinpath("measured_steps.json").read_text(encoding="utf-8")
     table = json.loads(text)
     return tuple(dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
 
 
 def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
-    """The `count` nearest cases, of a model and source one each, the nearest first."""
+    """Return the `count` nearest cases, nearest first, at most one per model and source."""
     best: dict[tuple[str, str], tuple[float, Mapping[str, Any]]] = {}
     for row in measured_rows():
         far, key = _distance(like, row), (row["source"], row["model"])
@@ -111,7 +111,7 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
 
 
 def extrapolations(like: Likeness) -> tuple[str, ...]:
-    """Return what of a plan nothing measured resembles; nothing: all is within."""
+    """Return the features of a plan that no measured case has; empty if all are covered."""
     return tuple(_extrapolations(like))
 
 
@@ -159,10 +159,10 @@ def _offloads(plan: Plan) -> bool:
 
 
 def spread_beyond(words: Sequence[str]) -> float:
-    """The factor on an interval's logarithms for a plan beyond what was measured.
+    """Return the factor on an interval's logarithms for a plan beyond the measured cases.
 
-    Steps on more than 64 devices are further off than those on fewer, by their root mean squares
-    of logarithms of measured by predicted: what scale has cost so far is taken to be added again.
+    Predictions for more than 64 devices have larger errors than those for fewer, by the root mean
+    square of the logarithms of measured over predicted; the same increase is assumed once more.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0

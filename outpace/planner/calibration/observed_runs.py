@@ -1,4 +1,4 @@
-"""A machine's rates corrected by runs that trainers logged on it."""
+"""Correction of a machine's rates by runs that trainers logged on it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,11 +10,11 @@ from outpace.records.units import show_share
 
 
 def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
-    """Return the machine with the rates by which the steps of `runs` are predicted best.
+    """Return the machine with the rates that predict the steps of `runs` best.
 
-    Every rate may be off by the same factor at any number of ranks. What a trainer does otherwise
-    than the planner takes it to do is in the factors, too. The interval stays that of the rates
-    before: a few runs do not tell how far off others are.
+    A rate's error is the same factor at any number of ranks. Where a trainer behaves differently
+    than the planner assumes, the factors include that, too. The interval is that of the earlier
+    rates, since a few runs do not show the errors of others.
     """
     seen = [
         SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)
@@ -27,8 +27,8 @@ def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
     trainers = ", ".join(sorted({run.trainer for run in runs}))
     plural = "" if len(runs) == 1 else "s"
     note = (
-        f"its rates are corrected by {len(runs)} logged run{plural} ({trainers}), predicted with "
-        f"them off by {show_share(found.off)} in the median"
+        f"its rates are corrected by {len(runs)} logged run{plural} ({trainers}), with a "
+        f"median error of {show_share(found.off)} after the correction"
     )
     return replace(
         cluster, device=corrected.device, fabric=corrected.fabric, notes=(*cluster.notes, note)

@@ -27,7 +27,9 @@ def _residuals() -> Mapping[str, Any]:
 
 
 class Interval(NamedTuple):
-    """Factors on a predicted time between which the true one lies with `level`, and of what."""
+    """Factors on a predicted time that contain the true one with probability `level`, and their
+    basis.
+    """
 
     low: float
     high: float
@@ -36,13 +38,13 @@ class Interval(NamedTuple):
 
     @property
     def note(self) -> str:
-        """A sentence for the user."""
+        """Return a sentence for the user."""
         share = f"{self.level:.0%}".replace("%", " %")
         if self.level == LEVEL:
-            return f"The {share} interval is by {self.basis}."
+            return f"The {share} interval is based on {self.basis}."
         return (
-            f"The interval is by {self.basis}. Set by the other sources alone, it held {share} of "
-            "a source's steps in the mean."
+            f"The interval is based on {self.basis}. An interval from the other sources alone "
+            f"contained {share} of a source's steps on average."
         )
 
 
@@ -55,15 +57,15 @@ def interval(
 ) -> Interval:
     """Return the interval of a question.
 
-    Its factors are quantiles of real comparisons: of published steps on chips of an `architecture`,
-    of dense models or of those with `experts` (benchmarks/planner_accuracy.py), each source left
-    out once; where these are too few, of such models on any chip; and of steps on a machine whose
-    rates steps of a probe put right (planner_measured.py). `guessed`: the rates are neither.
-    `residuals`: measured by predicted time of steps of the very machine, to which nothing was
-    fitted; by their median the interval of published steps is widened.
+    Its factors are quantiles of real comparisons: published steps of dense models or of models with
+    `experts` on chips of an `architecture` (benchmarks/planner_accuracy.py), with each source left
+    out once; if these are too few, such models on any chip; or steps on a machine whose rates a
+    probe's steps corrected (planner_measured.py). `guessed`: neither applies. `residuals`: ratios
+    of measured to predicted time of steps on this machine, to which nothing was fitted; their
+    median widens the interval.
     """
     if guessed:
-        return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are a guess")
+        return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
     table = _residuals()
     if calibrated and table["probed"] and not residuals:
         row = table["probed"]
@@ -83,7 +85,7 @@ def interval(
         own = statistics.median(abs(math.log(ratio)) for ratio in residuals)
         low = math.exp(-math.hypot(math.log(low), own))
         high = math.exp(math.hypot(math.log(high), own))
-        more = f"; wider by what {len(residuals)} steps of the probe are off by{more}"
+        more = f"; widened by the error of {len(residuals)} steps of the probe{more}"
     covers = float(row["coverage"])
     level = LEVEL if covers >= LEAST_COVERAGE else round(covers, 2)
     return Interval(low, high, basis + more, level)
@@ -100,8 +102,8 @@ def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
     if row["coverage"] is None:
         return f"{of} are too few"
     return (
-        f"{of} do not foretell each other (the others' interval holds "
-        f"{row['coverage'] * 100:.0f} % of a source's steps in the mean)"
+        f"{of} do not predict each other (an interval from the others contains "
+        f"{row['coverage'] * 100:.0f} % of a source's steps on average)"
     )
 
 

@@ -1,11 +1,11 @@
-"""Deviations of plans' step times from what their rates predict, learned from measured plans.
+"""Deviations of plans' step times from their predictions, learned from measured plans.
 
-The planner's errors have causes that plans share: how a strategy communicates, what recomputing
-costs, how well a micro-batch fits the caches. The logarithm of a plan's measured by its predicted
-time is taken for a sum of what each of these adds and of what is the plan's own, all unknown and
-normal around nothing. What was measured of some plans then tells of others, the more the more they
-have in common: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006), equations
-2.25 and 2.26.
+The planner's errors have causes that plans share: how a strategy communicates, what recomputation
+costs, how well a micro-batch fits the caches. The logarithm of measured over predicted time is
+modelled as a sum of a term for each shared feature and one for the plan itself, all normal with
+mean 0. Measurements of some plans then inform the predictions of others, the more so the more
+features they share: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006),
+equations 2.25 and 2.26.
 """
 
 import math
@@ -38,7 +38,7 @@ _TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # that any of it may be larger
 
 @dataclass(frozen=True)
 class Deviations:
-    """Plans, and the logarithms of measured by predicted time of each."""
+    """Plans, and the logarithm of measured over predicted time of each."""
 
     plans: tuple[Plan, ...]
     missed: Floats

@@ -1,1 +1,1 @@
-"""Bytes on each link, and where ranks lie."""
+"""Bytes on each link, and the placement of ranks."""

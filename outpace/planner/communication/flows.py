@@ -30,7 +30,7 @@ from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Axis, Plan, Strategy
-from outpace.records.strategies import TRAITS
+from outpace.records.strategies import TRAITS, strategies_that
 
 # Gathers: parameters before their use. Gradients: summed. Updates: parameters told after a step.
 # Activations: of tensor parallelism, waited for. Sends: between stages. Ring: keys and values.
@@ -55,12 +55,12 @@ class Flow:
     link_bytes: int
 
 
-# The axis of what is counted here, the last that a strategy splits.
-_AXIS: dict[Strategy, Axis] = {
-    name: traits.axes[-1]
-    for name, traits in TRAITS.items()
-    if name not in ("single", "dp", "ps", "horovod", "3d")
-}
+# Whose bytes are told apart by purpose here, beside 3d's.
+_OF_ONE_AXIS: tuple[Strategy, ...] = (
+    "ddp", "ring", "zero1", "zero2", "zero3", "hsdp", *strategies_that(
+        lambda traits: traits.module == "pipeline"
+    ), "tp", "cp",
+)  # fmt: skip
 
 
 def flows(work: StepOnRank) -> list[Flow]:
@@ -75,17 +75,17 @@ def flows(work: StepOnRank) -> list[Flow]:
         )
     if plan.strategy == "3d":
         return [flow for flow in _product(work) if flow.sent_bytes or flow.link_bytes]
-    axis = _AXIS.get(plan.strategy)
-    tally = None if axis is None else step_traffic(
+    tally = None if plan.strategy not in _OF_ONE_AXIS else step_traffic(
         _no_recompute(plan), work.spec, global_batch=work.global_batch, seq_len=work.seq_len,
         rank=work.rank,
     )  # fmt: skip
-    if tally is None or axis is None:
+    if tally is None:
         raise BadInputError(
-            f"outpace network knows the traffic of {', '.join(_AXIS)} and 3d; the plan's strategy "
-            f"is {plan.strategy}."
+            f"outpace network knows the traffic of {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
+            f"strategy is {plan.strategy}."
         )
-    found = [*_of_one_axis(work, axis, tally)]
+    # Of replicas of shards the shards' axis is the last.
+    found = [*_of_one_axis(work, TRAITS[plan.strategy].axes[-1], tally)]
     if plan.strategy == "tp" and plan.recomputes:
         again = _repeated_collectives(work, work.spec.layers, work.passes)
         found.append(Flow("activations", "tp", again, again))

@@ -15,11 +15,11 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Crossing:
-    """A flow on nodes.
+    """A flow placed on nodes.
 
-    `link_bytes` go over a device's link within its node, 0 where the axis has one rank on each.
-    `node_bytes` leave the busiest node. `way_bytes` are those of them, and `link_way_bytes` of the
-    others, that go to one neighbour, where a flow goes to two.
+    `link_bytes` use a device's link within its node; 0 if the axis has one rank per node.
+    `node_bytes` leave the busiest node. If a flow goes to two neighbours, `way_bytes` and
+    `link_way_bytes` are the parts of each that go to one of them.
     """
 
     flow: Flow
@@ -29,16 +29,16 @@ class Crossing:
     link_way_bytes: int = 0
 
     def seconds(self, inside: float, across: float) -> float:
-        """Both at once, bytes/s of a device's link and of a node's cards."""
+        """Return the time of both at once, at bytes/s of a device's link and of a node's cards."""
         return max(self.link_bytes / inside, self.node_bytes / across)
 
     def way_seconds(self, inside: float, across: float) -> float:
-        """Return seconds to one neighbour."""
+        """Return the time to one neighbour."""
         return max(self.link_way_bytes / inside, self.way_bytes / across)
 
 
 def place(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Return where a flow goes, on nodes of `per_node` devices."""
+    """Return the placement of a flow on nodes of `per_node` devices."""
     if flow.axis == "pp":
         return _place_stages(plan, flow, per_node)
     size, stride = _group(plan, flow.part, flow.axis)

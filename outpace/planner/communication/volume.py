@@ -29,7 +29,7 @@ from outpace.planner.model.shapes import Shape, parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
-from outpace.records.precisions import PRECISION_TRAITS, SHARD_DTYPES, PrecisionTraits
+from outpace.records.precisions import PRECISION_TRAITS, PrecisionTraits
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets: two float64
@@ -109,12 +109,12 @@ class StepOnRank:
     @property
     def gathered_item(self) -> int:
         """Bytes of a number of parameters as ranks that split them gather it."""
-        return 2 if self.plan.precision in SHARD_DTYPES else self.item
+        return self._traits.shard_bytes[0]
 
     @property
     def reduced_item(self) -> int:
         """Bytes of a number of gradients as ranks that split them reduce it."""
-        return 4 if self.plan.precision in SHARD_DTYPES else self.item
+        return self._traits.shard_bytes[1]
 
     @property
     def summed_item(self) -> int:

@@ -1,4 +1,4 @@
-"""Links on which the axes of a plan lie: for reports and exported configurations."""
+"""Links that the axes of a plan use, for reports and exported configurations."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from outpace.records.plan import AXES, Plan
 
 
 def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
-    """Return, for each axis that is split, the link that its groups cross, and how many share it.
+    """Return, for each split axis, the link that its groups use, and how many share it.
 
     Ranks lie in the order of AXES, the last closest together; ep is a part of dp_shard × cp.
     """

@@ -27,6 +27,7 @@ def hint(
     question: StepTimeQuestion,
     wanted: SearchRequest,
     needs: Needs,
+    floors: Needs,
     limit: float,
     best: Plan,
     step_s: float,
@@ -38,7 +39,7 @@ def hint(
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):
-        found = search(question, beside, needs, limit, 1)
+        found = search(question, beside, needs, floors, limit, 1)
         if len(found.ranked):
             times = simulate_pipelines(question, found.columns, found.times, found.ranked)
             seconds: Floats = times.step_s[found.ranked]

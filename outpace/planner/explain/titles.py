@@ -1,4 +1,4 @@
-"""Plans and the parts of their time in words."""
+"""Descriptions of plans and of the parts of their time."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ PARTS: Mapping[str, str] = {
 
 
 def title(plan: Plan) -> str:
-    """A plan in a few words: its axes, micro-batch and what it gives for memory."""
+    """Return a plan in a few words: its axes, micro-batch and memory options."""
     name = TRAITS[plan.strategy].title
     if name is None:
         mesh = _axes(plan)
@@ -48,7 +48,7 @@ def _axes(plan: Plan) -> str:
 
 
 def plan_options(plan: Plan) -> list[str]:
-    """Return what a plan gives for memory, in words."""
+    """Return a plan's memory options, in words."""
     found = []
     if plan.checkpointing != "none":
         half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
@@ -63,7 +63,7 @@ def plan_options(plan: Plan) -> list[str]:
 
 
 def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """Return a plan's varied settings where they are not what plans have anyway."""
+    """Return a plan's varied settings that differ from the default."""
     words = {
         "precision": plan.precision,
         "optimizer": plan.optimizer,
@@ -82,9 +82,9 @@ _SAID_IF_SET = (
 
 
 def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
-    """A plan that was given, in words: with its varied settings and those unlike a plan's default.
+    """Describe a given plan, with its varied settings and those that differ from the default.
 
-    `precision` is the one that plans have anyway.
+    `precision` is the default precision.
     """
     default = Plan()
     set_here = [one for one in _SAID_IF_SET if getattr(plan, one) != getattr(default, one)]

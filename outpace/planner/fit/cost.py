@@ -11,11 +11,10 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak of the fullest rank, and the FLOPs and bytes read and written in one step.
+    """Peak memory of the fullest rank, and the FLOPs and bytes read and written in one step.
 
-    `tensor_bytes` of the peak are tensors'. `slow_bytes` go to a slower place than memory and back:
-    to a disk, or over a wire. `by_kind` is what the peak is made of, where that is known, by the
-    kinds of a memory account.
+    `tensor_bytes` of the peak are tensors. `slow_bytes` go to slower storage than memory and back,
+    to a disk or over a network. `by_kind` is the peak by the kinds of a memory account, if known.
     """
 
     peak_memory_bytes: int
@@ -32,14 +31,14 @@ Predict = Callable[[Plan], Cost]
 
 @dataclass(frozen=True)
 class CostRates:
-    """Rates at which a rank computes, moves bytes, and moves them to slower places."""
+    """Rates at which a rank computes, moves bytes in memory, and moves them to slower storage."""
 
     flops_per_s: float
     bytes_per_s: float
     slow_bytes_per_s: float
 
     def seconds(self, cost: Cost) -> float:
-        """One after the other, which no plan is better than by more than a factor of three."""
+        """Return the time one after the other; no plan is faster by more than a factor of three."""
         return (
             cost.flops / self.flops_per_s
             + cost.bytes_moved / self.bytes_per_s
@@ -52,9 +51,9 @@ _STATE_BYTES = 32
 
 
 def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
-    """More than any rank can need, by a rough count that takes no time.
+    """Return an upper bound of a rank's memory, by a quick rough count.
 
-    Everything is taken as whole, in fp32, kept, and with the scores of attention that is not fused.
+    It assumes that everything is unsharded, in fp32 and kept, and that attention is not fused.
     """
     tokens = plan.samples_read * seq_len  # of all ranks, where one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)

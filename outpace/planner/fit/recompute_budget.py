@@ -1,7 +1,7 @@
-"""Choice of blocks to recompute so that a step fits a memory budget at the least cost in time.
+"""Choice of blocks to recompute so that a step fits a memory budget at the lowest cost in time.
 
-Blocks are alike, so a choice is a number of blocks for each mode: few enough that all are looked
-at. (Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
+Blocks are equal, so a choice is a number of blocks for each mode, and all choices can be tried.
+(Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
 "Checkmate", arXiv 1910.02653, solve it for unequal layers.)
 """
 
@@ -27,10 +27,10 @@ _TRIES = 3
 def plan_within(
     plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict, rates: CostRates
 ) -> Plan:
-    """`plan` with the modes of its blocks that fit into the budget and cost the least time.
+    """Return `plan` with the block modes that fit into the budget at the lowest cost in time.
 
-    Every stage of a pipeline has the same beginning of one pattern. Raises BadInputError where
-    even recomputing everything does not fit.
+    Every pipeline stage uses the beginning of one pattern. Raises BadInputError if even recomputing
+    everything does not fit.
     """
     stages = layers_per_stage(spec, plan.stages)
     plain = predict(plan)
@@ -74,10 +74,11 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Numbers of blocks for each mode that save `need` bytes at the least cost; None if none do.
+    """Return numbers of blocks for each mode that save `need` bytes at the lowest cost; None if
+    none do.
 
-    `saved` and `costs` are of one block. Exact: all numbers of two modes are tried, with the
-    fewest of the third that then do.
+    `saved` and `costs` are those of one block. Exact: all numbers of two modes are tried, each with
+    the smallest sufficient number of the third.
     """
     *outer, inner = MODES[1:]
     best: tuple[float, Counts] | None = None
@@ -104,8 +105,8 @@ def _ceil(wanted: float, each: float) -> int:
 def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
     """Return the plan with these numbers of blocks of each mode in its largest stage.
 
-    What is recomputed most comes first: when its turn comes in the backward, the blocks after it
-    are done with, so what comes back for a moment finds room.
+    The blocks that recompute most come first: when the backward reaches them, it is done with the
+    later blocks, whose memory is free for the recomputed activations.
     """
     pattern = [mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0))]
     pattern += ["none"] * (max(stages) - len(pattern))

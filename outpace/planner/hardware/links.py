@@ -19,10 +19,11 @@ _SMALLEST = 6  # log2 of the first size of `by_size`
 
 
 class Protocol(NamedTuple):
-    """Way of sending a collective: seconds once and a step, inside nodes and across; its share.
+    """Protocol of a collective: seconds once and per step, inside nodes and across; its share of
+    bandwidth.
 
-    Protocols with short steps use less of the bandwidth; the fastest is taken. `by_size` makes it
-    one of trees: what of its share is reached by the array's size, powers of two from 64 bytes.
+    Protocols with short steps use less of the bandwidth; the fastest is used. `by_size` makes it a
+    tree protocol: the share reached by array size, in powers of two from 64 bytes.
     """
 
     base_s: float
@@ -38,10 +39,9 @@ class Fabric:
 
     `inside_bytes_per_s` is a device's to the others of its node, `across_bytes_per_s` all network
     cards' of a node together, `pair_bytes_per_s` a device's to one other of its node. Gathers and
-    reduce-scatters reach a share of them within a node, and groups of few devices `group_shares`
-    by their number; so do all-to-alls, one share inside nodes (`all_to_all_share`) and one across.
-    `scatter_rounds` is 2 where a library sums up all on
-    every rank and then keeps a part, as gloo does.
+    reduce-scatters reach a share of them within a node, small groups `group_shares` by their size,
+    and all-to-alls one share inside nodes (`all_to_all_share`) and one across. `scatter_rounds` is
+    2 if a library sums everything on every rank and then keeps a part, as gloo does.
     """
 
     per_node: int
@@ -58,8 +58,8 @@ class Fabric:
     all_to_all_network_share: float = 1.0
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return, of groups of `size` ranks `stride` apart: ranks on a node, nodes, groups at its
-        cards.
+        """Return ranks per node, nodes, and groups per node's cards for groups of `size` ranks
+        `stride` apart.
 
         The groups are those that cross the same cards at the same time.
         """
@@ -80,21 +80,21 @@ class Fabric:
         return np.where(nodes > 1, across, inside), nodes
 
     def sum_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Seconds of an all-reduce of arrays of `nbytes` over each group."""
+        """Return the time of an all-reduce of arrays of `nbytes` in each group."""
         return self._collective_s(nbytes, size, stride, 2, 1.0)
 
     def gather_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return seconds of an all-gather into arrays of `nbytes`."""
+        """Return the time of an all-gather into arrays of `nbytes`."""
         return self._collective_s(nbytes, size, stride, 1, self.gather_share)
 
     def scatter_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return seconds of a reduce-scatter of arrays of `nbytes`."""
+        """Return the time of a reduce-scatter of arrays of `nbytes`."""
         return self._collective_s(nbytes, size, stride, self.scatter_rounds, self.scatter_share)
 
     def all_to_all_s(
         self, nbytes: Floats, copies: int, size: Ints, stride: Ints, *, once: bool = False
     ) -> Floats:
-        """Return seconds of an all-to-all of tokens, `nbytes` of each rank, to their experts.
+        """Return the time of an all-to-all of tokens, `nbytes` per rank, to their experts.
 
         Each token goes to `copies` experts drawn evenly from those of the `size` ranks of its
         group: a copy for each expert, or, with `once`, one to a rank (DeepSeek-AI, DeepEP), and
@@ -117,7 +117,8 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), found, 0.0)
 
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return seconds in which each rank of a group sends its part of arrays of `nbytes` to all.
+        """Return the time in which each rank of a group sends its part of arrays of `nbytes` to
+        all.
 
         One broadcast after the other goes round the ring, each in as many steps as there are ranks.
         """
@@ -170,7 +171,7 @@ class Fabric:
         return best
 
     def send_s(self, nbytes: Floats, stride: Ints) -> Floats:
-        """Seconds of a message to the rank `stride` further on, all ranks sending."""
+        """Return the time of a message to the rank `stride` further on, with all ranks sending."""
         leaves = stride >= self.per_node
         rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
         last = [one for one in self.protocols if not one.by_size][-1]

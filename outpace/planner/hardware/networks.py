@@ -1,4 +1,4 @@
-"""Networks and device links to choose from, slowest first, and reading one that is named."""
+"""Networks and device links to choose from, slowest first, and parsing of named ones."""
 
 import re
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
 _MANY = (("InfiniBand NDR", 2), ("InfiniBand NDR", 4), ("InfiniBand NDR", 8), ("InfiniBand XDR", 8))
 _RATE = re.compile(r"([0-9.]+)\s*(Gbit/s|Gbps|GB/s|MB/s|Mbit/s)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?=[0-9.]*[1-9])[0-9]+\.?[0-9]*|\.[0-9]*[1-9][0-9]*")
-_RATES = "a rate is a number above 0, as in 50Gbit/s or 12.5GB/s."
+_RATES = "a rate has to be a number above 0, such as 50Gbit/s or 12.5GB/s."
 _LIKE_A_RATE = re.compile(r"bit/s|bps|B/s|^\s*[-+0-9.]*\s*$", re.IGNORECASE)
 _UNITS = {"gbit/s": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "mb/s": 1e6, "mbit/s": 1e6 / 8}
 _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
 
 def ladder() -> list[Network]:
-    """Networks of the catalog by what they carry, slowest first; equally fast ones together."""
+    """Return networks of the catalog by rate, slowest first; equally fast ones together."""
     single = [(link.name, 1) for link in LINKS.values() if link.kind in _KINDS]
     return by_rate(
         Network(
@@ -33,7 +33,7 @@ def ladder() -> list[Network]:
 
 
 def device_ladder(chip: Accelerator | None) -> list[Network]:
-    """Return links that a device could have to the others of its node, slowest first.
+    """Return links that a device could have to others in its node, slowest first.
 
     A slot of each PCIe generation, and the bundles of NVLinks that accelerators of the catalog are
     sold with (of AMD's: Infinity Fabric). Equally fast ones are together, the device's own first.
@@ -70,7 +70,7 @@ def by_rate(networks: Iterable[Network]) -> list[Network]:
 
 
 def of_node(node: Node) -> Network | None:
-    """All network cards of a machine of the catalog together; None where they are not known."""
+    """Return all network cards of a machine of the catalog together; None if unknown."""
     if not node.nics:
         return None
     rate = sum(LINKS[bundle.link].bytes_per_s * bundle.count for bundle in node.nics)
@@ -79,9 +79,9 @@ def of_node(node: Node) -> Network | None:
 
 
 def read_network(text: str, option: str = "--network ") -> Network:
-    """A node's network from words: "4 x omni-path-100", "infiniband-ndr", "50Gbit/s", "12.5GB/s".
+    """Parse a node's network: "4 x omni-path-100", "infiniband-ndr", "50Gbit/s", "12.5GB/s".
 
-    `option` stands before the words in what is said of them. Raises BadInputError.
+    `option` precedes the text in error messages. Raises BadInputError.
     """
     rate = _RATE.fullmatch(text.strip())
     if rate is not None:
@@ -94,7 +94,7 @@ def read_network(text: str, option: str = "--network ") -> Network:
             f"{text.strip()}GB/s."
         )
     if found is None or count < 1:
-        raise BadInputError(f"{option}{text}: write 4 x omni-path-100, or a rate as 50Gbit/s.")
+        raise BadInputError(f"{option}{text}: write 4 x omni-path-100, or a rate such as 50Gbit/s.")
     if _LIKE_A_RATE.search(text):
         raise BadInputError(f"{option}{text}: {_RATES}")
     try:

@@ -1,7 +1,7 @@
-"""Memory that a trainer holds whatever its plan is: outpace, Megatron-LM, Lightning's FSDP.
+"""Traits of trainers that affect memory with any plan: outpace, Megatron-LM, Lightning's FSDP.
 
-The memory formula knows a plan by its axes and options. How a program goes about them, which none
-of these says, stands here, each with where that is said or seen.
+The memory formula knows a plan by its axes and options. How a program implements them is recorded
+here, each trait with its source.
 """
 
 from dataclasses import dataclass, replace

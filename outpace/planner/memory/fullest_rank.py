@@ -1,4 +1,4 @@
-"""Ranks of plans' pipelines that may be the fullest, for many plans at once."""
+"""Pipeline ranks that may need the most memory, for many plans at once."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,7 +52,7 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
 
 
 def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
-    """Return of how many blocks one recomputes, from the first on; 0: none.
+    """Return the interval of recomputing blocks, counted from the first; 0: none.
 
     Columns have shares: n of L blocks are every (L/n rounded up)-th one.
     """

@@ -27,9 +27,9 @@ _FP32 = 4
 
 
 def block(shape: Sequence[int], kept: Kept, split: int = 1) -> int | None:
-    """Values of a row that share a scale; None where a moment is kept in fp32.
+    """Return the number of values in a row that share a scale; None if a moment is in fp32.
 
-    `split` is the number of ranks that each row is cut into pieces for.
+    `split` is the number of ranks that each row is split over.
     """
     if len(shape) < 2 or math.prod(shape) < LEAST_VALUES or shape[-1] % split:
         return None
@@ -45,9 +45,9 @@ def optimizer_bytes(
     hidden: bool = True,
     split: int = 1,
 ) -> float:
-    """Bytes of states for a parameter of `shape`, without the count of steps.
+    """Return the bytes of optimizer state for a parameter of `shape`, without the step count.
 
-    `hidden`: whether Muon takes it, if it is a matrix; see `block` for `split`.
+    `hidden`: whether Muon steps it, if it is a matrix; see `block` for `split`.
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0

@@ -54,11 +54,11 @@ def anatomy(
     fused_attention: bool = True,
     traits: FrameworkTraits = OUTPACE,
 ) -> dict[Kind, Floats]:
-    """Bytes by kind at the fullest moment of a step on the fullest rank, for every plan.
+    """Return bytes by kind at the peak of a step on the fullest rank, for every plan.
 
-    What is offloaded is a kind of its own, and not in the sum. `fused_attention` False is for
+    Offloaded bytes are a separate kind, not included in the sum. `fused_attention` False is for
     attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `traits` are
-    of the program that the plans are for.
+    those of the trainer.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
     for rows, step in _steps(outline, seq_len, columns, device, fused_attention, traits, True):
@@ -83,7 +83,7 @@ def peak_bytes(
     traits: FrameworkTraits = OUTPACE,
     rank: Literal["fullest", "last"] = "fullest",
 ) -> Floats:
-    """Bytes of tensors on the fullest rank, or the last, at its fullest moment, for every plan."""
+    """Return peak bytes of tensors on the fullest rank, or the last one, for every plan."""
     peak = np.zeros(len(columns))
     steps = _steps(outline, seq_len, columns, device, fused_attention, traits, False)
     for rows, step in steps:
@@ -101,7 +101,7 @@ def offloaded_bytes(
     *,
     traits: FrameworkTraits = OUTPACE,
 ) -> tuple[Floats, Floats]:
-    """Bytes that a rank keeps in host memory and on a disk, each at its fullest moment.
+    """Return the bytes that a rank keeps in host memory and on disk, each at its peak.
 
     Host memory is fullest at the end of the forward, with all activations, or of the backward, with
     the gradients of weights that lie there: not when the device is.
@@ -150,9 +150,9 @@ def reserved_bytes(
 ) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
 
-    All three are bounds by stated rules (docs/concepts/memory-model.md), as nothing was measured:
-    what is left of partly used segments, kernels and context, and a ring's buffers for each group
-    of ranks. On a CPU it is `peak_bytes`.
+    All three are bounds by the rules of docs/concepts/memory-model.md, since nothing was measured:
+    unused parts of segments, kernels and context, and ring buffers for each group of ranks. On a
+    CPU it is `peak_bytes`.
     """
     peak = peak_bytes(
         outline, seq_len, columns, device, fused_attention=fused_attention, traits=traits
@@ -168,9 +168,9 @@ def least_bytes(
     *,
     traits: FrameworkTraits = OUTPACE,
 ) -> Floats:
-    """Return bytes that a device needs at least: `reserved_bytes` of what lies there for good.
+    """Return a lower bound of the bytes that a device needs: `reserved_bytes` of permanent tensors.
 
-    A lower bound, as that moment is one of those that `reserved_bytes` is the fullest of.
+    It is a lower bound because `reserved_bytes` is the maximum over moments that include this one.
     """
     peak = np.zeros(len(columns))
     for rows, step in _steps(outline, seq_len, columns, device, True, traits, False):
@@ -187,7 +187,7 @@ def _reserve(outline: Outline, columns: PlanBatch, peak: Floats) -> Floats:
 
 
 def library_bytes(columns: PlanBatch) -> Floats:
-    """Return the part of `reserved_bytes` on CUDA that is not torch's: context and buffers."""
+    """Return the part of `reserved_bytes` on CUDA outside of torch: context and buffers."""
     groups: Floats = np.zeros(len(columns)) + _count_groups(columns)
     return _CONTEXT + groups * _RING_BYTES
 

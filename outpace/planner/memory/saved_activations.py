@@ -25,11 +25,6 @@ _TABLE = np.array(
     [(traits.weight_bytes, traits.operand_bytes, traits.weight_bytes) for traits in _TRAITS],
     dtype=float,
 )
-# Bytes of a gathered parameter and of a gradient that is reduced, where ranks split parameters.
-_SENT = np.array(
-    [(traits.weight_bytes,) * 2 if traits.shards is None else (2, 4) for traits in _TRAITS],
-    dtype=float,
-)
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
     tokens = columns.micro_batch * seq_len / columns.cp
     share = np.where(columns.sequence_parallel, columns.tp, 1)
     whole = tokens * outline.hidden
-    gathered, reduced = _SENT[columns.precision].T
+    gathered, reduced = columns.shard_bytes()
     return Shapes(
         weight, gathered, reduced, operand, stream, tokens, whole, whole / share, outline.hidden
     )

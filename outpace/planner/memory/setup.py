@@ -1,4 +1,4 @@
-"""Inputs of the memory formula for many plans at once: sizes, and what strategies do."""
+"""Inputs of the memory formula for many plans at once: sizes, and traits of strategies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 
 class MemorySetup:
-    """Values that all ranks of a plan have in common.
+    """Values shared by all ranks of a plan.
 
     `used` are bytes of a parameter as a forward finds it, and of its gradient as the backward makes
     it. `gradient` are bytes of a gradient that is kept, `summed` of one to which micro-batches add

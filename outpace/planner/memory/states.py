@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OutsideElements:
-    """Elements of what no layer has, on a rank: the embedding, the head, the rest of both ends."""
+    """Elements outside of layers on a rank: the embedding, the head, the rest of both ends."""
 
     embedding: Floats
     head: Floats  # 0 where it is the embedding
@@ -29,7 +29,7 @@ class OutsideElements:
 
 
 def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
-    """Vocabularies are split over tp; what is small is whole everywhere."""
+    """Vocabularies are split over tp; small parameters are whole on every rank."""
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
@@ -46,7 +46,7 @@ def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
 def layer_shapes(
     stack: Stack, hidden: int, tp: int = 1, ep: int = 1, etp: int | None = None
 ) -> list[Shape]:
-    """The parameters of a layer on a rank; `etp` ranks (tp: None) cut each expert."""
+    """Return the parameters of a layer on a rank; `etp` ranks (tp: None) split each expert."""
     found: list[Shape] = []
     vectors = layer_parameters(stack, hidden)
     for weight in weights(stack, hidden):
@@ -79,7 +79,7 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 
 
 def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
-    """Return a number for each plan by a few columns: computed once for each combination."""
+    """Return a number for each plan by a few columns, computed once for each combination."""
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
     keys = np.ravel_multi_index(tuple(rows), tuple(int(span) for span in spans))
@@ -90,7 +90,7 @@ def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., fl
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of an optimizer's state on a rank that shards nothing; `layer` is of a layer."""
+    """Bytes of an optimizer's state on a rank without sharding; `layer` is that of a layer."""
 
     layer: Floats
     embedding: Floats
@@ -145,12 +145,14 @@ def _states(
 
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
-    """The share of all elements on the fullest of dp_shard ranks that get parameters whole."""
+    """Return the share of all elements on the fullest of dp_shard ranks that hold whole
+    parameters.
+    """
     return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
 
 
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
-    """Bytes of states on the fullest of dp_shard ranks that get parameters whole (zero1).
+    """Return the state bytes on the fullest of dp_shard ranks that hold whole parameters (zero1).
 
     The largest parameter first, each to the rank with the fewest elements.
     """

@@ -1,4 +1,4 @@
-"""A step on one rank, moment by moment: what lies there for good, forward, backward, optimizer."""
+"""A step on one rank, moment by moment: permanent memory, forward, backward, optimizer."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ _COPIES = np.array([traits.copies for traits in _TRAITS])
 
 
 class StepMemory(Loss, BlockMemory):
-    """A step of each plan, on the ranks that may be the fullest."""
+    """A step of each plan, on the ranks that may need the most memory."""
 
     def _for_good(self, timeline: MemoryTimeline, place: Place, later: Floats) -> None:
         c, s = self.columns, self.s
@@ -124,9 +124,9 @@ class StepMemory(Loss, BlockMemory):
         return all_of * share
 
     def timelines(self, last: bool = False) -> Iterator[tuple[Ints, MemoryTimeline]]:
-        """Yield timelines of the ranks that may be the fullest, or of the `last` alone.
+        """Yield timelines of the ranks that may need the most memory, or only of the `last`.
 
-        Once gradients are there, unless less is kept then: in that case before, too.
+        They start when gradients exist; if fewer activations are kept then, also before.
         """
         everyone = np.arange(len(self.columns))
         for place in places(self.outline, self.columns):
@@ -144,14 +144,14 @@ class StepMemory(Loss, BlockMemory):
                 yield again, some.timeline(place.select(again), np.ones(len(again)))
 
     def timelines_at_start(self) -> Iterator[MemoryTimeline]:
-        """Yield timelines of the ranks that may be the fullest, up to the first forward."""
+        """Yield timelines of the ranks that may need the most memory, up to the first forward."""
         for place in places(self.outline, self.columns):
             timeline = MemoryTimeline(len(self.columns), self.finds)
             self._for_good(timeline, place, np.zeros(len(self.columns)))
             yield timeline
 
     def timeline(self, place: Place, later: Floats) -> MemoryTimeline:
-        """A step on one rank; `later`: after a pipeline's first backward."""
+        """Return the timeline of a step on one rank; `later`: after a pipeline's first backward."""
         c, s = self.columns, self.s
         timeline = MemoryTimeline(len(c.pp), self.finds)
         self._for_good(timeline, place, later)

@@ -9,12 +9,12 @@ Amount = Floats | float
 
 
 class MemoryTimeline:
-    """Changes of memory in the order of a step; what lived where the most did is asked for after.
+    """Changes of memory in the order of a step, from which the contents of the peak can be read.
 
-    Every change is one number a plan, in bytes. A moment is looked at after what is taken
-    (`take`), not after what is given back or moved on by many steps at once (`pass_over`).
-    `finds`: whether `by_kind` is going to be asked for. What is offloaded has a maximum of its own,
-    in host memory and on disks apart: neither need be at the device's fullest moment.
+    Every change is one number per plan, in bytes. The peak is checked after an allocation (`take`),
+    not after a release or a change over many steps (`pass_over`). `finds`: whether `by_kind` will
+    be called. Offloaded bytes have separate maxima in host memory and on disk, which need not
+    coincide with the device's peak.
     """
 
     def __init__(self, plans: int, finds: bool = True) -> None:
@@ -29,22 +29,22 @@ class MemoryTimeline:
         self._changes: list[tuple[Kind, Amount]] = []
 
     def take(self, kind: Kind, nbytes: Amount) -> None:
-        """Memory that is taken, and a moment that may be the fullest."""
+        """Allocate memory, and check whether this is the peak."""
         self.pass_over(kind, nbytes)
         self.look()
 
     def drop(self, kind: Kind, nbytes: Amount) -> None:
-        """Memory that is given back."""
+        """Release memory."""
         self.pass_over(kind, -nbytes)
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
-        """A change without a look at what lives then."""
+        """Change memory without checking for a peak."""
         self._changes.append((kind, nbytes))
         if kind != "offloaded":
             self._live += nbytes
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:
-        """Memory that is taken in host memory or on a disk; below 0: given back there."""
+        """Allocate memory on the host or on disk; negative values release it."""
         self.pass_over("offloaded", nbytes)
         self._host += np.where(on_disk, 0.0, nbytes)
         self._disk += np.where(on_disk, nbytes, 0.0)
@@ -52,24 +52,24 @@ class MemoryTimeline:
         np.maximum(self.disk_peak, self._disk, out=self.disk_peak)
 
     def look(self) -> None:
-        """The fullest moment is this one, where it is."""
+        """Record this moment if it is the peak."""
         if self._finds:
             self._at[self._live > self.peak] = len(self._changes)
         np.maximum(self.peak, self._live, out=self.peak)
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
-        """Taken, looked at, given back."""
+        """Allocate, check for a peak, and release."""
         self.take(kind, nbytes)
         self.drop(kind, nbytes)
 
     def clear(self, *kinds: Kind, share: Amount = 1.0) -> None:
-        """Give back all that is left of some kinds, or a share of it."""
+        """Release everything of some kinds, or a share of it."""
         for kind in kinds:
             left = sum(nbytes for one, nbytes in self._changes if one == kind)
             self.drop(kind, share * left)
 
     def by_kind(self) -> dict[Kind, Floats]:
-        """Bytes by kind at the fullest moment."""
+        """Return the bytes by kind at the peak."""
         found: dict[Kind, Floats] = {kind: np.zeros_like(self.peak) for kind in KINDS}
         for number, (kind, nbytes) in enumerate(self._changes, 1):
             found[kind] += np.where(number <= self._at, nbytes, 0.0)

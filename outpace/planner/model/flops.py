@@ -1,9 +1,9 @@
 """FLOPs of a transformer by formula. The derivation is in docs/concepts/flops.md.
 
-Counted are the matrix products and attention, 2·m·n·k for an (m, k) by (k, n) product; norms,
-activations, softmax and the optimizer are left out, as in all published figures of MFU.
-Causal attention is counted in full, not halved, as in published figures; of a sliding window the
-keys that it reaches. Document boundaries do not reduce the count.
+Matrix products and attention are counted, 2·m·n·k for an (m, k) by (k, n) product; norms,
+activations, softmax and the optimizer are left out, as in all published figures of MFU. Causal
+attention is counted in full, not halved, as in published figures; a sliding window counts the keys
+that it reaches. Document boundaries do not reduce the count.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _FUSED_BACKWARD_PRODUCTS = 5
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Parameters of the model with its head; tied ones once."""
+    """Return the parameters of the model with its head, counting tied ones once."""
     norm = spec.hidden * (2 if spec.norm == "layernorm" else 1)
     embedding = spec.vocab * spec.hidden + spec.segments * spec.hidden
     if spec.positions == "learned":
@@ -33,7 +33,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def block_weights(spec: ModelSpec) -> int:
-    """Elements of one block's weight matrices: each is one multiply-add per token."""
+    """Return the elements of one block's weight matrices; each is one multiply-add per token."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
 
@@ -61,12 +61,12 @@ def _block_rest(spec: ModelSpec) -> int:
 
 
 def head_weights(spec: ModelSpec) -> int:
-    """Elements of the matrices after the last block."""
+    """Return the elements of the matrices after the last block."""
     return spec.vocab * spec.hidden + (0 if spec.norm_first else spec.hidden**2)
 
 
 def keys_reached(keys: int, window: int | None, causal: bool) -> int:
-    """Keys that are counted for a query: all, or those of its window (both ways if not causal)."""
+    """Return the keys counted per query: all, or those of its window (both ways if not causal)."""
     if window is None:
         return keys
     return min(keys, (1 if causal else 2) * (window - 1) + 1)
@@ -84,9 +84,9 @@ def _attention_product(spec: ModelSpec, seq_len: int) -> int:
 
 
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
-    """FLOPs of one forward over `samples` sequences of `seq_len` tokens.
+    """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens.
 
-    Without the `head` one place of each sequence is read, as a classifier does.
+    Without the `head`, one position of each sequence is read, as by a classifier.
     """
     weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
     attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
@@ -113,7 +113,7 @@ def step_flops(
     adapters: int | None = None,
     head: bool = True,
 ) -> int:
-    """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
+    """Return the FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
     Without `checkpointing`: what the model needs, three times the forward, for MFU (Chowdhery et
     al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each: what the hardware
@@ -156,7 +156,7 @@ def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
-    """FLOPs that the block of a layer computes again in the backward, one sample.
+    """Return the FLOPs that a layer's block recomputes in the backward, for one sample.
 
     "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention"
     that without attention itself; "selective" keeps all products here.

@@ -13,7 +13,7 @@ Cut = Literal["outputs", "inputs", "none"]
 
 
 class Weight(NamedTuple):
-    """A weight matrix of a layer. `experts` of them, each for its share of the tokens."""
+    """A weight matrix of a layer, or `experts` of them, each for its share of the tokens."""
 
     name: str
     inputs: int
@@ -25,7 +25,7 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of all experts, with biases."""
+        """Return the elements of all experts, with biases."""
         each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
         return each * max(1, self.experts)
 
@@ -74,7 +74,8 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifier_outline(found: Outline) -> Outline:
-    """The model with a layer over classes, which sees one token of each text, behind a pooler.
+    """Return the model with a classification layer, which reads one token of each text after a
+    pooler.
 
     Its last layer is whole here, where outpace computes what that token needs.
     """
@@ -97,7 +98,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
-    """The weight matrices of one layer.
+    """Return the weight matrices of one layer.
 
     Those named "cross kv" are multiplied by what cross-attention sees, all others by the layer's
     own tokens.
@@ -161,7 +162,9 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
 
 
 def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
-    """Keys of a stack's cross-attention: the length of the last stack before that has none."""
+    """Return the keys of a stack's cross-attention: the length of the last stack before without
+    it.
+    """
     seen = seq_len
     for one in outline.stacks:
         if one is stack:
@@ -183,7 +186,9 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 
 def outside_elements(outline: Outline) -> int:
-    """Parameters that no layer has: embeddings, positions, head and the rest; a tied head none."""
+    """Return parameters outside of layers: embeddings, positions, head, rest; a tied head has
+    none.
+    """
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))
     embedded = rows * outline.table_width + outline.learned_positions * outline.hidden
@@ -191,13 +196,13 @@ def outside_elements(outline: Outline) -> int:
 
 
 def parameters(outline: Outline) -> int:
-    """All of the model's."""
+    """Return the number of all parameters."""
     layers = sum(s.layers * layer_parameters(s, outline.hidden) for s in outline.stacks)
     return layers + outside_elements(outline)
 
 
 def head_in_layers(outline: Outline) -> float:
-    """Multiply-adds of the head's products against those of a layer in the mean."""
+    """Return the multiply-adds of the head's products relative to those of an average layer."""
     block = sum(
         stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
         for stack in outline.stacks

@@ -8,7 +8,7 @@ from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 
 
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
-    """FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
+    """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
     2·m·n·k a product. Of `attention` all keys are counted, masked or not, or those that a window
     reaches; of experts those that a

@@ -1,4 +1,4 @@
-"""The parameters of a transformer by their names and shapes, without building it."""
+"""The parameters of a transformer by name and shape, without building it."""
 
 from collections.abc import Iterator
 

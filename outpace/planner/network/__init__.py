@@ -1,1 +1,1 @@
-"""Requirements of a strategy on the network."""
+"""Network requirements of a strategy."""

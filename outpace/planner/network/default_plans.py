@@ -1,4 +1,4 @@
-"""The plans that `outpace network` compares where it is given none: one for each strategy."""
+"""The plans that `outpace network` compares by default: one for each strategy."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,10 @@ PRODUCT = "TP × PP × DP"
 
 @dataclass(frozen=True)
 class NetworkStudy:
-    """Values that all plans have in common.
+    """Values shared by all plans.
 
-    `global_batch`: samples a step, about; `common`: precision, checkpointing; `axes`: what was
-    asked of tp and pp.
+    `global_batch`: approximate samples per step; `common`: precision, checkpointing; `axes`: the
+    requested tp and pp.
     """
 
     spec: ModelSpec
@@ -43,7 +43,7 @@ def candidate_plans(study: NetworkStudy) -> Iterator[Entry | tuple[str, str]]:
 
     TP and PP alone are over all devices; a product that comes out as one of the others is left out.
 
-    A pair of two texts is a strategy with the reason why it cannot be.
+    A pair of two texts is a strategy with the reason why it is not possible.
     """
     world, micro_batch = study.world, study.micro_batch
     for title, strategy, axis in (

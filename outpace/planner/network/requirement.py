@@ -1,4 +1,4 @@
-"""Bandwidth that a plan needs: its communication against what it can hide that behind.
+"""Bandwidth that a plan needs: its communication compared with the computation that can hide it.
 
 The derivation, with its sources, is in docs/concepts/network.md.
 """
@@ -150,12 +150,14 @@ class NetworkStep:
 
     @property
     def busy_s(self) -> float:
-        """Time in which a device computes."""
+        """Return the time in which a device computes."""
         return self.micro_batches * self._pass_s
 
     @property
     def compute_s(self) -> float:
-        """Time if communication took none: with the pipeline's bubble and the optimizer."""
+        """Return the step time without communication: with the pipeline's bubble and the
+        optimizer.
+        """
         ranks, schedule = self.plan.pp, self.plan.schedule
         waiting = self.passes * (ranks - 1) / self._laps * self._pass_s
         if schedule == "mp":
@@ -181,18 +183,22 @@ class NetworkStep:
 
     @cached_property
     def ideal_s(self) -> float:
-        """Time with a network between nodes that takes none, and links within them as they are."""
+        """Return the step time with an infinitely fast network between nodes, and present links
+        within them.
+        """
         return self.seconds(self._question.inside_bytes_per_s, math.inf)
 
     def cost(self, network: Network) -> NetworkCost:
-        """A step on a network between nodes, against one that takes no time."""
+        """Return the cost of a network between nodes, compared with an infinitely fast one."""
         step_s = self.seconds(self._question.inside_bytes_per_s, network.bytes_per_s)
         return NetworkCost(
             network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1)
         )
 
     def device_cost(self, link: Network) -> NetworkCost:
-        """A step with a device's link within a node, against one that takes no time."""
+        """Return the cost of a device's link within a node, compared with an infinitely fast
+        one.
+        """
         step_s = self.seconds(link.bytes_per_s, math.inf)
         slowdown = max(0.0, step_s / self.compute_s - 1)
         return NetworkCost(network=link, step_s=step_s, slowdown=slowdown)

@@ -1,4 +1,4 @@
-"""Compute times as a roofline: each product by the slower of its arithmetic and its memory.
+"""Compute times by a roofline: each matrix product takes the longer of arithmetic and memory time.
 
 Williams, Waterman and Patterson, "Roofline", CACM 2009: max(FLOPs / rate, bytes / bandwidth).
 Norms, activations and the launch of kernels are left out, so times are lower bounds at these rates.
@@ -23,7 +23,7 @@ class Roof:
     bytes_per_s: float
 
     def seconds(self, flops: float, moved: float) -> float:
-        """The slower of computing and moving."""
+        """Return the longer of computing and moving."""
         return max(flops / self.flops_per_s, moved / self.bytes_per_s)
 
 

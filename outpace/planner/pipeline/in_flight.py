@@ -1,8 +1,8 @@
-"""Micro-batches of which a pipeline's ranks keep activations, by its schedule's order.
+"""Micro-batches whose activations a pipeline's ranks keep, by its schedule's order.
 
-A rank keeps what a stage's forward of a micro-batch left until its backward is done. Before any
-gradients exist the most is kept at the end of the warm-up; later on, with all gradients there,
-as much or less. Both are given, since either can be the fuller.
+A rank keeps what a stage's forward of a micro-batch saved until its backward is done. Before any
+gradients exist, the most is kept at the end of the warm-up; later, with all gradients allocated, as
+much or less. Both are returned, since either can need more memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ def ranks_of(
     layers: tuple[int, ...],
     every: int = 0,
 ) -> tuple[Rank, ...]:
-    """Return the ranks of which one is the fullest: the first, one between and the last.
+    """Return the ranks of which one needs the most memory: the first, one in between and the last.
 
     Every `every`-th block from the first on recomputes; 0: none.
     """
@@ -72,7 +72,7 @@ def _weight(rank: Rank) -> tuple[float, int]:
 
 
 def single_rank(layers: int, every: int = 0) -> Rank:
-    """All layers on one rank."""
+    """Return all layers on one rank."""
     blocks = range(layers)
     return Rank(
         layers, float(layers), 1, True, True, 1, 0, 1, 0, 0, 0, 0, *_recompute_share(blocks, every)

@@ -1,4 +1,4 @@
-"""Table of each pipeline schedule: what every rank does, and in which order.
+"""Action tables of pipeline schedules: what every rank does, and in which order.
 
 They are torch's own (torch.distributed.pipelining 2.13, as the tests show), made without torch, so
 that a schedule can be simulated on machines that are not there. n ranks, m micro-batches, v stages
@@ -20,10 +20,10 @@ _Maker = Callable[[int, int, int, int], list[Action]]
 def orders(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> list[list[Action]]:
-    """Each rank's actions. `stages_per_rank`: None is the schedule's own number.
+    """Return each rank's actions. `stages_per_rank`: None is the schedule's default.
 
-    What may be done at one time stands one after the other; `overlapped` says which. Raises
-    BadInputError for numbers that the schedule cannot take.
+    Actions that may overlap follow each other; `overlapped` says which they are. Raises
+    BadInputError for numbers that the schedule does not allow.
     """
     each = _stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
     return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
@@ -32,12 +32,12 @@ def orders(
 def order(
     schedule: str, rank: int, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[Action]:
-    """One rank's actions, of numbers that the schedule can take (`orders` checks them)."""
+    """Return one rank's actions, for numbers that the schedule allows (`orders` checks them)."""
     return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
 
 
 def overlapping_forwards(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
-    """Return forwards that may run at one time with the backward next in their order.
+    """Return forwards that may overlap with the next backward in their order.
 
     Only dualpipev has any: one micro-batch's all-to-all between experts hides behind the other's
     computing (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch does one after the other. Raises
@@ -66,7 +66,7 @@ def schedule_graph(
 def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
     """The schedule's own number, or the one that is asked for. Raises BadInputError."""
     if schedule not in SCHEDULES:
-        raise BadInputError(f"{schedule} is no pipeline schedule. Use {', '.join(SCHEDULES)}")
+        raise BadInputError(f"{schedule} is not a pipeline schedule. Use {', '.join(SCHEDULES)}")
     if ranks < 1 or microbatches < 1:
         raise BadInputError(
             f"{schedule} needs at least one rank and one micro-batch, but got {ranks} and "

@@ -11,7 +11,7 @@ _UNEVEN = 8  # ranks that are looked at, of those that may differ
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, such that the slowest stage is as fast as can be.
+    """Return the layers of each stage such that the slowest stage is as fast as possible.
 
     The head is weighed by the multiply-adds of its products against those of a block; looking up
     an embedding has none. Raises BadInputError for fewer layers than stages.
@@ -24,11 +24,11 @@ def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Equal layers over stages, each at least one; the last stage also has the head.
+    """Distribute equal layers over stages, at least one each; the last stage also has the head.
 
-    `head` is its cost in layers. The costliest stage costs as little as possible, then the next.
-    Of stages that could have one layer more the later ones do, since the earlier ones keep more
-    activations (Narayanan et al., PipeDream, SOSP 2019, §3.3).
+    `head` is its cost in layers. The cost of the costliest stage is minimised, then that of the
+    next. Later stages get the extra layers, since earlier ones keep more activations (Narayanan et
+    al., PipeDream, SOSP 2019, §3.3).
     """
     return min(
         _spreads(layers, stages),
@@ -37,7 +37,7 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers over stages whatever they cost; of what is left the first stages have one each."""
+    """Distribute layers over stages regardless of cost; the first stages get one more each."""
     each, more = divmod(layers, stages)
     return tuple(each + (place < more) for place in range(stages))
 
@@ -53,7 +53,8 @@ def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Unequal blocks over stages, in order and at least one each; the costliest is the cheapest.
+    """Distribute unequal blocks over stages in order, at least one each, minimising the largest
+    cost.
 
     The first block of a cheapest cut's last stage comes as early as it can, and so on backwards:
     the later stages have more, since the earlier ones keep more activations.
@@ -82,7 +83,7 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Ranks of which one has the most memory: equal ones stand in for each other.
+    """Return ranks of which one needs the most memory, one for each group of equal ones.
 
     The first of each pipeline stage, the first of all where shares are uneven, and a server.
     """

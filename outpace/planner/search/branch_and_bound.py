@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from outpace.planner.plan_batch import OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_batch import MODES, OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
 from outpace.planner.search.alternatives import EQUAL, LEAN, PlanChoice, leanest, simplest
 from outpace.planner.search.space import (
     Options,
@@ -34,6 +34,8 @@ Needs = Callable[[PlanBatch], Floats]
 FAMILIES = get_args(StrategyFamily)
 _BATCH = 512  # layouts whose options are looked at together
 _FIRST = 16
+_FEW = 64
+_FULL = MODES.index("full")
 _PIECE = 4096  # plans whose bytes are estimated together
 _NEAR = 1.001  # what plainness can make up for
 
@@ -78,12 +80,15 @@ def search(
     question: StepTimeQuestion,
     wanted: SearchRequest,
     needs: Needs,
+    floors: Needs,
     memory_bytes: float,
     count: int = 10,
 ) -> SearchResult:
     """The `count` fastest kinds of plan that fit into `memory_bytes`, and every family's end.
 
     Plans of one kind split the same axes and have the same level of ZeRO: the fastest is taken.
+    `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`), for less work
+    than `needs`.
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -96,7 +101,9 @@ def search(
     for place in np.unique(of_family):
         mine = np.nonzero(of_family == place)[0]
         order = mine[np.argsort(bound[mine], kind="stable")]
-        taken += _family(question, plain, order, bound, kind, chosen, needs, memory_bytes, count)
+        taken += _family(
+            question, plain, order, bound, kind, chosen, needs, floors, memory_bytes, count
+        )
     if not taken:
         return _empty_result(plain, question)
     together = _concatenate(taken)
@@ -309,16 +316,20 @@ def _family(
     kind: Ints,
     chosen: list[dict[str, object]],
     needs: Needs,
+    floors: Needs,
     memory_bytes: float,
     count: int,
 ) -> Iterator[PlanBatch]:
     """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
 
     Of a kind that was found, only what may be faster still is looked at. Times are estimated before
-    bytes, which take longer.
+    bytes, which take longer; where none of the first layouts fitted, bytes that lie there for good
+    come before both.
     """
     fastest: dict[int, float] = {}
-    least: tuple[float, PlanBatch] | None = None
+    least: _Least | None = None
+    beyond: list[tuple[PlanBatch, Floats]] = []
+    began = False
     size = _FIRST
     while True:
         order = order[bound[order] <= _time_limits(fastest, count, kind[order])]
@@ -326,6 +337,13 @@ def _family(
             break
         part = expand(plain.take(order[:size]), chosen)
         order, size = order[size:], min(2 * size, _BATCH)
+        if not fastest and began:
+            floor = floors(part)
+            able = floor <= memory_bytes
+            lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
+            beyond.append((part.take(lean), floor[lean]))
+            part = part.take(able)
+        began = True
         seconds, own_kinds = estimate(question, part).step_s, kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
@@ -334,17 +352,46 @@ def _family(
             some = part.take(piece)
             need = needs(some)
             if not fastest:
-                small = int(np.argmin(need))
-                if least is None or need[small] < least[0]:
-                    least = (float(need[small]), some.take([small]))
+                least = _smaller(some, need, least)
             fits = piece[need <= memory_bytes]
             keep = fits[_first_of(own_kinds[fits], _ranking_s(part.take(fits), seconds[fits]))]
             for place in keep:
                 own, took = int(own_kinds[place]), float(seconds[place])
                 fastest[own] = min(fastest.get(own, np.inf), took)
             yield part.take(keep)
+    if not fastest and beyond:
+        least = _smallest(
+            _concatenate([one for one, _ in beyond]), np.concatenate([f for _, f in beyond]),
+            needs, least,
+        )  # fmt: skip
     if not fastest and least is not None:
         yield least[1]
+
+
+_Least = tuple[float, PlanBatch]  # the bytes that a plan needs, and the plan
+
+
+def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
+    """Return `least`, or the plan that needs less than it."""
+    small = int(np.argmin(need))
+    if least is None or need[small] < least[0]:
+        return float(need[small]), plans.take([small])
+    return least
+
+
+def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
+    """Return the plan that needs the least, or `least`: of those whose `floor` can be less.
+
+    `plans` are those that recompute the most: none that recomputes less needs less.
+    """
+    order, size = np.lexsort((plans.micro_batch, floor)), _FEW
+    while len(order):
+        places, order, size = order[:size], order[size:], min(2 * size, _PIECE)
+        if least is not None and floor[places[0]] >= least[0]:
+            break
+        some = plans.take(places)
+        least = _smaller(some, needs(some), least)
+    return least
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
@@ -426,7 +473,7 @@ def _finish_search(
     return SearchResult(columns, times, need, ranked, best, smallest, considered)
 
 
-def fits(wanted: SearchRequest, needs: Needs, memory_bytes: float) -> bool:
+def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Whether any plan does: all of the smallest micro-batch that recompute the most are tried."""
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
@@ -437,6 +484,7 @@ def fits(wanted: SearchRequest, needs: Needs, memory_bytes: float) -> bool:
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):
         part = expand(plain.take(order[begin : begin + _BATCH]), chosen)
+        part = part.take(floors(part) <= memory_bytes)
         if len(part) and (needs(part) <= memory_bytes).any():
             return True
     return False

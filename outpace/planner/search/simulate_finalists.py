@@ -1,7 +1,7 @@
 """Simulation of the finalists' pipelines event by event, with their unequal stages.
 
-The closed forms that rank all plans take every stage as the mean, or the slowest; a table that is
-simulated waits for what it really waits for. What it differs by goes to the bubble.
+The closed forms that rank all plans assume average or slowest stages; the simulation has the actual
+waits. The difference is added to the bubble.
 """
 
 from dataclasses import fields
@@ -23,7 +23,7 @@ _MOST_ACTIONS = 400_000  # that are played; longer tables have next to no bubble
 def simulate_pipelines(
     question: StepTimeQuestion, columns: PlanBatch, times: StepTimes, places: Ints
 ) -> StepTimes:
-    """`times`, with those at `places` that are pipelines as their table comes out."""
+    """Return `times` with simulated values for the pipelines at `places`."""
     found = {f.name: getattr(times, f.name).copy() for f in fields(StepTimes)}
     for place in places:
         row = columns.take([int(place)])
@@ -55,6 +55,6 @@ def _actions(row: PlanBatch) -> int:
 
 
 def order(times: StepTimes, places: Ints) -> Ints:
-    """`places`, fastest first."""
+    """Return `places` ordered by time, fastest first."""
     found: Ints = places[np.argsort(times.step_s[places], kind="stable")]
     return found

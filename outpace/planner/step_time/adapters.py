@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights: their products, what they move, their parameters."""
+"""Low-rank adapters beside frozen weights: their matrix products, traffic and parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Adapters:
     base_bytes: float | None = None
 
     def parameters(self, outline: Outline) -> float:
-        """Return how many numbers are trained."""
+        """Return the number of trained parameters."""
         total = 0.0
         for stack in outline.stacks:
             for weight in weights(stack, outline.hidden):

@@ -116,11 +116,12 @@ class CollectiveTimes(StepTimeSetup):
     def _collectives(self) -> "_Collectives":
         c, fabric = self.c, self.fabric
         together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
-        grads = self.trained * self.kept
-        # Gathered is what was stepped; where weights are spread, all of them, as they are kept.
+        gathered, reduced = c.shard_bytes()
+        grads = self.trained * np.where(c.zero < 2, self.kept, reduced)
+        # Gathered is what was stepped; where weights are spread, all of them.
         width = np.where(self.item < FP32, 2.0, FP32)
         frozen = self.q.adapters.base_bytes if self.q.adapters is not None else None
-        spread = self.parameters * (width if frozen is None else frozen)
+        spread = self.parameters * (gathered if frozen is None else frozen)
         low = np.where(c.zero < 2, self.trained * width, spread)
         far = c.tp * c.cp * c.dp_shard
         each = grads / np.where(c.zero > 0, c.dp_shard, 1)

@@ -1,4 +1,4 @@
-"""Time of each optimizer's step: bytes that its operators move, products, launches."""
+"""Time of each optimizer's step: bytes that its operators move, matrix products, launches."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""Operators that an optimizer's step asks of the host, by the tensors that it steps."""
+"""Operators that an optimizer's step launches on the host, by the tensors that it steps."""
 
 from collections import Counter
 from collections.abc import Mapping

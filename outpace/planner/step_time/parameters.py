@@ -1,4 +1,4 @@
-"""Seconds that a rank's parameters cost: casts, the optimizer's step, what is offloaded."""
+"""Time that a rank's parameters cost: casts, the optimizer's step, offloading."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -69,7 +69,7 @@ class Parameters(StepTimeSetup):
         )  # fmt: skip
 
     def offloading_s(self, busy: Floats) -> Floats:
-        """Return what passes do not hide of copies over the host's link."""
+        """Return the time of copies over the host's link that passes do not hide."""
         found = self.offloading(busy)
         total: Floats = np.sum([getattr(found, name) for name in Offloading.SECONDS], axis=0)
         return total

@@ -17,7 +17,7 @@ _CHECKPOINT_OPERATORS = 6
 
 
 class Passes(StepTimeSetup):
-    """Forwards and backwards, with what is computed again and what tensor parallelism waits for."""
+    """Forward and backward passes, with recomputation and the waits of tensor parallelism."""
 
     def layer_passes(self) -> tuple[list[PassTime], list[PassTime]]:
         """Return each stack's layer: a forward, and a backward with what it recomputes."""
@@ -102,7 +102,7 @@ class Passes(StepTimeSetup):
         return exposed_s, sums * calls
 
     def end_passes(self) -> tuple[PassTime, PassTime, PassTime, PassTime]:
-        """Embedding and head, forward and backward."""
+        """Return embedding and head, forward and backward."""
         zero = np.zeros(len(self.c))
         found = []
         for part in (embedding, partial(head, outpace_loss=not self.q.other_program)):

@@ -1,4 +1,4 @@
-"""Seconds of a pipeline: its slowest rank, what the others wait, what stages send each other."""
+"""Time of a pipeline: its slowest rank, the waits of the others, and messages between stages."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class Stages:
 
 
 class Pipelines(Passes, Parameters):
-    """One stage is a pipeline without a bubble."""
+    """Pipeline times; one stage is a pipeline without a bubble."""
 
     def pipeline(
         self, layer_s: Floats, ends: tuple[PassTime, PassTime, PassTime, PassTime]
@@ -119,7 +119,7 @@ class Pipelines(Passes, Parameters):
         return Stages(tuple(times), float(one[0]), float(posted[0]))
 
     def bubble_s(self, pipeline: PipelineTime, weights: Floats) -> Floats:
-        """Seconds that a pass's ranks wait for each other while the pipeline fills and drains.
+        """Return the time that ranks wait for each other while the pipeline fills and drains.
 
         gpipe and 1f1b: a micro-batch's way through all ranks but the slowest. With v stages a
         rank, of this 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left
@@ -140,7 +140,7 @@ class Pipelines(Passes, Parameters):
         return np.where(c.pp > 1, waits, 0.0)
 
     def sends_s(self) -> Floats:
-        """Activations and their gradients between stages.
+        """Return the time of sending activations and their gradients between stages.
 
         While the pipeline fills and drains each hop is waited for; beside that 1f1b, which has no
         micro-batch to spare, waits for one each way a micro-batch.

@@ -1,4 +1,4 @@
-"""Inputs of a step's terms: bytes of numbers, a rank's parameters, distinct layers."""
+"""Inputs of a step's terms: bytes per number, a rank's parameters, distinct layers."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class StepTimeQuestion:
 
     @property
     def attention(self) -> Kernel:
-        """The kernel of attention: the stack's, where it is fused."""
+        """Return the attention kernel: the stack's, if it is fused."""
         return self.stack.attention if self.kernel == "fused" else self.kernel
 
 
@@ -157,7 +157,7 @@ class StepTimeSetup:
         self.tokens = c.micro_batch * self.q.seq_len / c.cp
 
     def spread(self, values: Floats) -> Floats:
-        """Return for each plan the value of its cell."""
+        """Return each plan's value from its cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.of]
 
     def exposed_s(self, comm_s: Floats, compute_s: Floats, units: Floats) -> Floats:

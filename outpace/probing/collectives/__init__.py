@@ -1,1 +1,1 @@
-"""Measuring collectives and links."""
+"""Measurement of collectives and links."""

@@ -1,4 +1,6 @@
-"""Advice from measured links: whether they are enough for large trainings, and who is slow."""
+"""Advice from measured links: whether they suffice for large trainings, and which ranks are
+slow.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -22,7 +24,7 @@ _LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
 
 
 def link_sentence(fit: LinkFit) -> str:
-    """'all-reduce over 4 ranks (gloo): 21 µs + 3.20 GB/s (busbw)'."""
+    """Describe a fitted link: 'all-reduce over 4 ranks (gloo): 21 µs + 3.20 GB/s (busbw)'."""
     latency = fit.latency.value
     shown = "n/a" if latency is None else f"{1e6 * latency:.3g} µs"
     rate = show_count(fit.bandwidth.value, "B/s")
@@ -30,32 +32,32 @@ def link_sentence(fit: LinkFit) -> str:
 
 
 def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
-    """Compare the network between nodes with what large trainings want; nothing on one node."""
+    """Compare the network between nodes with the needs of large trainings; nothing on one node."""
     fit = network_fit(fits, len(nodes))
     if len(nodes) < 2:
         return []
     if fit is None:
         text = (
-            "the bandwidth between nodes is not known: larger arrays took no longer than small "
+            "the bandwidth between nodes is unknown: larger arrays took no longer than small "
             "ones, or too few were measured. Probe for longer, with nothing else running"
         )
         return [Advice(about="network", text=text)]
     at_once = min(map(len, nodes))
     rate = node_bytes_per_s(fit, at_once)
     if rate is None:
-        text = f"the bandwidth between nodes is not known: {fit.bandwidth.unstable}"
+        text = f"the bandwidth between nodes is unknown: {fit.bandwidth.unstable}"
         return [Advice(about="network", text=text, of=(fit.bandwidth.key,))]
     bits_per_s = 8 * rate
     text = (
         f"{link_sentence(fit)} between nodes, {at_once} at once from each node: "
-        f"{show_count(bits_per_s, 'bit/s')} for a node. {_compare_rate(bits_per_s)} outpace "
-        "network says what one training needs."
+        f"{show_count(bits_per_s, 'bit/s')} per node. {_compare_rate(bits_per_s)} outpace "
+        "network shows what a given training needs."
     )
     return [Advice(about="network", text=text, of=(fit.bandwidth.key,))]
 
 
 def _compare_rate(bits_per_s: float) -> str:
-    wanted = "Large trainings want 400 Gbit/s or more between nodes"
+    wanted = "Large trainings need 400 Gbit/s or more between nodes"
     if bits_per_s >= _WANTED_BITS_PER_S:
         return f"{wanted}: this is enough."
     share = f"{wanted}, {_WANTED_BITS_PER_S / bits_per_s:.2g} times as much"
@@ -65,35 +67,35 @@ def _compare_rate(bits_per_s: float) -> str:
 
 
 def world_notes(nodes: Nodes) -> list[str]:
-    """State what this world cannot tell."""
+    """Note what this world cannot show."""
     if len(nodes) == 1:
         return [
-            "all ranks are on one node: this says nothing about a network between nodes. For that, "
-            f"probe under torchrun on at least {_RECOMMENDED_NODES} nodes, or on all that will be "
-            "used"
+            "all ranks are on one node, so nothing is known about the network between nodes. "
+            f"To measure it, probe under torchrun on at least {_RECOMMENDED_NODES} nodes, or "
+            "on all that you will use"
         ]
     if len(nodes) < _RECOMMENDED_NODES:
         return [
             f"{len(nodes)} nodes: a network is shared by more than that. Probe on at least "
-            f"{_RECOMMENDED_NODES}, or on all that will be used"
+            f"{_RECOMMENDED_NODES}, or on all that you will use"
         ]
     return []
 
 
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
-    """Note that the network between nodes does not hold still, where all within the nodes does.
+    """Note that the network between nodes varies, if everything within nodes is steady.
 
-    It is judged by how far apart rounds of the same collectives lie, of which the larger sizes tell
-    of links.
+    The criterion is the spread between rounds of the same collectives at the larger sizes, which
+    depend on links.
     """
     apart = {axis: _median_spread(figures, axis) for axis in ("across", "node")}
     across, node = apart["across"], apart["node"]
     if across is None or node is None or across <= max(_WANDERS, _TIMES_NODE * node):
         return []
     return [
-        f"the network between nodes does not hold still: from round to round collectives across "
-        f"nodes differ by {across:.0%} in the median, the same within nodes by {node:.0%}. Others "
-        "may use it, too: probe again when they do not, and expect the same of training"
+        "the network between nodes is not steady: from round to round, collectives across "
+        f"nodes differ by {across:.0%} in the median, those within nodes by {node:.0%}. Others "
+        "may use it, too: probe again when they do not, and expect the same in training"
     ]
 
 
@@ -114,7 +116,7 @@ def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
 
 
 def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
-    """Ranks that compute slower than the others, from how long each took for the same."""
+    """Find ranks that compute slower than the others, from their times for the same work."""
     found = []
     for what in dict.fromkeys(figure.key.what for figure in figures):
         of = {int(f.key.of["rank"]): f for f in figures if f.key.what == what}
@@ -122,9 +124,9 @@ def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
             :_FIRST_NAMED
         ]:
             text = (
-                f"rank {slow.who} is a straggler: {slow} than the others in {what}, and all ranks "
-                "wait for the slowest. Look at its clocks, temperature and power limit, and at "
-                "what else runs on its cores"
+                f"rank {slow.who} is a straggler: {slow} than the others in {what}, and all "
+                "ranks wait for the slowest. Check its clocks, temperature and power limit, "
+                "and what else runs on its cores"
             )
             found.append(
                 Advice(about="straggler", text=text, gain=slow.times - 1, low=slow.low - 1,
@@ -134,7 +136,7 @@ def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
 
 
 def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[Advice]:
-    """Slow links, and ranks whose links all are; within nodes and between them by themselves."""
+    """Find slow links, and ranks with only slow links, separately within and between nodes."""
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
     found: list[Advice] = []
     for within in (True, False):
@@ -163,5 +165,5 @@ def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[
 
 def _look(within: bool) -> str:
     if within:
-        return "outpace topology shows what lies between them"
-    return "Look at the cable, the port's speed and its errors, and at the switch between them"
+        return "outpace topology shows what is between them"
+    return "Check the cable, the port's speed and its errors, and the switch between them"

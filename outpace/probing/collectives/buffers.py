@@ -1,4 +1,4 @@
-"""The data that ranks send, the room they receive into, and whether what arrives is right."""
+"""The data that ranks send, their receive buffers, and checks of what arrives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _DECADES = 30
 
 
 def contribution(rank: int, draw: int = 0) -> Tensor:
-    """Return a rank's data, repeated as needed: (65521,) random fp32 values, others in each
+    """Return a rank's data, repeated as needed: (65521,) random fp32 values, different in each
     draw.
     """
     seed = (0xC0DE + draw << 24) + rank
@@ -30,7 +30,7 @@ def contribution(rank: int, draw: int = 0) -> Tensor:
 
 @dataclass
 class Buffers:
-    """A rank's data, and room for what it receives; both grow to the largest size asked for."""
+    """A rank's data and its receive buffer; both grow to the largest requested size."""
 
     device: torch.device
     rank: int
@@ -43,26 +43,26 @@ class Buffers:
         self.grow(ITEM_BYTES)
 
     def grow(self, size: int) -> None:
-        """Have `size` bytes of each."""
+        """Provide `size` bytes of each."""
         count = size // ITEM_BYTES
         own = contribution(self.rank, self.draw).to(self.device)
         self.source = own.repeat(-(-count // _PERIOD))[:count]
         self.room = torch.zeros_like(self.source)
 
     def hold(self) -> list[Any]:
-        """A list for what uses the buffers, which `settle` empties."""
+        """Return a list for users of the buffers, which `settle` empties."""
         self._held.append([])
         return self._held[-1]
 
     def settle(self) -> None:
-        """Give back what cases hold that were made before the buffers grew to their last size."""
+        """Release what cases hold that were made before the buffers grew to their last size."""
         for held in self._held:
             held.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Put other data in the same place, so that what was received before would be wrong now.
+        """Replace the data in place, so that earlier received values would now be wrong.
 
         `size`: only of the first `size` bytes; those beyond are of an earlier draw then.
         """
@@ -72,7 +72,7 @@ class Buffers:
             piece.copy_(own[: len(piece)])
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` elements of the data, and of the room."""
+        """Return `count` elements of the data, and of the receive buffer."""
         return self.source_of(count), self.room_of(count)
 
     def source_of(self, count: int) -> Tensor:

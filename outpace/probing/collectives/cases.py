@@ -1,4 +1,4 @@
-"""The collectives as cases: what they are called with, and what has to come out.
+"""The collectives as cases: their inputs and expected results.
 
 Bytes count as nccl-tests counts them: of the whole array, so of what a rank has after an
 all-gather and before a reduce-scatter or an all-to-all; send/recv is each rank sending to the next
@@ -27,7 +27,7 @@ _LEAST_SIZES = 3  # that latency and bandwidth can be fitted to
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """A rank's position on an axis, and what its tensors go through."""
+    """A rank's position on an axis, and the process group of its tensors."""
 
     axis: Axis
     group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class AxisPlace:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of this rank's group; none where it is in no group of the axis."""
+        """Return the ranks of this rank's group; none if it is in no group of the axis."""
         return self.axis.group_of(self.rank)
 
     @property
@@ -47,7 +47,9 @@ class AxisPlace:
         return self.members.index(self.rank)
 
     def count(self, size: int) -> int:
-        """Elements of an array of about `size` bytes that all ranks can have equal parts of."""
+        """Return the elements of an array of about `size` bytes that divides into equal parts for
+        all ranks.
+        """
         share = self.axis.ranks
         return max(1, size // ITEM_BYTES // share) * share
 
@@ -56,9 +58,10 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 
 
 def case(collective: str, place: AxisPlace, size: int) -> Case:
-    """One collective with an array of about `size` bytes, on all groups of an axis at once.
+    """Return a case of one collective with an array of about `size` bytes, on all groups of an axis
+    at once.
 
-    Its check is the same on all ranks: what is wrong on one is said by all.
+    Its check has the same result on all ranks: an error on one is reported by all.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -78,7 +81,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
 def check_on_all(
     place: AxisPlace, wrong: Callable[[Any], str | None]
 ) -> Callable[[Any], str | None]:
-    """`wrong` as a check that all ranks make: what one of them finds is the answer on all."""
+    """Wrap `wrong` as a check that all ranks make and whose result all share."""
 
     def check(found: Any) -> str | None:
         if not place.members:
@@ -98,16 +101,16 @@ def _key(collective: str, place: AxisPlace, size: int) -> Key:
 
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return what the first rank with anything wrong says, on all ranks."""
+    """Return the first rank's error, on all ranks."""
     said: list[str | None] = [None] * control.size()
     dist.all_gather_object(said, wrong, group=control)
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
 
 
 def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
-    """One more call of each case, with other data than was timed, compared in full.
+    """Call each case once more with other data than was timed, and compare all of it.
 
-    Raises WrongResultError on all ranks where a value is wrong.
+    Raises WrongResultError on all ranks if a value is wrong.
     """
     for one in cases:
         buffers.renew(int(one.key.of["bytes"]))  # in each: what the one before left is wrong too
@@ -217,7 +220,7 @@ _MAKERS: dict[str, Callable[[AxisPlace, int], Made]] = {
 
 @dataclass(frozen=True)
 class SizeLimits:
-    """Limits on how large arrays may become: by memory, and by how long one call may take."""
+    """Limits on the size of arrays: by memory, and by the time of one call."""
 
     most_bytes: int
     longest_s: float
@@ -226,9 +229,9 @@ class SizeLimits:
 def cases_by_size(
     collective: str, place: AxisPlace, sizes: Sequence[int], limits: SizeLimits, clock: RanksClock
 ) -> list[Case]:
-    """Cases from small to large, as far as one call does not take too long.
+    """Yield cases from small to large, until one call takes too long.
 
-    The largest are tried once on the way; all ranks come to the same cases.
+    The largest are tried once on the way; all ranks get the same cases.
     """
     cases: list[Case] = []
     took_s = 0.0

@@ -1,4 +1,4 @@
-"""Groups of ranks that talk to each other: all, those of a node, those across nodes, and pairs.
+"""Groups of communicating ranks: all, within a node, across nodes, and pairs.
 
 The network between nodes is measured as a training uses it: by one group for each local rank, all
 at the same time, since they share the node's way out.
@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Axis:
-    """Groups of ranks that each do the same at the same time. All are of one size."""
+    """Groups of equal size in which ranks do the same at the same time."""
 
     name: str
     groups: Nodes
@@ -27,14 +27,14 @@ class Axis:
         return len(self.groups[0])
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The group that a rank is in; empty where it is in none."""
+        """Return the group of a rank; empty if it is in none."""
         return next((group for group in self.groups if rank in group), ())
 
 
 def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
-    """The ranks of each node, from (local rank, local world size) by rank.
+    """Return the ranks of each node, from (local rank, local world size) by rank.
 
-    Raises BadInputError where a node's ranks do not follow one another, as torchrun counts them.
+    Raises BadInputError if a node's ranks are not consecutive, as torchrun numbers them.
     """
     nodes: list[tuple[int, ...]] = []
     rank = 0
@@ -43,9 +43,9 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
         node = places[rank : rank + size]
         if node != [(local, size) for local in range(size)]:
             raise BadInputError(
-                f"the ranks from {rank} on are (local rank, local world size) {list(node)}, but "
-                f"{size} ranks of a node have to follow one another. Start with torchrun, or with "
-                "mpirun --map-by slot."
+                f"the ranks from {rank} on have (local rank, local world size) {list(node)}, "
+                f"but the {size} ranks of a node have to be consecutive. Start with torchrun, "
+                "or with mpirun --map-by slot."
             )
         nodes.append(tuple(range(rank, rank + size)))
         rank += size
@@ -53,7 +53,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
 
 
 def axes_of(nodes: Nodes) -> list[Axis]:
-    """All ranks; and those within nodes and across them, where that is something else."""
+    """Return the axis of all ranks, and those within and across nodes, if they differ from it."""
     world = tuple(rank for node in nodes for rank in node)
     axes = [Axis("all", (world,))]
     sizes = {len(node) for node in nodes}
@@ -66,7 +66,7 @@ def axes_of(nodes: Nodes) -> list[Axis]:
 
 
 def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
-    """Every pair within nodes, and every pair of nodes by their first ranks, once.
+    """Return every pair within nodes, and every pair of nodes by their first ranks, once.
 
     The pairs of a slot do not share a node's links, so they can be timed at the same time.
     """

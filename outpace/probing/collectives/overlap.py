@@ -1,4 +1,4 @@
-"""Share of a collective that hides behind computing: each alone, and both at once, side by side."""
+"""Share of a collective that computation hides: each alone, and both at once, side by side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return what the longer hides of the shorter: 1 all, 0 nothing, below 0 it costs time."""
+    """Return the share of the shorter that the longer hides: 1 all, 0 nothing, below 0 it costs
+    time.
+    """
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -39,7 +41,7 @@ def probe_overlap(
     effort: Effort,
     collectives: Sequence[str] = OVERLAPPED,
 ) -> Turns[list[list[Figure]]]:
-    """Time computing, each collective and size, and both at once; and return the share hidden.
+    """Time computation, each collective and size, and both at once; return the hidden share.
 
     Computing is as many products of matrices as take about as long as the collective. Raises
     WrongResultError where what comes out of it is wrong, before it is timed or after.
@@ -138,9 +140,7 @@ def _compute_nothing() -> None:
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return how much hides, by rounds in which computing, collective and both were timed in
-    turn.
-    """
+    """Return the hidden share, from rounds that timed computation, collective and both in turn."""
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)

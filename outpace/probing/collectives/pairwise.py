@@ -1,4 +1,4 @@
-"""Times of what each rank does by itself and with each other one, on all ranks at the same time."""
+"""Times of each rank alone and with every other one, on all ranks at the same time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class RankWork(NamedTuple):
 
 
 def work_of(device: torch.device) -> dict[str, RankWork]:
-    """A product of matrices and a copy in memory, large enough to be the device's own speed."""
+    """Return a matrix product and a copy in memory, large enough to show the device's own speed."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
@@ -89,9 +89,9 @@ def work_of(device: torch.device) -> dict[str, RankWork]:
 def ranks_figures(
     work: dict[str, RankWork], place: AxisPlace, clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Figure]]:
-    """Time how long each rank takes for the same work, while all others do it too.
+    """Time how long each rank takes for the same work, with all others doing it too.
 
-    Raises WrongResultError on all ranks where one computes something wrong.
+    Raises WrongResultError on all ranks if one computes something wrong.
     """
     for what, (call, check) in work.items():
         if wrong := first_fault(check(call()), place.control):
@@ -181,5 +181,5 @@ def _pair_figure(pair: Pair, size: int, rounds: Rounds, place: AxisPlace) -> Fig
 
 
 def pair_fits(figures: dict[Pair, list[Figure]]) -> list[LinkFit]:
-    """Latency and bandwidth of each pair."""
+    """Fit latency and bandwidth of each pair."""
     return [fit for of in figures.values() if (fit := fit_link(of)) is not None]

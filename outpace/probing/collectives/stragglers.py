@@ -1,7 +1,7 @@
-"""Ranks and links that are slower than the others, by times that were measured side by side.
+"""Ranks and links that are slower than the others, from times measured side by side.
 
-Slow is what is slower by more than noise: where a repeat would still find it slower than
-`_RANK_SLOWER` or `_LINK_SLOWER`. Who is slow on every link is named once, and not its links.
+Slow means slower by more than noise: a repeat would still find it slower than `_RANK_SLOWER` or
+`_LINK_SLOWER`. A rank that is slow on every link is named once, without its links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class Slowness(Generic[Who]):
 
 
 def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
-    """Ranks that compute slower than the others, the slowest first.
+    """Return ranks that compute slower than the others, slowest first.
 
     `seconds`: by rank, of the same work in each of some rounds that all did at the same time.
     """
@@ -66,7 +66,7 @@ class SlowLinks:
 
 
 def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
-    """Find links that are slower than the others, and ranks that all of whose links are.
+    """Find links that are slower than the others, and ranks whose links are all slow.
 
     `seconds`: by pair, of sending the same in each round. Compared with the faster ones, those that
     a quarter of all are faster than: half of four ranks' links are slow when one rank is.

@@ -1,1 +1,1 @@
-"""Measuring matrix products."""
+"""Measurement of matrix products."""

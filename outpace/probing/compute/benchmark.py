@@ -1,4 +1,4 @@
-"""The matmul section of a probe: products by size, unlucky sizes, tiles, and a model's own."""
+"""The matmul section of a probe: products by size, unfavourable sizes, tiles, and a model's own."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,9 +36,9 @@ def probe_matmul(
     progress: Progress,
     tokens: int | None = None,
 ) -> Turns[ProbeSection]:
-    """Time products on a device. `features`: of its processor. Raises WrongResultError.
+    """Time matrix products on a device. `features` are its processor's. Raises WrongResultError.
 
-    `tokens`: in a model's own products; None for as many as let a call be short.
+    `tokens`: number in a model's products; None for as many as keep a call short.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
@@ -85,7 +85,7 @@ def _cases(
         if left:
             notes.append(
                 f"not timed with {tokens} tokens in {dtype}: {', '.join(left)}; they take too "
-                "long, do not fit, or there are no such products"
+                "long, do not fit, or do not exist"
             )
     seq_len = min(spec.max_positions, 2048 if on.device.type == "cuda" else 256)
     cases += model_shapes.attention_cases(on, main, spec, seq_len, quick)
@@ -100,12 +100,12 @@ def _cases(
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
     """Say what was not measured, and on what all was."""
     if quick:
-        yield "the vocabulary's padding, backward products and tiles: without --quick only"
+        yield "vocabulary padding, backward products and tiles are only measured without --quick"
     if device.type != "cuda":
-        yield f"threads that products ran on: {torch.get_num_threads()}"
-        yield "fp16 on a CPU is for correctness only: not timed"
+        yield f"threads of the matrix products: {torch.get_num_threads()}"
+        yield "fp16 on a CPU is only for checking correctness, so it is not timed"
         if not any(f.key.has(dtype="bf16") for f in figures):
-            yield "this processor has no instructions for bf16: not timed"
+            yield "this processor has no bf16 instructions, so bf16 is not timed"
 
 
 def _clock_words(
@@ -179,7 +179,7 @@ def _granularity(
             said += _waves(sweep, device) if dim == "n" else []
         else:
             said += _shares(sweep, [f for f in fine if f not in sweep], dim)
-        found.append(_tiles(sweep, dim, said or ["no steps stand out from the noise"]))
+        found.append(_tiles(sweep, dim, said or ["no steps above the noise"]))
     return found
 
 

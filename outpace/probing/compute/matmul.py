@@ -1,8 +1,8 @@
-"""Matrix products: how fast they can be, how that grows with size, and what unlucky sizes cost.
+"""Matrix products: their rates, how these grow with size, and the cost of unfavourable sizes.
 
-The best product measured on a machine is what training can at most reach (MAMF: Bekman, "Machine
-Learning Engineering", "Maximum Achievable Matmul FLOPS"). The curves are of A (m × k) times
-B (k × n), counted as 2·m·n·k operations.
+The best product measured on a machine is an upper bound for training (MAMF: Bekman, "Machine
+Learning Engineering", "Maximum Achievable Matmul FLOPS"). The curves are of A (m × k) times B (k ×
+n), counted as 2·m·n·k operations.
 """
 
 import time
@@ -43,10 +43,10 @@ _CURVE = tuple(1 << power for power in range(5, 15))
 
 @dataclass(frozen=True)
 class Bench:
-    """A device on which products are timed, and how long one of them may take.
+    """A device on which matrix products are timed, and how long one may take.
 
-    Random values are made once for each dtype; operands are parts of them. `rates`: about how many
-    FLOP/s large products have, for choosing sizes and not for showing.
+    Random values are made once for each dtype; operands are parts of them. `rates`: approximate
+    FLOP/s of large products, for choosing sizes and not for showing.
     """
 
     device: torch.device
@@ -55,13 +55,15 @@ class Bench:
     rates: dict[Dtype, float] = field(default_factory=dict)
 
     def takes(self, dtype: Dtype, shape: Shape) -> bool:
-        """Whether the operands fit into the pool, and the dtype has products of this shape."""
+        """Return whether the operands fit into the pool, and the dtype has products of this
+        shape.
+        """
         m, n, k = shape
         fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
         return fine and m * k + k * n <= self.pools[dtype].numel()
 
     def short(self, dtype: Dtype, shape: Shape) -> bool:
-        """Whether a product takes no longer than one may."""
+        """Return whether a product takes no longer than allowed."""
         m, n, k = shape
         return 2.0 * m * n * k / self.rates[dtype] <= self.longest_s
 
@@ -83,7 +85,7 @@ def dtypes_of(device: torch.device, features: Iterable[str], capability: float) 
 
 
 def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
-    """Random values for products on a device, and about how fast these are."""
+    """Make random values for products on a device, and estimate their rate."""
     pools: dict[Dtype, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for dtype in dtypes:
@@ -105,7 +107,7 @@ def _pool_size(device: torch.device, quick: bool) -> int:
 
 
 def product(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[], Tensor]:
-    """A product, ready to be called."""
+    """Return a product, ready to be called."""
     m, n, k = shape
     pool = on.pools[dtype]
     a_MK = pool[: m * k].view(m, k)
@@ -141,7 +143,7 @@ def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | No
 
 
 def wrong_product(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
-    """Say what is wrong with the first and the last row of a product, by double precision."""
+    """Check the first and last row of a product in double precision; return the error, if any."""
     ends = [0, len(a_MK) - 1]
     a_2K, b_KN = a_MK[ends].double(), b_KN.double()
     true = a_2K @ b_KN
@@ -164,7 +166,7 @@ def _on_one_thread() -> Iterator[None]:
 
 
 def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) -> Case:
-    """The rate of one product."""
+    """Return a case that measures the rate of one product."""
     m, n, k = shape
     key = Key(kind="matmul", what=what, of={"dtype": dtype, "m": m, "n": n, "k": k, **more})
     return Case(key, "FLOP/s", lambda: product(on, dtype, shape), 2.0 * m * n * k,
@@ -199,14 +201,14 @@ def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
-    """Square products by size, up to those that take as long as one may."""
+    """Return square products by size, up to the largest allowed time."""
     cubes = [(n, n, n) for n in _CURVE[1 :: 2 if quick else 1]]
     sizes = [one[0] for one in cubes if on.short(dtype, one) and on.takes(dtype, one)]
     return [case(on, dtype, (n, n, n), "curve") for n in sizes]
 
 
 def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
-    """The largest power of two whose square product takes no longer than one may."""
+    """Return the largest power of two whose square product takes no longer than allowed."""
     fitting = [n for n in _CURVE if n <= at_most and on.short(dtype, (n, n, n))]
     return max(fitting, default=_CURVE[0])
 
@@ -226,7 +228,7 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
 
 
 def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Each dimension by 1 and by larger steps, to see tiles in; of n over waves on a GPU."""
+    """Vary each dimension by 1 and by larger steps, to detect tiles; n over waves on a GPU."""
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
@@ -242,7 +244,7 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """A processor's coarse steps of m and n again, on one of its threads."""
+    """Repeat a processor's coarse steps of m and n on a single thread."""
     shapes = [(dim, _shape_of(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)]
     return [
         replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
@@ -252,7 +254,7 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Each dimension above a round size by 1, 8, 16, 64 and 128, and by 2 and 3 times as much."""
+    """Return dimensions above a round size by 1, 8, 16, 64 and 128, and 2 and 3 times as large."""
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -273,7 +275,7 @@ def _shape_of(base: int, dim: int, offset: int) -> Shape:
 
 
 def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
-    """Return the products of a model's forward by name, for this number of tokens."""
+    """Return the matrix products of a model's forward pass by name, for this number of tokens."""
     kv = 2 * spec.kv_heads * spec.head_dim
     hidden, ffn = spec.hidden, spec.ffn
     wide = 2 * ffn if spec.gated else ffn
@@ -287,7 +289,7 @@ def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
 
 
 def backward_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The products of the backward: dX of what came in, and dW of the weight."""
+    """Return the products of the backward: dX for the input, and dW for the weight."""
     found: dict[str, Shape] = {}
     for part, (tokens, n, k) in shapes.items():
         found |= {f"{part} dX": (tokens, k, n), f"{part} dW": (n, k, tokens)}
@@ -298,7 +300,7 @@ def model_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int, forward_only: bool = False,
     within_s: float = inf,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """A model's own products, the quickest first to be taken; and the parts that are left out.
+    """Return a model's products, quickest first, and the parts that are left out.
 
     Those whose operands do not fit, whose dtype has no such products, and with which a call of
     each would take longer than `within_s`.

@@ -28,7 +28,9 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """The head's three products, forward and backward, with the vocabulary as it is and padded."""
+    """Return the head's three products, forward and backward, with the vocabulary as is and
+    padded.
+    """
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(
@@ -78,7 +80,7 @@ def _wrong_head(
 
 
 def head_counts(hidden: int) -> list[int]:
-    """Numbers of heads that divide a model's width, most heads first."""
+    """Return numbers of heads that divide a model's width, most heads first."""
     return [hidden // dim for dim in range(_LEAST_HEAD_DIM, hidden + 1) if hidden % dim == 0]
 
 
@@ -169,7 +171,7 @@ def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
 
 
 def vocabulary_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
-    """Whether to pad the vocabulary, for each dtype."""
+    """Advise whether to pad the vocabulary, for each dtype."""
     return [
         found for dtype in _dtypes(figures, "vocabulary")
         if (found := _vocabulary(_select(figures, "vocabulary", dtype), dtype, spec))
@@ -189,7 +191,7 @@ def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advic
 
 
 def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
-    """Whether another number of heads is faster at the same width, for each dtype."""
+    """Advise whether another number of heads is faster at the same width, for each dtype."""
     found = []
     for dtype in _dtypes(figures, "attention"):
         mine = [f for f in _select(figures, "attention", dtype)
@@ -204,7 +206,7 @@ def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
             f"{spec.heads} heads of {own.key.of['head_dim']} → {better.key.of['heads']} of "
             f"{better.key.of['head_dim']} ({dtype}, {own.key.of['seq_len']} tokens)"
         )
-        text = f"{change}: attention {by}; what a model learns with them is another matter"
+        text = f"{change}: attention {by}; the effect on learning is not considered"
         found.append(_advice("heads", text, by, own, better))
     return found
 
@@ -216,7 +218,7 @@ def _is_near(count: int, spec_count: int) -> bool:
 
 def _advice(about: str, text: str, by: Gain, present: Figure, better: Figure) -> Advice:
     if not by.sure or by.value < _WORTH:
-        text += " — no gain that is sure: leave it as it is"
+        text += " — no certain gain: leave it unchanged"
     return Advice(about=about, text=text, gain=by.value, low=by.low, high=by.high,
                   of=(present.key, better.key))  # fmt: skip
 

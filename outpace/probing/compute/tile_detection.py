@@ -1,4 +1,4 @@
-"""Tiles, waves and threads' shares, found from how time grows with size.
+"""Tiles, waves and threads' shares, detected from the growth of time with size.
 
 A product is computed tile by tile: time rises in steps as wide as a tile, and what lies between two
 multiples of it is paid for and not used (tile quantisation). A device with s multiprocessors takes
@@ -35,7 +35,7 @@ class TileSteps:
 
 
 def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | None:
-    """The width of the steps in a sweep by small differences; None where there are none.
+    """Return the width of the steps in a sweep by small differences; None if there are none.
 
     Needs two steps of a tile, at least, to call it one.
     """
@@ -58,7 +58,7 @@ def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | Non
 def find_waves(
     columns: Sequence[int], seconds: Sequence[float], rows: int, multiprocessors: int
 ) -> tuple[tuple[int, int], float] | None:
-    """The tile whose waves explain a sweep of a product's columns, and the share that it explains.
+    """Return the tile whose waves explain a sweep of a product's columns, and the explained share.
 
     None where no tile's waves do better than a straight line by far.
     """
@@ -82,7 +82,7 @@ def find_waves(
 def find_threads(
     sizes: Sequence[int], alone_s: Sequence[float], together_s: Sequence[float], threads: int
 ) -> tuple[int, float] | None:
-    """The width of the blocks that threads divide among them, and the share that it explains.
+    """Return the width of the blocks that threads divide among them, and the explained share.
 
     By how many times sooner all threads are than one, at each size: blocks that do not divide
     evenly leave threads idle. A tile's own steps are in both times and fall out. None where no
@@ -127,5 +127,5 @@ def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
 
 
 def next_multiple(size: int, of: int) -> int:
-    """The least multiple that is not smaller."""
+    """Return the smallest multiple that is not below a value."""
     return -(-size // of) * of

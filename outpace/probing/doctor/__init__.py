@@ -1,1 +1,1 @@
-"""Examining a machine for faults that cost speed."""
+"""Examination of a machine for faults that cost speed."""

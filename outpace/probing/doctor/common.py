@@ -1,21 +1,21 @@
-"""Parts that the doctor's checks share."""
+"""Helpers shared by the doctor's checks."""
 
 from outpace.records.finding import Finding, Severity, Slowdown
 
 
 class UnknownFactError(Exception):
-    """A check lacks a fact; the message says which, and how to get it."""
+    """A check lacks a fact; the message says which one, and how to get it."""
 
 
 def make_finding(
     check: str, severity: Severity, what: str, seen: str, remedy: str, costs: Slowdown | None = None
 ) -> Finding:
-    """A finding, by position."""
+    """Make a finding from positional arguments."""
     return Finding(check=check, severity=severity, what=what, seen=seen, remedy=remedy, costs=costs)
 
 
 def times(low: float, high: float, of: str, source: str) -> Slowdown | None:
-    """A cost; None where it is none."""
+    """Make a slowdown; None if it costs nothing."""
     return Slowdown(low=low, high=high, of=of, source=source) if high > 1.001 else None
 
 

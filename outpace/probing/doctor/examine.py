@@ -1,7 +1,7 @@
 """The doctor: checks of an inventory, each a pure function, and the findings in order of cost.
 
-A check gives findings (none: all is well) or raises `UnknownFactError` with what it would have to
-know.
+A check returns findings (none: all is well) or raises `UnknownFactError` with the fact that it
+lacks.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The doctor's checks of the GPUs themselves, as their driver tells of them."""
+"""The doctor's checks of GPUs, from their driver's data."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,9 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 
 
 def pcie(inventory: Inventory) -> Iterator[Finding]:
-    """A card in a slot, or behind a riser, with fewer lanes or an older generation than it has."""
+    """Find cards in a slot, or behind a riser, with fewer lanes or an older generation than they
+    support.
+    """
     name = "PCIe width"
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
@@ -38,10 +40,10 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             name,
             "high",
-            "a card runs on fewer PCIe lanes than it can",
+            "a card uses fewer PCIe lanes than it could",
             f"{_gpu_names(these_gpus)}: ×{width} of ×{most}",
-            "reseat the card, take a slot with all lanes, check the riser, and in the BIOS how "
-            "lanes are split",
+            "reseat the card, use a slot with all lanes, check the riser and the lane split "
+            "in the BIOS",
             times(most / width, most / width, "transfers over PCIe",
                   "lanes: the rate is proportional"),
         )  # fmt: skip
@@ -56,7 +58,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             name, "low", "the slot is of an older PCIe generation than the card",
             f"{_gpu_names(held)}: {now} of {can}",
-            "a slot of that generation; in the BIOS, the slot's link speed: Auto",
+            "use a slot of that generation; set the slot's link speed to Auto in the BIOS",
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
                   "PCI-SIG: each generation has twice the rate of the one before"),
         )  # fmt: skip
@@ -70,7 +72,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
     ]  # fmt: skip
     if slow:
         yield make_finding(
-            name, "high", "a busy card runs at a lower PCIe generation than it can",
+            name, "high", "a busy card runs at a lower PCIe generation than it could",
             f"{_gpu_names(slow)}: {slow[0].pcie_generation} of {slow[0].pcie_generation_max}",
             "reseat the card; look for PCIe errors (dmesg | grep AER)",
         )  # fmt: skip
@@ -82,7 +84,7 @@ def _refusal(gpus: tuple[GpuState, ...], question: str) -> str:
 
 
 def power(inventory: Inventory) -> Iterator[Finding]:
-    """A limit below the card's own."""
+    """Find a power limit below the card's default."""
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.power_limit_w and gpu.power_limit_default_w]
     if not known:
@@ -99,7 +101,7 @@ def power(inventory: Inventory) -> Iterator[Finding]:
 
 
 def throttling(inventory: Inventory) -> Iterator[Finding]:
-    """Clocks that are held down now."""
+    """Find clocks that are throttled now."""
     gpus = _gpus(inventory)
     if all(gpu.throttled_by is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "CurrentClocksEventReasons"))
@@ -118,11 +120,11 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
     fixed = [gpu for gpu in gpus if "clocks set by a user" in (gpu.throttled_by or ())]
     if fixed:
         yield make_finding("throttling", "moderate", "clocks were set by a user", _gpu_names(fixed),
-                    "nvidia-smi -rgc and -rac as root put them back")  # fmt: skip
+                    "reset them as root with nvidia-smi -rgc and -rac")  # fmt: skip
 
 
 def ecc(inventory: Inventory) -> Iterator[Finding]:
-    """Memory errors, and protection that is off."""
+    """Find memory errors, and protection that is off."""
     gpus = _gpus(inventory)
     if all(gpu.ecc is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "EccMode"))
@@ -135,14 +137,16 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
     rows = [gpu for gpu in gpus if gpu.remap_pending]
     if rows:
-        yield make_finding("ECC", "moderate", "memory rows wait to be replaced", _gpu_names(rows),
+        yield make_finding("ECC", "moderate",
+            "memory rows are waiting to be remapped"
+        , _gpu_names(rows),
                     "reset the GPU when it is free: nvidia-smi -r")  # fmt: skip
     off = [gpu for gpu in gpus if gpu.ecc is False]
     if off:
         yield make_finding(
-            "ECC", "low", "memory errors go unnoticed: protection is off", _gpu_names(off),
-            "nvidia-smi -e 1 as root and a reset; on cards with GDDR memory it takes some of the "
-            "memory's rate",
+            "ECC", "low", "memory errors go unnoticed, since ECC is off", _gpu_names(off),
+            "run nvidia-smi -e 1 as root and reset; on cards with GDDR memory it costs some "
+            "memory bandwidth",
         )  # fmt: skip
     changing = [gpu for gpu in gpus if None not in (gpu.ecc, gpu.ecc_pending)
                 and gpu.ecc != gpu.ecc_pending]  # fmt: skip
@@ -152,7 +156,7 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
 
 
 def links(inventory: Inventory) -> Iterator[Finding]:
-    """NVLinks that are not up."""
+    """Find NVLinks that are not up."""
     gpus = _gpus(inventory)
     if all(gpu.nvlinks is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "NvLinkState"))
@@ -167,29 +171,32 @@ def links(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
     elif most == 0 and len(gpus) > 1 and any(gpu.nvlinks for gpu in gpus):
         yield make_finding(
-            "NVLink", "high", "the cards have NVLinks, and none is up",
+            "NVLink", "high", "the cards have NVLinks, but none is up",
             _gpu_names([gpu for gpu in gpus if gpu.nvlinks]),
-            "put on the bridge; with NVSwitch: systemctl start nvidia-fabricmanager",
+            "install the bridge; with NVSwitch: systemctl start nvidia-fabricmanager",
         )  # fmt: skip
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on the GPU, a slice instead of a GPU, a driver that unloads."""
+    """Find other programs on the GPU, a MIG slice instead of a GPU, a driver that unloads."""
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
         one = used[0]
         yield make_finding(
-            "GPU sharing", "high", "others compute on it now",
+            "GPU sharing", "high", "other programs compute on it now",
             f"{_gpu_names(used)}: {sum(gpu.other_processes or 0 for gpu in used)} processes, "
             f"{show_bytes(one.memory_used_bytes)} in use on GPU {one.index}",
-            "wait, end them (nvidia-smi lists them), or choose others by CUDA_VISIBLE_DEVICES",
+
+                "wait, end them (nvidia-smi lists them), or choose other GPUs with "
+                "CUDA_VISIBLE_DEVICES"
+            ,
         )  # fmt: skip
     sliced = [gpu for gpu in gpus if gpu.mig]
     if sliced:
         yield make_finding(
-            "GPU sharing", "high", "cut into slices (MIG), which communicate neither by NVLink nor "
-            "directly over PCIe", _gpu_names(sliced),
+            "GPU sharing", "high", "divided into slices (MIG), which communicate neither by "
+                                   "NVLink nor directly over PCIe", _gpu_names(sliced),
             "for one large training: nvidia-smi -mig 0 as root, and a reset",
         )  # fmt: skip
     unloading = [gpu for gpu in gpus if gpu.persistence is False]
@@ -197,27 +204,25 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "GPU sharing",
             "low",
-            "the driver unloads between programs, which start slower",
+            "the driver unloads between programs, which then start more slowly",
             _gpu_names(unloading),
             "systemctl enable --now nvidia-persistenced",
         )
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """A rank far from its GPU: its memory and interrupts cross between CPUs."""
+    """Find a rank far from its GPU, whose memory and interrupts cross between CPUs."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
-        raise UnknownFactError(
-            "not started as a rank: put outpace doctor in the place of the training"
-        )
+        raise UnknownFactError("not started as a rank: run outpace doctor in place of the training")
     if rank >= len(gpus) or inventory.settings.get("CUDA_VISIBLE_DEVICES"):
-        raise UnknownFactError("which GPU this rank will use is not known")
+        raise UnknownFactError("it is unknown which GPU this rank will use")
     # By default CUDA counts the fastest first, and NVML by place on the bus.
     ordered = inventory.settings.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not ordered and len({gpu.name for gpu in gpus}) > 1:
         raise UnknownFactError(
-            "the GPUs are not alike, and CUDA counts the fastest first: which one this rank will "
-            "use is not known. Set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            "the GPUs differ, and CUDA orders them by speed, so it is unknown which one this "
+            "rank will use. Set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     near = gpus[rank].cpu_affinity
     if near is None:
@@ -231,7 +236,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
 
 
 def visible(inventory: Inventory) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES that hides more than it names."""
+    """Find a CUDA_VISIBLE_DEVICES that hides more than it names."""
     gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
@@ -239,28 +244,28 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
     words = [word.strip() for word in text.split(",")]
     shown = _read_visible(words, count)
     said = f"CUDA_VISIBLE_DEVICES={text}"
-    remedy = f"numbers from 0 to {count - 1} with commas between, or GPU-… of nvidia-smi -L"
+    remedy = f"use numbers from 0 to {count - 1} separated by commas, or GPU-… of nvidia-smi -L"
     if len({*shown}) < len(shown):
         yield make_finding(
-            "visible GPUs", "severe", "a GPU is named twice, so that none is visible", said, remedy
+            "visible GPUs", "severe", "a GPU is named twice, so none is visible", said, remedy
         )
     elif not shown:
         yield make_finding(
             "visible GPUs",
             "high",
-            "all GPUs are hidden: trainings compute on the CPU",
+            "all GPUs are hidden, so trainings run on the CPU",
             said,
             f"unset CUDA_VISIBLE_DEVICES, or {remedy}",
         )
     elif len(shown) < len(words):
         odd = words[len(shown)]
         other = odd.startswith(_UUIDS) or (words[0].startswith(_UUIDS) and odd.isdigit())
-        problem = "is of another form than the first" if other else "is no GPU of this host"
+        problem = "is of another form than the first" if other else "is not a GPU of this host"
         why = f"{len(shown)} of {len(words)} entries are read: {odd!r} {problem}"
         yield make_finding(
             "visible GPUs",
             "high",
-            "the list of GPUs is read to its first mistake only",
+            "the list of GPUs is read only up to its first mistake",
             f"{said}: {why}",
             remedy,
         )

@@ -1,4 +1,4 @@
-"""The doctor's checks of processors, memory and limits of a host."""
+"""The doctor's checks of a host's processors, memory and limits."""
 
 import math
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ def _power(inventory: Inventory) -> float:
 
 
 def quota(inventory: Inventory) -> Iterator[Finding]:
-    """A container that may use fewer CPUs' time than it sees: threads are stopped in every step."""
+    """Find a container with less CPU time than visible CPUs: threads are stopped in every step."""
     name = "CPU quota"
     if not inventory.cpu_quota_known:
-        raise UnknownFactError("no cgroup of this process that shares out processors can be read")
+        raise UnknownFactError("no cgroup of this process that limits CPU time can be read")
     allowed, seen = inventory.cpu_quota, len(_usable(inventory))
     if allowed is None or allowed >= seen - 0.01:
         return
@@ -36,16 +36,16 @@ def quota(inventory: Inventory) -> Iterator[Finding]:
         name,
         "severe" if seen >= 2 * allowed else "high",
         "the container may use fewer CPUs than it sees",
-        f"{seen} CPUs are visible, but the cgroup's quota is {allowed:.3g}: programs that start a "
-        "thread for each are stopped for part of every period",
-        f"raise the quota (docker --cpus={seen}, or limits.cpu in Kubernetes), or better give CPUs "
-        f"of its own (--cpuset-cpus); until then OMP_NUM_THREADS={threads}",
+        f"{seen} CPUs are visible, but the cgroup's quota is {allowed:.3g}, so programs that "
+        "start one thread per CPU are stopped for part of every period",
+        f"raise the quota (docker --cpus={seen}, or limits.cpu in Kubernetes), or better "
+        f"assign CPUs (--cpuset-cpus); until then OMP_NUM_THREADS={threads}",
         times(1, seen / allowed, "work on all visible CPUs", "quota against visible CPUs"),
     )
 
 
 def threads(inventory: Inventory) -> Iterator[Finding]:
-    """OMP_NUM_THREADS against the cores there are, times the ranks on this host."""
+    """Compare OMP_NUM_THREADS times the ranks on this host with the cores."""
     name = "OMP_NUM_THREADS"
     text = inventory.settings.get(name)
     ranks, power = inventory.local_world_size or 1, _power(inventory)
@@ -79,7 +79,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             name,
             "low" if inventory.gpus else "high",
-            "torch computes on one core of several",
+            "torch computes on only one of several cores",
             f"{name}=1, {why}with {fair} cores for each process",
             f"{name}={fair}, where the CPU computes or loads data in the training process",
             times(1, fair, "work on the CPU", f"1 thread against {fair} cores, at most"),
@@ -87,7 +87,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
-    """Threads on both halves of a core get in each other's way in matrix products."""
+    """Find two threads per core, which slow each other down in matrix products."""
     name = "hyper-threads"
     if not inventory.cpu.siblings:
         raise UnknownFactError("the kernel does not say which CPUs share a core")
@@ -106,25 +106,27 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Bound to a part of the host: meant with several ranks, a mistake of a launcher with one."""
+    """Find binding to a part of the host: intended with several ranks, a launcher's mistake with
+    one.
+    """
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
     yield make_finding(
         "CPU affinity",
         "moderate" if 2 * len(usable) <= len(online) else "low",
-        "this process may run on a part of the host's CPUs only",
+        "this process may run only on a part of the host's CPUs",
         f"{len(usable)} of {len(online)} CPUs ({inventory.usable_cpus})",
-        "where that is not meant: taskset, numactl, --cpuset-cpus or the batch system's "
-        "--cpus-per-task decide it",
+        "if that is not intended, check taskset, numactl, --cpuset-cpus or the batch system's "
+        "--cpus-per-task",
     )
 
 
 def numa(inventory: Inventory) -> Iterator[Finding]:
-    """Memory of another NUMA node is further away, and a thread may be moved there at any time."""
+    """Find processes not bound to a NUMA node, whose memory may become remote at any time."""
     name = "NUMA binding"
     if not inventory.cpu.numa:
-        raise UnknownFactError("the kernel does not tell the NUMA nodes")
+        raise UnknownFactError("the kernel does not report NUMA nodes")
     usable = _usable(inventory)
     nodes = inventory.cpu.numa_of(usable)
     if len(nodes) < 2:
@@ -133,9 +135,7 @@ def numa(inventory: Inventory) -> Iterator[Finding]:
     ranks = inventory.local_world_size or 1
     how = "numactl --cpunodebind=N --membind=N for each rank, N the node of its GPU"
     if ranks == 1 and not inventory.gpus:
-        how = (
-            f"one rank for each node ({len(nodes)}), each under numactl --cpunodebind=N --membind=N"
-        )
+        how = f"one rank per node ({len(nodes)}), each under numactl --cpunodebind=N --membind=N"
     yield make_finding(
         name,
         "moderate" if ranks > 1 or not inventory.gpus else "low",
@@ -147,10 +147,10 @@ def numa(inventory: Inventory) -> Iterator[Finding]:
 
 
 def governor(inventory: Inventory) -> Iterator[Finding]:
-    """Processors that save power instead of computing at their full clock."""
+    """Find processors that save power instead of running at full clock."""
     name = "CPU governor"
     if inventory.governors is None:
-        raise UnknownFactError("the kernel does not tell (as in most virtual machines)")
+        raise UnknownFactError("the kernel does not say (as in most virtual machines)")
     preferences = inventory.energy_preferences or ()
     # With these drivers the governor powersave reaches the full clock, if the preference allows.
     own = inventory.scaling_driver in ("intel_pstate", "amd-pstate-epp")
@@ -171,7 +171,7 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
 
 
 def huge_pages(inventory: Inventory) -> Iterator[Finding]:
-    """Small pages only: more misses of the address cache in large arrays."""
+    """Find disabled huge pages, which cause more TLB misses in large arrays."""
     if inventory.transparent_hugepages is None:
         raise UnknownFactError("the kernel does not tell")
     if inventory.transparent_hugepages == "never":
@@ -186,22 +186,25 @@ def huge_pages(inventory: Inventory) -> Iterator[Finding]:
 
 
 def swap(inventory: Inventory) -> Iterator[Finding]:
-    """Memory that was put on a disk; severe when it goes there now."""
+    """Find memory in swap; severe if it is being swapped now."""
     used, rate = inventory.swap_used_bytes, inventory.swapped_bytes_per_s
     if used is None:
         raise UnknownFactError("the kernel does not tell")
-    remedy = "end what holds the memory; then swapoff -a && swapon -a, as root, brings pages back"
+    remedy = (
+        "end the programs that use the memory; then swapoff -a && swapon -a, as root, brings "
+        "pages back"
+    )
     if rate is not None and rate > 2**20:
         yield make_finding("swap", "severe", "memory is being swapped now",
                     f"{show_bytes(rate)}/s, {show_bytes(used)} in swap", remedy)  # fmt: skip
     elif used > max(256 * 2**20, 0.01 * (inventory.memory_bytes or 0)):
-        yield make_finding(
-            "swap", "low", "a part of the memory is in swap", show_bytes(used), remedy
-        )
+        yield make_finding("swap", "low", "part of the memory is in swap", show_bytes(used), remedy)
 
 
 def shared_memory(inventory: Inventory) -> Iterator[Finding]:
-    """Loader workers and NCCL pass data through /dev/shm; Docker gives it 64 MiB."""
+    """Find a small /dev/shm, through which loader workers and NCCL pass data; Docker gives it 64
+    MiB.
+    """
     size, free = inventory.shared_memory_bytes, inventory.shared_memory_free_bytes
     if size is None:
         raise UnknownFactError("there is no /dev/shm, or it cannot be read")
@@ -212,7 +215,7 @@ def shared_memory(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "/dev/shm",
             "severe" if size <= 64 * 2**20 else "high",
-            "too small for loader workers and NCCL: they end with a bus error",
+            "too small for loader workers and NCCL, which then end with a bus error",
             f"{show_bytes(size)} in all",
             remedy,
         )
@@ -222,12 +225,12 @@ def shared_memory(inventory: Inventory) -> Iterator[Finding]:
             "high",
             "nearly full",
             f"{show_bytes(free)} of {show_bytes(size)}",
-            "remove what ended programs have left there (ls -l /dev/shm)",
+            "remove files of ended programs there (ls -l /dev/shm)",
         )
 
 
 def open_files(inventory: Inventory) -> Iterator[Finding]:
-    """Workers that share tensors by file descriptors need many of them."""
+    """Find a low limit of open files, since workers share tensors by file descriptors."""
     soft, hard = inventory.open_files_limit, inventory.open_files_hard_limit
     if soft is None:
         raise UnknownFactError("the system has no such limit to read")
@@ -236,14 +239,14 @@ def open_files(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "open files",
             "low",
-            "few files may be open at a time: many loader workers fail with “Too many open files”",
+            "the limit of open files is low: many loader workers fail with “Too many open files”",
             f"{soft}, {most} without root",
             f"ulimit -n {65536 if hard in (None, -1) else min(65536, hard or 0)}",
         )
 
 
 def other_programs(inventory: Inventory) -> Iterator[Finding]:
-    """Programs that use the cores now, so that a step takes longer and nothing can be measured."""
+    """Find programs that use the cores now, which slow steps and disturb measurements."""
     busy, count = inventory.other_busy_cores, len(_usable(inventory))
     if busy is None:
         raise UnknownFactError("the load of the cores could not be read")
@@ -258,9 +261,9 @@ def other_programs(inventory: Inventory) -> Iterator[Finding]:
     yield make_finding(
         "other programs",
         "high" if busy >= 0.5 * count else "moderate",
-        "others use the cores now",
+        "other programs use the cores now",
         f"{busy:.1f} of {count} cores are busy: {names or 'by programs outside this container'}",
-        "wait for them or end them, or leave them cores of their own (taskset)",
+        "wait for them, end them, or assign them other cores (taskset)",
         times(
             1, (count + busy) / count, "work on all cores", "load measured now, cores shared fairly"
         ),

@@ -1,4 +1,4 @@
-"""The doctor's checks of how GPUs communicate: within a host and between hosts."""
+"""The doctor's checks of communication between GPUs, within a host and between hosts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _WITHOUT_P2P = Slowdown(
 
 
 def peer_access(inventory: Inventory) -> Iterator[Finding]:
-    """NCCL_P2P_DISABLE and its kin send between GPUs through the host's memory."""
+    """Find NCCL_P2P_DISABLE and similar variables, which make GPUs send through host memory."""
     name, settings = "NCCL_P2P_DISABLE", inventory.settings
     off = settings.get(name) not in (None, "", "0")
     level = settings.get("NCCL_P2P_LEVEL", "").upper()
@@ -41,14 +41,14 @@ def peer_access(inventory: Inventory) -> Iterator[Finding]:
         "GPUs may not send to each other directly"
         + (", though NVLink joins them" if bonded else ""),
         which,
-        f"unset {which.partition('=')[0]}; some consumer cards hang without it: then keep it, and "
+        f"unset {which.partition('=')[0]}; if a consumer card hangs without it, keep it, and "
         "prefer few large transfers (ZeRO-1, pipeline) to many small ones",
         _WITHOUT_P2P if bonded else None,
     )
 
 
 def variables(inventory: Inventory) -> Iterator[Finding]:
-    """Variables that were set to find a fault, and stayed."""
+    """Find debugging variables that are still set."""
     settings = inventory.settings
 
     def is_set(name: str) -> bool:
@@ -65,7 +65,7 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
         )
     if settings.get("NVIDIA_TF32_OVERRIDE") == "0":
         yield make_finding(name, "high", "fp32 products may not use TF32", "NVIDIA_TF32_OVERRIDE=0",
-                    "unset NVIDIA_TF32_OVERRIDE, unless every bit of fp32 is needed")  # fmt: skip
+                    "unset NVIDIA_TF32_OVERRIDE, unless you need every bit of fp32")  # fmt: skip
     if is_set("NCCL_SHM_DISABLE"):
         yield make_finding(
             name,
@@ -75,23 +75,27 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
             "unset NCCL_SHM_DISABLE",
         )
     if settings.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        yield make_finding(name, "high", "every collective is checked by another one before it",
+        yield make_finding(name, "high",
+            "every collective is preceded by another one that checks it"
+        ,
                     "TORCH_DISTRIBUTED_DEBUG=DETAIL", "unset TORCH_DISTRIBUTED_DEBUG")  # fmt: skip
     if settings.get("NCCL_NVLS_ENABLE") == "0":
-        yield make_finding(name, "moderate", "NVSwitch may not add up what passes through it",
+        yield make_finding(name, "moderate", "NVSwitch may not do reductions",
                     "NCCL_NVLS_ENABLE=0", "unset NCCL_NVLS_ENABLE")  # fmt: skip
     for pinned in ("NCCL_ALGO", "NCCL_PROTO"):
         if settings.get(pinned):
-            yield make_finding(name, "low", "NCCL may not choose what is fastest for each size",
+            yield make_finding(name, "low",
+                "NCCL may not choose the fastest algorithm for each size"
+            ,
                         f"{pinned}={settings[pinned]}",
                         f"unset {pinned}, or measure both: outpace probe collectives")  # fmt: skip
     if settings.get("NCCL_DEBUG", "").upper() == "TRACE":
-        yield make_finding(name, "low", "NCCL writes down every call", "NCCL_DEBUG=TRACE",
+        yield make_finding(name, "low", "NCCL logs every call", "NCCL_DEBUG=TRACE",
                     "NCCL_DEBUG=WARN")  # fmt: skip
 
 
 def network(inventory: Inventory) -> Iterator[Finding]:
-    """InfiniBand or RoCE that is there and not used, down, or without what it needs."""
+    """Find an InfiniBand or RoCE network that is unused, down, or lacks a requirement."""
     name, settings = "InfiniBand", inventory.settings
     if not inventory.ports:
         return
@@ -101,7 +105,7 @@ def network(inventory: Inventory) -> Iterator[Finding]:
     sockets = settings.get("NCCL_NET", "").lower() == "socket"
     if active and (off or sockets):
         which = "NCCL_IB_DISABLE" if off else "NCCL_NET"
-        yield make_finding(name, "severe", "the fast network is there, and NCCL may not use it",
+        yield make_finding(name, "severe", "there is a fast network, but NCCL may not use it",
                     f"{which}={settings[which]}; ports with a link: {len(active)} ({kinds}, "
                     f"{active[0].rate or 'rate unknown'})", f"unset {which}")  # fmt: skip
     yield from _cannot_be_used(inventory, active)
@@ -112,12 +116,12 @@ def network(inventory: Inventory) -> Iterator[Finding]:
             "high" if not active else "moderate",
             "ports without a link" if active else "no port has a link",
             join_names([f"{port.device}:{port.port} {port.state}" for port in down]),
-            "a cable, the switch's port, or for InfiniBand the subnet manager (ibstat, sminfo); "
-            "ports that are not meant to be used need nothing",
+            "check the cable, the switch's port, or for InfiniBand the subnet manager "
+            "(ibstat, sminfo); unused ports need nothing",
         )
     slower = _slower_ports(active)
     if slower:
-        yield make_finding(name, "moderate", "ports slower than their like", slower,
+        yield make_finding(name, "moderate", "ports slower than others of their kind", slower,
                     "reseat or replace the cable; compare mlxlink of both")  # fmt: skip
     if active and inventory.gpus and inventory.gpu_direct is False:
         yield make_finding(
@@ -143,18 +147,18 @@ def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator
     name, among = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")
     if among and not any(_selects(among, port) for port in active):
         ports = join_names([f"{port.device}:{port.port}" for port in active])
-        yield make_finding(name, "severe", "NCCL_IB_HCA leaves out every port with a link",
+        yield make_finding(name, "severe", "NCCL_IB_HCA excludes every port with a link",
                     f"NCCL_IB_HCA={among}; ports with a link: {ports}",
-                    "unset NCCL_IB_HCA, or name what is there")  # fmt: skip
+                    "unset NCCL_IB_HCA, or name existing ports")  # fmt: skip
     if inventory.verbs_devices is False:
         yield make_finding(
-            name, "severe", "ports have a link, and programs cannot open them",
+            name, "severe", "ports have a link, but programs cannot open them",
             "/dev/infiniband is not there",
             "in a container: docker run --device /dev/infiniband; else modprobe ib_uverbs as root",
         )  # fmt: skip
     if inventory.verbs_library is False:
         yield make_finding(
-            name, "severe", "ports have a link, and NCCL lacks the library for them",
+            name, "severe", "ports have a link, but NCCL lacks the library for them",
             "libibverbs cannot be loaded",
             "apt install libibverbs1 ibverbs-providers, in the container that trains",
         )  # fmt: skip
@@ -188,7 +192,9 @@ def _slower_ports(active: list[NetworkPort]) -> str:
 
 
 def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES that takes GPUs with a slow link, where others have a better one."""
+    """Find a CUDA_VISIBLE_DEVICES that selects GPUs with a slow link, though others have a better
+    one.
+    """
     known = inventory.topology
     if known is None:
         raise UnknownFactError(inventory.topology_unknown or "there is no topology")
@@ -204,7 +210,7 @@ def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
         better = ",".join(name.removeprefix("GPU") for name in best.groups[0])
         yield make_finding(
             "choice of GPUs", "high" if nvlinks(best.worst_link) else "moderate",
-            "the chosen GPUs are joined worse than others",
+            "the chosen GPUs are connected worse than others",
             f"CUDA_VISIBLE_DEVICES={','.join(numbers)}: {worst}",
             f"CUDA_VISIBLE_DEVICES={better}: {best.worst_link}",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Processors of this host as Linux tells of them under /sys/devices/system."""
+"""Processors of this host, as Linux describes them under /sys/devices/system."""
 
 import os
 from collections import Counter
@@ -13,14 +13,16 @@ _KINDS = ("Data", "Instruction", "Unified")
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """The CPUs that this process may run on: those that a container shows may be others' too."""
+    """Return the CPUs that this process may use; a container may show others as well."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[float | None, bool]:
-    """CPUs' worth of time that the least of this process's cgroups allows, and if any was read."""
+    """Return the CPU time that the smallest of this process's cgroups allows, and whether any was
+    read.
+    """
     quotas: list[float] = []
     known = False
     for group in control_groups("cpu", membership, mounts):
@@ -34,7 +36,9 @@ def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[flo
 
 
 def read_cpus(sys: Path = SYS) -> CpuTopology:
-    """Packages, cores, NUMA nodes and caches. What the kernel does not tell is None or empty."""
+    """Read packages, cores, NUMA nodes and caches. Values that the kernel lacks are None or
+    empty.
+    """
     folder = sys / "devices/system/cpu"
     online = read_text(folder / "online")
     cpus = cpu_set(online) if online else frozenset(range(os.cpu_count() or 1))

@@ -1,25 +1,27 @@
-"""Texts that are no output of `nvidia-smi topo -m`: errors, other options, other tools."""
+"""Texts that are not output of `nvidia-smi topo -m`: errors, other options, other tools."""
 
 import re
 
-_SAVE = "Save what `nvidia-smi topo -m` prints, from the line with GPU0 on."
+_SAVE = "Save the output of `nvidia-smi topo -m`, from the line with GPU0 on."
 # Words of an output, what they show that it is, and what to do. The first that is found counts.
 _KNOWN = (
     (r"Driver/library version mismatch",
-     "nvidia-smi failed: the driver's kernel module and its library are of different versions, as "
+     "nvidia-smi failed: the driver's kernel module and library have different versions, as "
      "after an update. Reboot (or reload the nvidia modules), and save its output again."),
     (r"Failed to initialize NVML|Couldn't communicate with the NVIDIA driver|has failed because"
      r"|Unable to determine the device handle|GPU is lost|No devices were found"
      r"|Insufficient Permissions|Failed to run topology matrix",
-     "nvidia-smi failed. Repair what it says (see `outpace doctor` on that host), and save its "
-     "output again."),
+     "nvidia-smi failed. Fix what it reports (see `outpace doctor` on that host), and save "
+     "its output again."),
     (r"(?i)command not found|not recognized as an internal|no such file or directory",
-     "there was no nvidia-smi where it was saved: no NVIDIA driver, or not on PATH."),
+     "there was no nvidia-smi on that host: no NVIDIA driver, or not on PATH."),
     (r"ROCm System Management Interface|\bXGMI\b|rocm-smi|amd-smi",
-     "it is what rocm-smi prints of AMD GPUs, which outpace does not read: it reads topologies of "
-     "NVIDIA GPUs alone."),
+     "it is output of rocm-smi for AMD GPUs; outpace reads only topologies of NVIDIA GPUs."),
     (r"\bPPU\d|\bICN\d*\b",
-     "it is a matrix of PPUs (joined by ICN), which are no NVIDIA GPUs: outpace does not read it."),
+     (
+         "it is a matrix of PPUs (connected by ICN), which are not NVIDIA GPUs; outpace does "
+         "not read it."
+     )),
     (r"\bNPU\d|\bHCCS\b|npu-smi",
      "it is a matrix of Ascend NPUs (npu-smi), which outpace does not read."),
     (r"xpu-smi|\bXL\d|^\s*GPU \d+/\d+",
@@ -27,15 +29,15 @@ _KNOWN = (
     (r"\bMX\d|mx-smi|MetaXLink|mthreads|MTLink|hl-smi|cnmon",
      "it is of another maker's accelerators, which outpace does not read."),
     (r"\b(CNS|NS|GNS|TNS|DR)\s+=|\btopo\s+-p2p\b",
-     f"it is of `nvidia-smi topo -p2p`, which says whether GPUs reach each other and not how. "
-     f"{_SAVE}"),
-    (r"\|\s*NVIDIA-SMI \d", f"it is of `nvidia-smi` without topo -m. {_SAVE}"),
-    (r"^\s*GPU \d+: .*\(UUID", f"it is of `nvidia-smi -L` or `nvlink`. {_SAVE}"),
+     "it is output of `nvidia-smi topo -p2p`, which shows whether GPUs reach each other but "
+     f"not how. {_SAVE}"),
+    (r"\|\s*NVIDIA-SMI \d", f"it is output of `nvidia-smi` without topo -m. {_SAVE}"),
+    (r"^\s*GPU \d+: .*\(UUID", f"it is output of `nvidia-smi -L` or `nvlink`. {_SAVE}"),
 )  # fmt: skip
 
 
 def describe_foreign(text: str) -> str | None:
-    """Say what a text is instead of a topology, and what to do; None where that is not known.
+    """Say what a text is instead of a topology, and what to do; None if unknown.
 
     An error of the tool is quoted by its line.
     """

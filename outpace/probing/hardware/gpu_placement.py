@@ -27,7 +27,9 @@ def place(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Advice on a topology, with what one NVLink and a GPU's PCIe slot carry in one direction."""
+    """Return advice on a topology, given the one-way rates of an NVLink and of a GPU's PCIe
+    slot.
+    """
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -47,8 +49,7 @@ def place(
 
 
 def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
-    """Form as many groups of `size` GPUs as there can be, whose worst inner link is the best
-    possible.
+    """Form as many groups of `size` GPUs as possible, maximising their worst inner link.
 
     Exact for up to 16 GPUs; with more, neighbours in the driver's order.
     """
@@ -225,7 +226,7 @@ def _times(
 
 
 def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[SlowPairs, ...]:
-    """Pairs of GPUs whose link goes through the CPU, the slowest kind first."""
+    """Return pairs of GPUs whose link goes through the CPU, the slowest kind first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for pair in combinations(topology.gpus, 2):
         link = topology.link_between(*pair)

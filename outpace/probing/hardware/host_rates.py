@@ -1,4 +1,4 @@
-"""Rates of this host, in a few seconds: of fp32 and bf16 products, and of memory.
+"""Rates of this host, measured in a few seconds: fp32 and bf16 matrix products, and memory.
 
 Plans are estimated from them where outpace probe has measured nothing: a guess by the vector width
 may be off several times. Measured in a process of its own, since threads of a math library that ran
@@ -22,7 +22,7 @@ _AT_LEAST_S = 0.4
 
 
 def measure_host_rates(threads: int) -> HostRates | None:
-    """Rates of `threads` cores together; None where they cannot be measured."""
+    """Measure the rates of `threads` cores together; None if that is not possible."""
     try:
         ended = subprocess.run(
             [sys.executable, "-m", __name__, str(threads)],

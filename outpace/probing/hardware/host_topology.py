@@ -1,4 +1,4 @@
-"""A host's topology: links of GPUs, their state, its processors, and what to place where."""
+"""A host's topology: links and state of GPUs, processors, and advice on placement."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Gathers the facts that the doctor looks at. Each may be unreadable; then it is None."""
+"""Collector of the facts that the doctor examines; unreadable ones are None."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Topology of GPUs and network cards, out of what `nvidia-smi topo -m` prints.
+"""Topology of GPUs and network cards, from the output of `nvidia-smi topo -m`.
 
 Read from a file, or from the driver's own tool, which may be missing, refuse, or hang.
 """
@@ -27,23 +27,23 @@ _TAB = 8
 
 
 class ToolError(OutpaceError):
-    """The driver's tool cannot say: it is missing, failed, or gave no answer in time."""
+    """The driver's tool gives no answer: it is missing, failed, or timed out."""
 
 
 def read_live(timeout_s: float = 20.0) -> Topology:
-    """Ask this host's `nvidia-smi`. Raises ToolError with its words, at the latest in time."""
+    """Run this host's `nvidia-smi`. Raises ToolError with its message, at the latest on timeout."""
     text = run_tool([TOOL, "topo", "-m"], timeout_s)
     try:
         return parse(text, "nvidia-smi topo -m")
     except BadInputError as error:
         first = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
         raise ToolError(
-            f"{TOOL} topo -m printed what is no topology: {first!r} ({error})"
+            f"{TOOL} topo -m printed something other than a topology: {first!r} ({error})"
         ) from None
 
 
 def read_if_there(timeout_s: float = 20.0) -> Topology | None:
-    """Read the topology as `read_live` does; None where the tool cannot say."""
+    """Read the topology as `read_live` does; None if the tool gives no answer."""
     try:
         return read_live(timeout_s)
     except ToolError:
@@ -55,8 +55,8 @@ def run_tool(command: list[str], timeout_s: float) -> str:
     name = command[0]
     if shutil.which(name) is None:
         raise ToolError(
-            f"{name} is not here (not on PATH): there is no NVIDIA driver, or a container was "
-            "started without its tools. With a driver, start the container with --gpus all."
+            f"{name} is not on PATH: there is no NVIDIA driver, or a container was started "
+            "without its tools. With a driver, start the container with --gpus all."
         )
     try:
         process = subprocess.Popen(
@@ -165,8 +165,8 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         return at, _Header(names, columns, tuple(match.start() + shift for match in found))
     said = describe_foreign("\n".join(lines))
     raise BadInputError(
-        f"{source}: there is no matrix of GPUs in it. "
-        + (said or "Save what `nvidia-smi topo -m` prints, from the line with GPU0 on.")
+        f"{source}: it contains no matrix of GPUs."
+        + (said or " Save the output of `nvidia-smi topo -m`, from the line with GPU0 on.")
     )
 
 
@@ -271,12 +271,12 @@ def _mirror(
         raise BadInputError(f"{source}: the link of {pairs} cannot be read{unread}")
     absent = [name for name in names if name not in rows]
     if len(absent) > 1:
-        notes.append(f"no rows for {', '.join(absent)}: links among them are not known")
+        notes.append(f"no rows for {', '.join(absent)}: links between them are unknown")
     return links
 
 
 def render(topology: Topology) -> str:
-    """The matrix as the tool would print it; `parse` reads it back."""
+    """Return the matrix as the tool would print it; `parse` reads it back."""
     with_numa = any(device.numa_affinity for device in topology.devices)
     with_id = any(device.gpu_numa_id for device in topology.devices)
     header = ["", *(device.name for device in topology.devices), "CPU Affinity"]

@@ -1,4 +1,4 @@
-"""GPUs as NVIDIA's management library (NVML) tells of them, by nvidia-ml-py.
+"""GPUs as described by NVIDIA's management library (NVML), through nvidia-ml-py.
 
 https://docs.nvidia.com/deploy/nvml-api/ Each question may fail alone: its answer is then None.
 NVML can hang with a broken driver, so `query` asks in a process of its own.
@@ -42,7 +42,7 @@ _MARK = "outpace-gpus:"
 def query(
     timeout_s: float = 20.0, command: list[str] | None = None
 ) -> tuple[tuple[GpuState, ...], str | None]:
-    """This host's GPUs, and why there are none to see (None: they are all there is).
+    """Return this host's GPUs, and the reason if none can be seen (None otherwise).
 
     `command` is what prints them as `main` does. Never raises for the driver's sake.
     """
@@ -58,7 +58,7 @@ def query(
 
 
 def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
-    """Whether there is a driver and it answers in time; it is asked in a process of its own."""
+    """Return whether the driver answers in time, asking it in a separate process."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(library)  # loading it asks nothing of the driver
@@ -152,7 +152,7 @@ def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
 
 
 def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return what holds a device's clocks down now; None where the driver does not tell."""
+    """Return what throttles a device's clocks now; None if the driver does not say."""
     return _throttle_reasons(_Device(library, handle))
 
 

@@ -16,13 +16,15 @@ _NO_LIMIT = 2**60
 
 
 def anonymous_bytes() -> int:
-    """Anonymous resident memory; all that is resident, where the kernel does not tell it apart."""
+    """Return anonymous resident memory; all resident memory if the kernel does not separate
+    them.
+    """
     found = resident.anonymous_bytes()
     return int(psutil.Process().memory_info().rss) if found is None else found
 
 
 def give_back_free() -> None:
-    """Let the C library return memory that it keeps for later, where it can (glibc)."""
+    """Ask the C library to release cached memory, if it can (glibc)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -33,13 +35,13 @@ class Cgroup(ControlGroup):
 
     @cached_property
     def limit_bytes(self) -> int | None:
-        """None where it has none."""
+        """Limit in bytes; None if there is none."""
         text = self.read("memory.max" if self.version == 2 else "memory.limit_in_bytes")
         limit = int(text) if text.isdigit() else _NO_LIMIT
         return limit if limit < _NO_LIMIT else None
 
     def used_bytes(self) -> int:
-        """Memory of all its processes, without what is a copy of files and can be dropped."""
+        """Memory of all its processes, without file copies that can be dropped."""
         name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
         prefix = "" if self.version == 2 else "total_"
         stat = dict(line.split(maxsplit=1) for line in self.read("memory.stat").splitlines())
@@ -48,7 +50,7 @@ class Cgroup(ControlGroup):
 
 
 def find_cgroup(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> Cgroup | None:
-    """The control group with the least limit of those that this process is in; None without."""
+    """Return this process's control group with the smallest limit; None if there is none."""
     groups = control_groups("memory", membership, mounts)
     memory = [Cgroup(group.folder, group.version) for group in groups]
     limited = [group for group in memory if group.limit_bytes is not None]

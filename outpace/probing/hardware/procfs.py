@@ -1,4 +1,4 @@
-"""Small files in which Linux tells of a host, and the control groups that this process is in."""
+"""Small files in which Linux describes a host, and this process's control groups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ MEMBERSHIP, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 
 
 def read_text(path: Path) -> str | None:
-    """A small file of the kernel's, stripped; None where it is not there or not permitted."""
+    """Return the text of a small kernel file, stripped; None if it is missing or not permitted."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -23,14 +23,14 @@ class ControlGroup:
     version: int
 
     def read(self, name: str) -> str:
-        """One of its files; empty where there is none."""
+        """Read one of its files; empty if there is none."""
         return read_text(self.folder / name) or ""
 
 
 def control_groups(
     controller: str, membership: Path = MEMBERSHIP, mounts: Path = MOUNTS
 ) -> Iterator[ControlGroup]:
-    """This process's groups of a controller ("memory", "cpu"), and all that these are inside of."""
+    """Return this process's groups of a controller ("memory", "cpu"), and all their parents."""
     mounted = dict(_find_mounts(controller, mounts))
     for line in (read_text(membership) or "").splitlines():
         number, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Versions and commits: what has to be the same for a result to be the same."""
+"""Versions and commits that have to be equal for results to be equal."""
 
 import hashlib
 import platform
@@ -70,7 +70,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def changes() -> str | None:
-    """A hash of all that is not committed; None: nothing, or no repository."""
+    """Return a hash of all uncommitted changes; None if there are none, or no repository."""
     found = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
 

@@ -1,1 +1,1 @@
-"""Measuring data loading and tokenization."""
+"""Measurement of data loading and tokenization."""

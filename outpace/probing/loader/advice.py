@@ -1,4 +1,4 @@
-"""Choice of a loader setting: the cheapest that is as fast as any."""
+"""Choice of loader settings: the cheapest that is as fast as any."""
 
 from collections.abc import Iterator, Sequence
 
@@ -29,9 +29,9 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """The first by workers, then by prefetching, that cannot be told from the fastest.
+    """Return the first setting, by workers and then prefetching, that is as fast as the fastest.
 
-    None where no figure is known.
+    None if no figure is known.
     """
     known = [f for f in figures if f.value is not None]
     if not known:
@@ -53,7 +53,7 @@ def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
     best = cheapest(rates)
     if best is None:
         return
-    text = f"Recommended: {_flag(best)}, with {best} for each training process"
+    text = f"Recommended: {_flag(best)}, with {best} per training process"
     text += ", as fast as any number of workers." if best.key.of["workers"] == 0 else "."
     if alone is not None and alone is not best:
         text += f" Without workers it is {alone}."
@@ -81,14 +81,14 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
     if int(count) <= 2 or by is None or not by.sure or by.value < _WORTH:
         yield Advice(
             about="loader",
-            text="More than 2 batches prefetched for each worker are not faster: leave it at 2.",
+            text="Prefetching more than 2 batches per worker is not faster: leave it at 2.",
             of=_keys(*rates),
         )
         return
     yield Advice(
         about="loader",
-        text=f"{count} batches prefetched for each worker load {best}, 2 load "
-        f"{usual}. That is prefetch_factor of a DataLoader of your own; outpace's has 2.",
+        text=f"{count} prefetched batches per worker load {best}, 2 load {usual}. That is "
+             "prefetch_factor of your own DataLoader; outpace's has 2.",
         of=_keys(best, usual), **_gain_fields(by),
     )  # fmt: skip
 
@@ -110,9 +110,9 @@ def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Ad
         advised = "--pin-memory" if by.value > 0 else "--no-pin-memory"
         yield Advice(
             about="loader",
-            text=f"With {workers} workers batches reach the device at {pinned} from pinned "
-            f"memory, at {other} from pageable: "
-            + (f"{advised}." if sure else "no difference that is sure."),
+            text=f"With {workers} workers, batches reach the device at {pinned} from pinned "
+                 f"memory, at {other} from pageable:"
+            + (f"{advised}." if sure else " no certain difference."),
             of=_keys(pinned, other), **_gain_fields(by),
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
     count = best.key.of["processes"]
     yield Advice(
         about="tokenisation",
-        text=f"Each GB of text is tokenised in {show_seconds(1e9 / best.value)} by "
+        text=f"Tokenizing takes {show_seconds(1000000000.0 / best.value)} per GB of text with "
         f"{count} process{'' if count == 1 else 'es'} ({best}), once: tokens are cached.",
         of=_keys(best),
     )

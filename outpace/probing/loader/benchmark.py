@@ -74,7 +74,7 @@ def probe_loader(
     notes = [*ready.notes, *bench.notes()]
     if not any(one.about == "loader" for one in advice):
         notes.append(
-            "loader: the machine did not hold still enough to recommend a number of workers; end "
+            "loader: the machine was not steady enough to recommend a number of workers; end "
             "other programs and probe again"
         )
     return ProbeSection(tuple(figures), advice, tuple(notes))
@@ -182,7 +182,7 @@ class _Bench:
     def notes(self) -> Iterator[str]:
         """Say what was not timed."""
         if self.device.type != "cuda":
-            yield "loader: pinned memory is not timed: there is no CUDA device to copy to"
+            yield "loader: pinned memory is not timed, since there is no CUDA device to copy to"
         yield from dict.fromkeys(self._found)
 
     def throughput(self, budget_s: float, progress: Progress) -> Turns[list[Figure]]:
@@ -235,8 +235,8 @@ class _Bench:
             return wrong
         if setting.loader == "outpace":
             self._found.append(
-                "loader: the data set gives other samples with workers than without: it draws on "
-                "something other than torch's, NumPy's and Python's random numbers"
+                "loader: the data set returns other samples with workers than without: it "
+                "uses other random numbers than torch's, NumPy's and Python's"
             )
         return None
 
@@ -333,5 +333,5 @@ def _difference(batch: Any, reference: Any) -> str | None:
     both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
     for a, b in both:
         if isinstance(a, Tensor) and not torch.equal(a, b):
-            return "its first batch is not the one that is loaded without workers"
+            return "its first batch differs from the one loaded without workers"
     return None

@@ -63,11 +63,13 @@ class LoaderInput:
 
 
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
-    """The data ready to be loaded, what has to be written in `folder`. Raises BadInputError."""
+    """Return the data ready for loading, writing what is needed in `folder`. Raises
+    BadInputError.
+    """
     if data.dataset is not None:
         return LoaderInput(data.dataset, None, notes=(_name_dataset(data.dataset),))
     if not data.sources:
-        raise BadInputError("no data is named; give at least one source")
+        raise BadInputError("no data is given; give at least one source")
     sources = [open_source(reference) for reference in data.sources]
     written = [source for source in sources if not source.is_tokens]
     streams = [token_stream(source.files) for source in sources if source.is_tokens]
@@ -82,12 +84,12 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
             raise BadInputError(f"the data at {', '.join(data.sources)} holds no text")
         if tokenizer is None:
             tokenizer = _learn_tokenizer(texts, data.objective == "masked")
-            notes.append("loader: no tokenizer is named, so one was learnt from the data")
+            notes.append("loader: no tokenizer is given, so one was trained on the data")
         encoded = _encode(tokenizer, texts)
         streams.append(_write_tokens(folder / "tokens.bin", parts, encoded, tokenizer))
         notes.append(
-            f"loader: of the text its first {sum(map(len, texts)) / 1e6:.1f} million characters "
-            "were read; training reads their tokens from the token cache"
+            f"loader: the first {sum(map(len, texts)) / 1000000.0:.1f} million characters of "
+            "the text were read; training reads their tokens from the token cache"
         )
     dataset = TokenDataset(
         Corpus(tuple(streams), None, "probe"), data.seq_len, objective=data.objective, seed=0,

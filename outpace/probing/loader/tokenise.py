@@ -47,7 +47,7 @@ def tokenise_figures(
 
 
 def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure:
-    """The same measurement counted in another unit."""
+    """Return the same measurement in another unit."""
 
     def times(value: float | None) -> float | None:
         return None if value is None else value * factor

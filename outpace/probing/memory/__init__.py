@@ -1,1 +1,1 @@
-"""Measuring memory bandwidth."""
+"""Measurement of memory bandwidth."""

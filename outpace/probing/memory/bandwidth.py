@@ -35,7 +35,7 @@ _USUAL_L2_BYTES = 128 << 20  # of a GPU that does not tell
 
 
 def large_elements(device: torch.device) -> int:
-    """fp32 elements of an array that no cache holds, as far as memory allows."""
+    """Return the fp32 elements of an array too large for any cache, as far as memory allows."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
@@ -246,18 +246,22 @@ def _compute_nothing() -> None:
 def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
 ) -> Turns[ProbeSection]:
-    """Time a device's memory, and on a GPU the way to the host's."""
+    """Measure a device's memory, and on a GPU transfers to the host's."""
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
-    notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
+    notes = (
+        ()
+        if device.type == "cuda"
+        else (("host and device are the same, so there are no transfers to measure"),)
+    )
     hidden = hidden_shares(figures)
     advice = tuple(hidden_advice(hidden))
     return ProbeSection((*figures, *hidden), advice, (*notes, *hidden_notes(hidden)))
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return how much of the shorter of a product and a transfer hides behind the longer, by its
-    way.
+    """Return the share of the shorter of a product and a transfer that the longer hides, by
+    direction.
     """
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
@@ -270,7 +274,7 @@ def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
-    """Say what is known of it, with its interval."""
+    """Describe the hidden share, with its interval."""
     for figure in hidden:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(
@@ -281,10 +285,10 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Say what was not steady enough."""
+    """Describe what was not steady enough."""
     for figure in hidden:
         if figure.value is None:
             yield (
-                f"overlap: how much of a product and a {figure.key.of['of']} hides is not stable "
-                f"enough to say: {figure.unstable}"
+                f"overlap: the hidden share of a product and a {figure.key.of['of']} is not "
+                f"stable enough: {figure.unstable}"
             )

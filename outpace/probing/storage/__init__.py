@@ -1,1 +1,1 @@
-"""Measuring storage."""
+"""Measurement of storage."""

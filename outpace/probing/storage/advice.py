@@ -28,9 +28,9 @@ def _checkpoint(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     if write is None:
         return
     text = (
-        f"A checkpoint takes 12 GB for each billion parameters (fp32 weights and AdamW's moments). "
-        f"In the directory of {role} that is written in {_time(_CHECKPOINT_BYTES, write)} "
-        f"({write} through the cache, fsync included)"
+        "A checkpoint takes 12 GB per billion parameters (fp32 weights and AdamW's moments). "
+        f"In the directory of {role} it is written in {_time(_CHECKPOINT_BYTES, write)} "
+        f"({write} through the cache, including fsync)"
     )
     if read is not None:
         text += f" and read in {_time(_CHECKPOINT_BYTES, read)} ({read})"
@@ -45,10 +45,10 @@ def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     took = _seconds(_MOMENTS_BYTES, read) + _seconds(_MOMENTS_BYTES, write)
     yield Advice(
         about="storage",
-        text=f"AdamW's moments on disk (--offload-optimizer disk) are 8 GB for each billion "
-        f"parameters, read and written in every step: {show_seconds(took)} of each step in the "
-        f"directory of {role} ({read} read, {write} written), where memory has no "
-        "room to keep them.",
+        text="AdamW's moments on disk (--offload-optimizer disk) are 8 GB per billion "
+        f"parameters, read and written in every step: {show_seconds(took)} of each step "
+        f"in the directory of {role} ({read} read, {write} written), if memory cannot "
+        "cache them.",
         of=(read.key, write.key),
     )
 
@@ -81,9 +81,9 @@ def _fsync(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
         return
     yield Advice(
         about="storage",
-        text=f"To be sure of a few KiB takes {show_seconds(sure.value)} in the directory of "
-        f"{role}: a checkpoint of many small files, and a log that syncs each line, wait that "
-        "long for each. Few large files cost less.",
+        text=f"Syncing a few KiB to disk takes {show_seconds(sure.value)} in the directory of "
+        f"{role}: a checkpoint of many small files, and a log that syncs each line, wait "
+        "that long for each. A few large files cost less.",
         of=(sure.key,),
     )
 

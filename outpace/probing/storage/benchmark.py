@@ -1,4 +1,4 @@
-"""Rates of the disks that checkpoints are written to and that is offloaded to.
+"""Rates of the disks for checkpoints and offloading.
 
 Blocks are moved past the kernel's cache, one after the other (queue 1) or by several threads at
 once (queue: how many). A checkpoint is timed as it is written, too: through the cache, then fsync;
@@ -51,7 +51,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Disk:
-    """Cases to time of a directory, as long as its files are open."""
+    """Cases that time a directory, as long as its files are open."""
 
     cases: tuple[Case, ...]
     notes: tuple[str, ...]
@@ -63,10 +63,11 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload); those of one file system are timed once.
+    """Time each role's directory (checkpoints, offload); directories on one file system are timed
+    once.
 
-    `budget_s`: for all of them. Raises BadInputError where one cannot be written to, or has too
-    little room.
+    `budget_s`: for all of them. Raises BadInputError if one cannot be written to, or has too little
+    free space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -105,7 +106,7 @@ def _probe_directory(
     notes = disk.notes
     if not advice:
         notes += (
-            f"storage: {role}: the disk did not hold still enough to say how long a checkpoint "
+            f"storage: {role}: the disk was not steady enough to say how long a checkpoint "
             "takes; end other programs and probe again",
         )
     return ProbeSection(tuple(figures), advice, notes)
@@ -145,8 +146,8 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
     kind = in_memory(directory)
     if kind is not None:
         yield (
-            f"storage: {role}: the directory is kept in memory ({kind}), so there is no disk to "
-            "measure: its figures are of copying memory (direct=no)"
+            f"storage: {role}: the directory is in memory ({kind}), so there is no disk to "
+            "measure, and its figures are those of copying memory (direct=no)"
         )
     elif not file.direct:
         yield (
@@ -270,7 +271,7 @@ def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case
 
 
 def _difference(held: object, written: object) -> str | None:
-    return None if held == written else "the file does not hold what was written"
+    return None if held == written else "the file does not contain what was written"
 
 
 class _NewFile:

@@ -35,7 +35,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def nearest_directory(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there already."""
+    """Return the directory, or its nearest existing parent."""
     whole = directory.absolute()
     return next(place for place in (whole, *whole.parents) if place.is_dir())
 
@@ -59,24 +59,24 @@ def in_memory(directory: Path) -> str | None:
 
 @contextmanager
 def refusals(directory: Path) -> Iterator[None]:
-    """Raise what the system refuses of a directory as a BadInputError."""
+    """Turn the system's refusals for a directory into BadInputError."""
     try:
         yield
     except OSError as error:
         raise BadInputError(
-            f"{directory} cannot be probed: {error.strerror or error}. Name a directory that can "
-            "be written to, on a disk with room."
+            f"{directory} cannot be probed: {error.strerror or error}. Give a directory that "
+            "can be written to, on a disk with free space."
         ) from None
 
 
 def require_room(directory: Path, nbytes: int) -> None:
-    """Refuse to take more than half of what is free. Raises BadInputError."""
+    """Refuse to use more than half of the free space. Raises BadInputError."""
     free = shutil.disk_usage(directory).free
     if nbytes > _TAKEN_SHARE * free:
         raise BadInputError(
             f"probing {directory} writes {show_bytes(nbytes)}, but the disk has only "
-            f"{show_bytes(free)} left, of which a probe takes half at most. Free some space, or "
-            "name another directory."
+            f"{show_bytes(free)} left, of which a probe uses at most half. Free some space, or "
+            "give another directory."
         )
 
 
@@ -139,7 +139,7 @@ class PageFile:
         os.fsync(self.descriptor)
 
     def write(self, lane: int, page: int, pages: int) -> int:
-        """Write from page `page` on; say the number of this write. Raises OSError."""
+        """Write from page `page` on; return the number of this write. Raises OSError."""
         own, first = self._lanes[lane], page % BLOCK_PAGES
         with self._counting:
             self._writes += 1
@@ -152,7 +152,7 @@ class PageFile:
         return number
 
     def read(self, lane: int, page: int, pages: int) -> None:
-        """Read from page `page` on. Raises OSError, and WrongResultError for other pages."""
+        """Read from page `page` on. Raises OSError, and WrongResultError for wrong pages."""
         own = self._lanes[lane]
         part = own.incoming[: pages * PAGE_BYTES]
         require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
@@ -160,7 +160,7 @@ class PageFile:
             raise WrongResultError(f"pages {page} to {page + pages - 1} were read as others")
 
     def wrong(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
-        """Read and compare all there is; what is wrong with it, or with not being of `write`."""
+        """Read and check everything; return what is wrong with it, or differs from `write`."""
         self.forget()
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
@@ -174,25 +174,25 @@ class PageFile:
         return np.arange(self._salt + page, self._salt + page + pages, dtype=np.uint64)
 
     def settle(self) -> None:
-        """Wait, without O_DIRECT, until what was written is on the disk."""
+        """Wait until written data is on the disk, if O_DIRECT is not used."""
         if not self.direct:
             os.fdatasync(self.descriptor)
             self.forget()
 
     def forget(self) -> None:
-        """Have the kernel, without O_DIRECT, drop what it keeps, as far as it will."""
+        """Ask the kernel to drop its cache, if O_DIRECT is not used."""
         if not self.direct:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """The file is gone with this, and with the process."""
+        """Close the file, which disappears with this or with the process."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def open_nameless(directory: Path) -> int:
-    """A descriptor of a file without a name, to read and write. Raises OSError."""
+    """Return a descriptor of a nameless file for reading and writing. Raises OSError."""
     with tempfile.TemporaryFile(dir=directory) as file:
         return os.dup(file.fileno())
 
@@ -214,6 +214,6 @@ def _open(directory: Path) -> tuple[int, bool]:
 
 
 def require_whole(moved: int, wanted: int) -> None:
-    """Raises OSError where only a part was moved."""
+    """Raise OSError if only a part was moved."""
     if moved != wanted:
         raise OSError(errno.EIO, f"{moved} bytes were moved instead of {wanted}")

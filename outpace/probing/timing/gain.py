@@ -1,4 +1,4 @@
-"""Gains of one thing over another, from two figures of one probe."""
+"""Gains of one option over another, from two figures of one probe."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +17,7 @@ class Gain:
 
     @property
     def sure(self) -> bool:
-        """Whether it is a gain at all."""
+        """Return whether it is certainly a gain."""
         return self.low > 0
 
     def __str__(self) -> str:

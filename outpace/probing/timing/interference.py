@@ -1,4 +1,4 @@
-"""Whether anything else used the machine while it was measured."""
+"""Detection of other use of the machine during a measurement."""
 
 import os
 import time
@@ -22,7 +22,7 @@ _DISTURBED = 0.10
 
 
 class CoreSeconds(NamedTuple):
-    """Seconds of a host's cores; None where the kernel does not tell (as outside of Linux).
+    """Seconds of a host's cores; None if the kernel does not say (as outside of Linux).
 
     `busy_s` and `stolen_s` of all cores, `probe_s` of this process and of those that it started.
     """
@@ -35,14 +35,14 @@ class CoreSeconds(NamedTuple):
 
 
 class InterferenceWatch:
-    """Watches from its making on: reads the kernel's counters at both ends."""
+    """Monitor of the kernel's counters, read at its creation and at the end."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
         self._begin = self._read_counters()
 
     def read_use(self) -> CoreSeconds:
-        """Return what was used since it was made."""
+        """Return what was used since its creation."""
         before, after = self._begin, self._read_counters()
         busy_s, stolen_s = (
             None if a is None or b is None else b - a
@@ -83,14 +83,14 @@ def _probe_s() -> float:
 
 @contextmanager
 def record_use(into: list[CoreSeconds]) -> Iterator[None]:
-    """Put what was used meanwhile at the end of a list."""
+    """Append what was used meanwhile to a list."""
     steady = InterferenceWatch()
     yield
     into.append(steady.read_use())
 
 
 def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
-    """Add up several spells on one host."""
+    """Add up several periods on one host."""
 
     def sum_known(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -103,7 +103,7 @@ def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
 
 
 def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] = ()) -> Steadiness:
-    """Judge what others used on the worst host. `hosts`: of each, what its ranks used."""
+    """Judge what others used on the worst host. `hosts`: what each host's ranks used."""
     told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
     others = max((_other_cores(host) for host in told), default=None)
     stolen = max((_stolen_share(host[0]) for host in told), default=None)
@@ -111,8 +111,8 @@ def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] =
     warnings = []
     if others is not None and others > _OTHERS:
         warnings.append(
-            f"other programs used {others:.1f} cores{where} in the mean while this was measured: "
-            "end them and probe again"
+            f"other programs used {others:.1f} cores{where} on average during the measurement. "
+            "End them and probe again"
         )
     if stolen is not None and stolen > _STOLEN:
         warnings.append(f"the hypervisor gave {stolen:.0%} of the time{where} to other machines")
@@ -122,18 +122,18 @@ def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] =
 
 
 def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
-    """Say why what was measured on these hosts' processors is worth nothing; None where it is."""
+    """Say why measurements on these hosts' processors are invalid; None if they are valid."""
     for host in hosts:
         if host[0].busy_s is None or host[0].wall_s <= 0:
             continue
         share = _other_cores(host) / host[0].cores + _stolen_share(host[0])
         if share > _DISTURBED:
-            return f"others used {share:.0%} of the processor's time while it was measured"
+            return f"other programs used {share:.0%} of the processor's time during the measurement"
     return None
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """The section without values, and without advice and words that rest on them; samples stay."""
+    """Return the section without values, advice and text based on them; samples stay."""
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

@@ -1,7 +1,7 @@
-"""Parts of a probe that take turns, so that each is measured over all the time that a probe takes.
+"""Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
 
-A machine is slower for minutes at a time. What is measured in one go does not see that, and states
-intervals in which a repeat will not lie.
+A machine may be slower for minutes at a time. A measurement in one go misses that, and states
+intervals that a repeat will not meet.
 """
 
 from collections.abc import Callable, Generator
@@ -14,7 +14,7 @@ Turns = Generator[None, None, T]
 
 
 def run_turns(turns: Turns[T]) -> T:
-    """Return what they give, without letting others have a turn."""
+    """Run turns to their end and return their result, without interleaving."""
     while True:
         try:
             next(turns)
@@ -48,7 +48,7 @@ def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
 
 
 def wrap_turns(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
-    """The same turns, each within a context of its own."""
+    """Return the same turns, each within its own context."""
     try:
         while True:
             with within():

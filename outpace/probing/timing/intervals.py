@@ -1,4 +1,4 @@
-"""Distance that a repeat's median may lie from this one's, and whether samples drift."""
+"""Prediction of a repeat's median, and detection of drifting samples."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,12 +18,13 @@ _DRIFT_T = 4.0
 
 
 def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
-    """Return how far the median of as many samples in a repeat lies from that of these at most.
+    """Return the largest expected distance between this median and that of a repeat with as many
+    samples.
 
-    Student's t for the difference of two such medians. Their scale is from the median distance to
-    the median, which a few samples that something disturbed do not widen; samples that resemble the
-    ones before them count for fewer (von Storch & Zwiers, "Statistical Analysis in Climate
-    Research", eq. 6.26). Infinite for fewer than three samples, which say nothing about it.
+    Student's t for the difference of two such medians. The scale is the median distance from the
+    median, which a few disturbed samples do not widen; autocorrelated samples count as fewer (von
+    Storch & Zwiers, "Statistical Analysis in Climate Research", eq. 6.26). Infinite for fewer than
+    three samples.
     """
     count = len(samples)
     if count < 3:
@@ -37,7 +38,7 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation of normal values with this median distance from the median."""
+    """Return the standard deviation of normal values with this median distance from the median."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
 
@@ -53,8 +54,8 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
 
 
 def trend(rounds: Sequence[float]) -> float:
-    """Return how far the last third's median is from the first's, of the whole's; 0.0 if by
-    accident.
+    """Return the distance between the medians of the last and first third; 0.0 if it may be
+    chance.
     """
     third = len(rounds) // 3
     if third < 2:

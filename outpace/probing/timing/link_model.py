@@ -47,7 +47,7 @@ class LinkLine:
     s_per_byte: float
 
     def time_s(self, traffic_bytes: float) -> float:
-        """Return the time that the line gives."""
+        """Return the line's time."""
         return self.latency_s + traffic_bytes * self.s_per_byte
 
     def distance(self, points: Sequence[tuple[float, float]]) -> list[float]:
@@ -58,7 +58,8 @@ class LinkLine:
 def fit_line(
     points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None
 ) -> LinkLine:
-    """The line with the least sum of relative distances from points (traffic_bytes, time_s).
+    """Return the line with the smallest sum of relative distances from points (traffic_bytes,
+    time_s).
 
     Neither latency nor time per byte is negative. Such a line goes through two of the points, or
     through one where its latency or its time per byte is 0 (Bloomfield & Steiger, "Least Absolute
@@ -85,7 +86,7 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
 
 
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
-    """Fit a link to times of one collective on one axis; None where they are too few.
+    """Fit a link to times of one collective on one axis; None if there are too few.
 
     Samples that were taken side by side have a line of their own; how lines differ gives intervals.
     `figures` are all of the same key but for their bytes.

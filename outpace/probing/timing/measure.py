@@ -1,10 +1,10 @@
-"""Times cases so that the figures can be trusted: in rounds, in alternating order, with intervals.
+"""Reliable timing of cases: in rounds, in alternating order, with intervals.
 
-A round takes samples of all cases, in turn forwards and backwards, so that a slow spell of the
-machine falls on all of them and not on one. Between rounds other parts of a probe are measured, so
-that each is measured over all the time that a probe takes. A figure is the median of all samples.
-How far they lie apart, and how alike neighbours are, says where a repeat's figure is to be
-expected; a trend, or samples too far apart, say that the machine does not hold still.
+A round takes samples of all cases, alternately forwards and backwards, so that a slow period
+affects all of them. Other parts of a probe are measured between rounds, so each is measured over
+the whole time of the probe. A figure is the median of all samples. Their spread and autocorrelation
+predict the figure of a repeat; a trend, or too large a spread, shows that the machine is not
+steady.
 """
 
 import time
@@ -30,21 +30,21 @@ _LONG = 5
 
 
 class WrongResultError(OutpaceError):
-    """A call that was timed computed something wrong: the machine or a library is at fault."""
+    """A timed call computed something wrong: the machine or a library is at fault."""
 
 
 class Clock(Protocol):
-    """Times calls. Where several processes time together, all are told the same."""
+    """Clock for calls. If several processes time together, all get the same time."""
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Time all of `count` calls, one after the other, until what they began has ended."""
+        """Time `count` calls, one after the other, until everything they started has ended."""
 
     def now_s(self) -> float:
-        """Seconds since some moment."""
+        """Return seconds since an arbitrary moment."""
 
 
 class HostClock:
-    """Clock for what has ended when its call returns."""
+    """Clock for calls that have finished when they return."""
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
         """Time the calls by the host's clock."""
@@ -59,7 +59,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Clock by events on the current stream, so that the host's launching is not what is timed."""
+    """Clock by events on the current stream, which excludes the host's launching."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,7 +86,7 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time. `amount`: of the unit's numerator, for each call ("s": 1 call).
+    """A call to time. `amount`: amount of the unit's numerator per call ("s": 1 call).
 
     `make` gives what is called; what it holds is let go after a sample. `check` says what is wrong
     with a call's result, and is asked once, before anything is timed. All is done `within`.
@@ -100,7 +100,7 @@ class Case:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def value(self, call_s: float) -> float:
-        """The figure of a call that takes this long."""
+        """Return the figure of a call that takes this long."""
         return call_s / self.amount if self.unit == "s" else self.amount / call_s
 
 
@@ -224,7 +224,7 @@ def in_rounds(
 
 
 def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure:
-    """The figure that rounds of samples give."""
+    """Return the figure of rounds of samples."""
     samples = list(chain.from_iterable(rounds))
     medians = [median(of) for of in rounds]
     # Neighbours do not show how far rounds are from each other; and these are as a repeat's are.
@@ -243,7 +243,7 @@ def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
     if value <= 0:
         return "it cannot be told from 0"
     if drift := trend(rounds):
-        return f"it drifted by {drift:+.0%} of its median while it was measured"
+        return f"it drifted by {drift:+.0%} of its median during the measurement"
     if half > CONCLUSIVE * value:
         away = "anywhere" if half == inf else f"{half / value:.0%} of its median away"
         return f"a repeat may lie {away}"

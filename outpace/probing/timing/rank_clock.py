@@ -1,4 +1,4 @@
-"""Times what several ranks do together, so that all are told the same."""
+"""Timing of joint work of several ranks, with the same result on all."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Event(Protocol):
     """A moment on a device, as torch.cuda.Event is."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class PatientCudaClock:
 
 
 def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
-    """Return what times collectives of a group on a device: it never waits longer than the group
+    """Return a clock for collectives of a group on a device, which waits no longer than the group
     does.
     """
     if device.type == "cuda":
@@ -121,7 +121,7 @@ class RanksClock:
         self.by_rank: tuple[float, ...] = ()
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """The slowest rank's, of all of `count` calls."""
+        """Return the slowest rank's time for `count` calls."""
         if isinstance(call, PreparedCall):
             call.prepare(1 + count)
         dist.barrier(self._control)
@@ -133,7 +133,7 @@ class RanksClock:
         return max(self.by_rank)
 
     def now_s(self) -> float:
-        """Rank 0's clock, on all ranks."""
+        """Return rank 0's clock, on all ranks."""
         now = torch.tensor([self._inner.now_s()], dtype=torch.float64)
         dist.broadcast(now, 0, group=self._control)
         return now.item()

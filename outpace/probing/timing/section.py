@@ -1,4 +1,4 @@
-"""Results of one part of a probe: figures, advice that rests on them, what could not be done."""
+"""Results of one part of a probe: figures, advice based on them, what was not possible."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""Sampling the use of devices and hosts."""
+"""Sampling of the load of devices and hosts."""

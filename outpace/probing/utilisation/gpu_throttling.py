@@ -1,4 +1,4 @@
-"""Whether a GPU is slowed down, or others compute on it, while it is measured."""
+"""Detection of throttling and other use of a GPU during a measurement."""
 
 import os
 import threading
@@ -54,7 +54,7 @@ class GpuWatch:
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
     def look(self) -> GpuObservation:
-        """Return what is to be seen now; what the driver does not tell is none."""
+        """Return the present state; empty where the driver does not say."""
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
         foreign = len(pids - self._probe_pids)
@@ -64,7 +64,7 @@ class GpuWatch:
 
     @contextmanager
     def record(self, into: list[GpuObservation]) -> Iterator[None]:
-        """Put what is seen meanwhile at the end of a list."""
+        """Append observations meanwhile to a list."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -86,7 +86,7 @@ class GpuWatch:
 def watch_gpu(
     device: torch.device, probe_pids: Collection[int], timeout_s: float
 ) -> GpuWatch | None:
-    """The watch of a CUDA device; None where there is none, or its driver does not answer."""
+    """Return a monitor of a CUDA device; None if there is none, or its driver does not answer."""
     library = open_nvml(timeout_s) if device.type == "cuda" else None
     if library is None:
         return None
@@ -117,18 +117,18 @@ def _by_gpu(seen: Iterable[GpuObservation]) -> list[GpuObservation]:
 
 
 def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
-    """Say why what was measured on these GPUs is worth nothing; None where it is."""
+    """Say why measurements on these GPUs are invalid; None if they are valid."""
     for one in _by_gpu(seen):
         if one.others:
             who = "another process" if one.others == 1 else f"{one.others} other processes"
-            return f"{who} used {one.gpu} while it was measured"
+            return f"{who} used {one.gpu} during the measurement"
         if passing := sorted(one.slowed_by & _PASSING):
-            return f"{one.gpu} was slowed down while it was measured: {', '.join(passing)}"
+            return f"{one.gpu} was slowed down during the measurement: {', '.join(passing)}"
     return None
 
 
 def slowed_words(seen: Iterable[GpuObservation]) -> list[str]:
-    """Say of each GPU that was slowed down, by what."""
+    """Say what slowed down each affected GPU."""
     return [
         f"{one.gpu} was slowed down: {', '.join(sorted(one.slowed_by))}"
         for one in _by_gpu(seen) if one.slowed_by

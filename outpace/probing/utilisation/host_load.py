@@ -1,4 +1,4 @@
-"""Load of this host, and what of it is a run's: cores, memory, processes, processors' power."""
+"""Load of this host and a run's share of it: cores, memory, processes, power."""
 
 import time
 from collections.abc import Callable, Collection
@@ -24,9 +24,7 @@ class Rate:
         self._last: tuple[float, float] | None = None
 
     def per_s(self, count: float | None, now_s: float) -> float | None:
-        """Return the rate per second since the call before; None at first, and where the counter is
-        not known.
-        """
+        """Return the rate since the last call; None at first, or if the counter is unknown."""
         last, self._last = self._last, None if count is None else (count, now_s)
         if last is None or count is None or now_s <= last[1]:
             return None
@@ -110,7 +108,7 @@ class HostReader:
         self._energy(time.monotonic())
 
     def read(self, now_s: float) -> HostLoad:
-        """The load since the last call; `now_s` is of time.monotonic()."""
+        """Return the load since the last call; `now_s` is a value of time.monotonic()."""
         before, self._core_times = self._core_times, _core_times()
         run_cores, run_memory_bytes = self._look(now_s)
         memory = psutil.virtual_memory()

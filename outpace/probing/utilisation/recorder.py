@@ -1,4 +1,4 @@
-"""A light thread that records what the host and its devices do while something else happens."""
+"""A light thread that records the load of the host and its devices."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def series(self) -> Utilisation | None:
-        """All so far; None before the first load."""
+        """Return all samples so far; None before the first load."""
         loads = self._kept.loads
         if not loads:
             return None
@@ -70,7 +70,7 @@ class LoadRecorder:
 
     @property
     def latest(self) -> Load | None:
-        """The newest load."""
+        """Return the newest load."""
         return self._latest
 
     @property
@@ -79,7 +79,7 @@ class LoadRecorder:
         return self._samples.series
 
     def start(self) -> None:
-        """Begin."""
+        """Start recording."""
         self._thread.start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples what a host and its NVIDIA devices do. What cannot be read is None, each for itself.
+"""Sampler of the load of a host and its NVIDIA devices. Unreadable values are None.
 
 Device figures are NVML's, by nvidia-ml-py: https://docs.nvidia.com/deploy/nvml-api/
 """
@@ -97,7 +97,7 @@ class DeviceReader:
     def read(
         self, run_pids: Collection[int] | None, now_s: float, first: bool = False
     ) -> DeviceLoad:
-        """The load since the last call. `run_pids` None: there is no run to tell apart."""
+        """Return the load since the last call. `run_pids` None: there is no run to distinguish."""
         nvml, handle = self._nvml, self._handle
         memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
@@ -187,7 +187,9 @@ def _ask(query: Callable[[], Result]) -> Result | None:
 
 
 class Sampler:
-    """One `Load` of this host a call. `roots` are the pids of a run's first processes here."""
+    """Sampler with one `Load` of this host per call. `roots` are the PIDs of a run's first
+    processes here.
+    """
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class Sampler:
 
     @property
     def run_ended(self) -> bool:
-        """Whether a run was given, and none of its processes is left."""
+        """Return whether a run was given, and none of its processes is left."""
         return self._processes is not None and not self._processes.pids
 
     def read(self) -> Load:
@@ -219,7 +221,7 @@ class Sampler:
 
 
 def same_pids() -> bool:
-    """Whether the driver's process numbers are those that are seen here."""
+    """Return whether the driver's process IDs are those seen here."""
     return _ask(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
 
 
@@ -246,7 +248,7 @@ def training_in(metrics: Path) -> list[int]:
 
 
 def open_files() -> set[Path]:
-    """Files that processes of this host have open, as far as one may see that."""
+    """Return files that processes of this host have open, as far as permitted."""
     found: set[Path] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

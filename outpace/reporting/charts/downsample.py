@@ -1,4 +1,4 @@
-"""Fewer points of a long series, without hiding a spike."""
+"""Reduction of long series to fewer points, without hiding spikes."""
 
 from itertools import pairwise
 
@@ -9,11 +9,11 @@ Floats = NDArray[np.float64]
 
 
 def thin(values: Floats, most: int) -> NDArray[np.int64]:
-    """Places of at most `most` values, in order, that show a series as all of them would.
+    """Return positions of at most `most` values, in order, that represent a series.
 
-    The series is cut into buckets, of each of which the lowest and the highest value stay, and the
-    first and last of all: a line through them has every peak that a line through all has. What is
-    not known (NaN) is passed over. Raises ValueError for fewer than four points.
+    The series is split into buckets. The lowest and highest value of each are kept, and the first
+    and last of all, so a line through them has every peak of the full series. Unknown values (NaN)
+    are skipped. Raises ValueError for fewer than four points.
     """
     if most < 4:
         raise ValueError(f"{most} points cannot show a series: use 4 or more")
@@ -29,12 +29,12 @@ def thin(values: Floats, most: int) -> NDArray[np.int64]:
 
 
 def edges(count: int, buckets: int) -> list[int]:
-    """Return where buckets of nearly equal size begin, and the end."""
+    """Return the boundaries of buckets of nearly equal size."""
     return [count * bucket // buckets for bucket in range(buckets + 1)]
 
 
 def means(values: Floats, buckets: int) -> tuple[Floats, Floats]:
-    """The mean place and the mean value of each bucket; NaN where nothing is known."""
+    """Return the mean position and mean value of each bucket; NaN if all are unknown."""
     cuts = np.array(edges(len(values), min(buckets, len(values))))
     known = ~np.isnan(values)
     count = np.add.reduceat(known.astype(float), cuts[:-1])

@@ -1,4 +1,4 @@
-"""The kinds of figures that reports are made of, each with its table."""
+"""The kinds of figures in reports, each with its table."""
 
 import math
 import textwrap
@@ -33,7 +33,7 @@ class Unit:
     si: bool = False
 
     def scale(self, values: Values) -> list[float | None]:
-        """Scale values to six digits, as plotly takes them; None where not known or not finite."""
+        """Scale values to six digits for plotly; None if unknown or not finite."""
         return [
             None
             if value is None or not math.isfinite(value)
@@ -51,7 +51,7 @@ def _format_six_digits(value: float) -> float:
 
 
 def seconds(values: Values) -> Unit:
-    """µs, ms, s, min or h, as suits the largest."""
+    """Return µs, ms, s, min or h, as suits the largest value."""
     top = _top(values)
     for name, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
         if top >= (2 * size if size > 1 else size):
@@ -60,7 +60,7 @@ def seconds(values: Values) -> Unit:
 
 
 def sizes(values: Values) -> Unit:
-    """TiB, GiB, MiB or KiB, as suits the largest."""
+    """Return TiB, GiB, MiB or KiB, as suits the largest value."""
     top = _top(values)
     for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if top >= size:
@@ -69,12 +69,12 @@ def sizes(values: Values) -> Unit:
 
 
 def shares() -> Unit:
-    """Percent."""
+    """Return percent."""
     return Unit("%", 100.0, show_share)
 
 
 def counts(name: str) -> Unit:
-    """A decimal rate or count, whose axis has SI prefixes."""
+    """Return a decimal unit of a rate or count, whose axis has SI prefixes."""
 
     def show(value: float | None) -> str:
         if value is None or name in ("FLOP/s", "B/s"):
@@ -85,7 +85,7 @@ def counts(name: str) -> Unit:
 
 
 def plain(name: str, digits: int = 4) -> Unit:
-    """A number as it is."""
+    """Return the unit of a plain number."""
 
     def show(value: float | None) -> str:
         return "n/a" if value is None or not math.isfinite(value) else f"{value:,.{digits}g}"
@@ -99,7 +99,7 @@ def _top(values: Values) -> float:
 
 
 def label(name: str) -> str:
-    """A name for an axis: in a few short lines."""
+    """Format a name for an axis, in a few short lines."""
     lines = textwrap.wrap(name, _LABEL_WIDTH) or [""]
     if len(lines) > _LABEL_LINES:
         lines = [*lines[:_LABEL_LINES]]
@@ -108,9 +108,9 @@ def label(name: str) -> str:
 
 
 def rows_axis(names: Sequence[str], every: int = 1) -> dict[str, Any]:
-    """The vertical axis of horizontal bars: a row for each name, the first on top.
+    """Return the vertical axis of horizontal bars: one row per name, the first on top.
 
-    `every`: the number of rows to one label.
+    `every`: number of rows per label.
     """
     places = list(range(0, len(names), every))
     return {"tickvals": places, "ticktext": [label(names[place]) for place in places],
@@ -120,7 +120,7 @@ def rows_axis(names: Sequence[str], every: int = 1) -> dict[str, Any]:
 
 
 def axis(title: str, unit: Unit | None = None, **more: Any) -> dict[str, Any]:
-    """An axis with a title and its unit."""
+    """Return an axis with a title and its unit."""
     words = f"{title} ({unit.name})" if unit is not None and unit.name else title
     found: dict[str, Any] = {"title": {"text": words}, **more}
     if unit is not None and unit.si:
@@ -129,13 +129,13 @@ def axis(title: str, unit: Unit | None = None, **more: Any) -> dict[str, Any]:
 
 
 def join_items(items: Sequence[str], most: int = 5) -> str:
-    """Join items into a sentence; of many, the first `most`."""
+    """Join items into a sentence, showing at most `most` of them."""
     more = len(items) - most
     return "; ".join(items[:most]) + (f"; and {more} more." if more > 0 else ".")
 
 
 def height_of(names: Sequence[str]) -> int:
-    """Return the height of a figure with a row for each name, px."""
+    """Return the height in px of a figure with one row per name."""
     most = max((label(name).count("\n") + 1 for name in names), default=1)
     return _FRAME_PX + (_ROW_PX + _LABEL_PX * most) * max(len(names), 2)
 
@@ -150,7 +150,7 @@ def bars(
     intervals: Intervals = (),
     colours: Sequence[str] = (),
 ) -> Chart:
-    """A bar for each name, with the interval that its value is in where there is one."""
+    """Draw a bar per name, with the interval of its value if there is one."""
     trace: dict[str, Any] = {
         "type": "bar", "orientation": "h", "x": unit.scale(values), "y": list(range(len(names))),
         "marker": {"color": list(colours) or colour(0)}, "width": 0.62, "showlegend": False,
@@ -210,7 +210,7 @@ def stacked_bars(
     colours: Mapping[str, str],
     limit: tuple[str, float] | None = None,
 ) -> Chart:
-    """A bar for each name, made of parts; `limit` is a line, with what it says."""
+    """Draw a bar per name, made of parts; `limit` is a labelled line."""
     shown = {part: values for part, values in parts.items() if any(values)}
     traces = [
         {
@@ -250,7 +250,9 @@ def _line_at(words: str, x: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A series of a figure of lines; `x` by what the horizontal axis may show, in one order."""
+    """A series of a line figure; `x` has values for each quantity of the horizontal axis, in one
+    order.
+    """
 
     name: str
     x: tuple[Values, ...]
@@ -260,7 +262,7 @@ class LineSeries:
 
 @dataclass(frozen=True)
 class AxisChoice:
-    """A quantity for the horizontal axis: the word on its button, the axis's title, the unit."""
+    """A quantity for the horizontal axis: its button, the axis's title, the unit."""
 
     label: str
     title: str
@@ -277,7 +279,7 @@ def lines(
     table: DataTable,
     **layout: Any,
 ) -> Chart:
-    """Lines over the first of `along`, or another that a reader chooses."""
+    """Draw lines over the first of `along`, or another one that the reader chooses."""
     drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
     traces = [
         {
@@ -310,7 +312,7 @@ def heat(
     x_unit: Unit,
     table: DataTable,
 ) -> Chart:
-    """Shares from 0 to 1 as colours: a row for each name."""
+    """Draw shares from 0 to 1 as colours, with one row per name."""
     trace = {
         "type": "heatmap", "x": x_unit.scale(x), "y": list(names),
         "z": [unit.scale(row) for row in rows], "zmin": 0, "zmax": unit.factor,
@@ -328,7 +330,7 @@ def prediction_bars(
     title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
     axis_title: str, intervals: Intervals = (), around: Intervals = (),
 ) -> Chart:  # fmt: skip
-    """Predicted, with its `intervals`, above measured, with what is `around` it, for each name."""
+    """Draw predictions with their `intervals` above measurements with their `around`, per name."""
     both = (
         ("predicted", predicted, intervals, -0.2, PREDICTED),
         ("measured", measured, around, 0.2, MEASURED),
@@ -364,7 +366,7 @@ def prediction_bars(
 
 
 def deviation(predicted: float | None, measured: float | None) -> Number:
-    """Return how far the measurement is above the prediction, as a share of the prediction."""
+    """Return the measurement's excess over the prediction, as a share of the prediction."""
     if not predicted or measured is None:
         return Number(None, "n/a")
     share = measured / predicted - 1

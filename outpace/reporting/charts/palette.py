@@ -1,4 +1,4 @@
-"""Colours that most colour-blind people tell apart, the same thing in the same one everywhere."""
+"""Colours that most colour-blind people can distinguish, used consistently."""
 
 from collections.abc import Mapping
 
@@ -44,10 +44,12 @@ PREDICTED, MEASURED = ORANGE, BLUE
 
 
 def colour(place: int) -> str:
-    """Return the colour of the series at `place`: eight, then the same with another `dash`."""
+    """Return the colour of series number `place`: eight colours, then the same with another
+    `dash`.
+    """
     return _SERIES[place % len(_SERIES)]
 
 
 def dash(place: int) -> str:
-    """Return the dash of the line at `place`."""
+    """Return the dash of line number `place`."""
     return _DASHES[place // len(_SERIES) % len(_DASHES)]

@@ -1,1 +1,1 @@
-"""Readers of what reports show: run folders, step logs, traces, predictions."""
+"""Readers of the data in reports: run folders, step logs, traces, predictions."""

@@ -30,26 +30,26 @@ class _TracedAction:
 def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline | str:
     """Read the last traced pass of the first pipeline's ranks, or say why there is none.
 
-    Ranks of several hosts are as well aligned as the hosts' clocks.
+    Ranks on several hosts are aligned as well as the hosts' clocks.
     """
     across = (plan.world_size - plan.servers) // plan.pp
     paths = [folder / f"trace-rank{place * across}.json" for place in range(plan.pp)]
     missing = [path.name for path in paths if not path.is_file()]
     if len(missing) == len(paths):
-        return "When each action was done is not recorded without --profile."
+        return "Without --profile the times of actions are not recorded."
     if missing:
-        return f"Of the traces of --profile these are not in this folder: {join_items(missing)}"
+        return f"These traces of --profile are not in this folder: {join_items(missing)}"
     size = sum(path.stat().st_size for path in paths)
     if size > _LARGEST_BYTES:
         return (
-            f"The traces of --profile have {show_bytes(size)}: more than "
+            f"The traces of --profile are {show_bytes(size)} in size; more than "
             f"{show_bytes(_LARGEST_BYTES)} are not read."
         )
     accumulation = plan.accumulation(global_batch)
     ranks = [_last_pass(path, accumulation) for path in paths]
     cut = [path.name for path, done in zip(paths, ranks, strict=True) if not done]
     if cut:
-        return f"These traces hold no whole step, as those of a killed run: {join_items(cut)}"
+        return f"These traces contain no whole step, like those of a killed run: {join_items(cut)}"
     begin_s = min(done.begin_s for done_by in ranks for done in done_by)
     return Timeline(tuple(_spans(done_by, begin_s, plan.pp_microbatches) for done_by in ranks))
 

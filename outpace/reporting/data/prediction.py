@@ -1,4 +1,4 @@
-"""The planner's estimate for a run that is over, from the run's own record."""
+"""The planner's estimate for a finished run, from the run's record."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from outpace.records.run import RunRecord
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's plan with its estimate. `basis`: where rates are from; `stages`: a pipeline's."""
+    """A run's plan with its estimate. `basis`: origin of the rates; `stages`: a pipeline's."""
 
     planned: RankedPlan
     basis: str
@@ -28,8 +28,8 @@ class Prediction:
 def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction | str:
     """Return the planner's estimate for a run on `hosts` hosts, or why there is none.
 
-    `probe` is what `outpace probe` measured of the machine; without it the catalog's rates are
-    taken, and of a CPU a guess.
+    `probe` is a record of `outpace probe` for the machine; without it, the catalog's rates are
+    used, and a guess for a CPU.
     """
     why_not = _why_not(record, hosts, probe)
     if why_not is not None:
@@ -63,19 +63,19 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
 
 def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
     if record.model is None or record.seq_len is None:
-        return "The model is a custom one, and the run's record has no dimensions of it."
+        return "The model is a custom one, whose dimensions are not in the run's record."
     if record.plan.lora_rank is not None or record.settings.task == "classify":
         return "The planner does not estimate adapters and classifiers yet."
     other = [] if probe is None else record.machine.differences(probe)
     if probe is not None and other:
         return (
-            f"The probe is of another machine: {other[0]} is {getattr(probe, other[0])} there, and "
-            f"{getattr(record.machine, other[0])} where it ran."
+            f"The probe is from another machine: {other[0]} is {getattr(probe, other[0])} "
+            f"there, and {getattr(record.machine, other[0])} where it ran."
         )
     if hosts > 1 and probe is None:
         return (
-            f"The run was on {hosts} hosts, and what joins them is not in its record. Name a "
-            "machine.json of outpace probe beside the run."
+            f"The run used {hosts} hosts, whose network is not in its record. Give a "
+            "machine.json of outpace probe with the run."
         )
     return None
 
@@ -92,10 +92,11 @@ def _cluster(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
 
 def _basis(cluster: Cluster) -> str:
     if cluster.probed:
-        return f"The rates are those that outpace probe measured of {cluster.name}."
+        return f"The rates are those that outpace probe measured on {cluster.name}."
     if cluster.device.kind == "cpu":
         return (
-            f"Nothing was measured of this {cluster.name} beforehand: its rates are guessed by its "
-            "vector width. Name a machine.json of outpace probe beside the run for better."
+            f"{cluster.name} was not measured beforehand, so its rates are guessed from its "
+            "vector width. For a better prediction give a machine.json of outpace probe with "
+            "the run."
         )
     return f"The rates are the catalog's for {cluster.device.name}."

@@ -1,4 +1,4 @@
-"""A run's folder, read: what it was made of, its steps, and whatever else it recorded."""
+"""Reader of a run's folder: its settings, its steps, and everything else it recorded."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ _MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """All that a run's folder holds; `measurement` is None before the last step.
+    """The content of a run's folder; `measurement` is None before the last step.
 
-    `changed`: sentences on files that are not as they were written.
+    `changed`: notes about files that differ from what was written.
     """
 
     path: Path
@@ -47,12 +47,12 @@ class RunFolder:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts that recorded how busy they were, or 1."""
+        """Number of hosts that recorded their load, or 1."""
         return max(1, len({one.node for one in self.utilisation}))
 
 
 def read_run(path: Path) -> RunFolder:
-    """Read a run's folder. Raises BadInputError where a file is damaged."""
+    """Read a run's folder. Raises BadInputError if a file is damaged."""
     memory, certificate = path / _MEMORY_FILE, path / _CERTIFICATE_FILE
     logs = [path / name for name in (METRICS_FILE, EVALS_FILE) if (path / name).is_file()]
     (past,) = mark_running([read(path)])
@@ -86,8 +86,8 @@ def _evaluations(path: Path) -> Iterator[Evaluation]:
             values = None
         if not isinstance(values, dict):
             raise BadInputError(
-                f"{path} is damaged: line {number} is no evaluation. Remove that line, or have it "
-                f"put aside: {resume_command(path.parent)} keeps all others."
+                f"{path} is damaged: line {number} is not an evaluation. Remove that line, or "
+                f"let {resume_command(path.parent)} move it aside; all others are kept."
             )
         values.pop(CHECKSUM, None)  # what does not fit it is said in `RunFolder.changed`
         yield Evaluation.parse(values, str(path))

@@ -1,4 +1,4 @@
-"""The steps of a run as columns: a hundred thousand lines are read in a moment."""
+"""The steps of a run as columns; a hundred thousand lines are read in a moment."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _BYTES_AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class StepLog:
-    """Columns by a StepRecord's names, one value a step; NaN where it is not known."""
+    """Columns by a StepRecord's names, one value per step; NaN if unknown."""
 
     columns: dict[str, Floats]
 
@@ -40,19 +40,19 @@ class StepLog:
 
     @property
     def passed_s(self) -> Floats:
-        """Seconds spent in steps at the end of each: evaluations and saving are not in it."""
+        """Seconds spent in steps up to the end of each, without evaluations and saving."""
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:
-        """A column without the first steps, unless there are few others."""
+        """Return a column without the first steps, unless there are few others."""
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
 
 def read_steps(path: Path) -> StepLog:
-    """Read metrics.jsonl; none where there is no such file, or nothing in it.
+    """Read metrics.jsonl; empty if there is no such file, or nothing in it.
 
-    A last line that is cut short, as a killed run leaves it, is left out. Raises BadInputError for
-    any other line that is no step.
+    An incomplete last line, as a killed run leaves it, is skipped. Raises BadInputError for any
+    other invalid line.
     """
     columns = _read_with_arrow(path) if path.is_file() else {}
     if columns is None:
@@ -122,9 +122,9 @@ def _damage_error(path: Path) -> BadInputError:
     lines = path.read_bytes().splitlines()
     first = next((number for number, line in enumerate(lines, 1) if not _is_step(line)), 1)
     return BadInputError(
-        f"{path} is damaged: line {first} is no step of a run, which has {' and '.join(_NEEDED)} "
-        f"as numbers. Remove that line, or have it put aside: {resume_command(path.parent)} keeps "
-        "all others."
+        f"{path} is damaged: line {first} is not a step of a run, which has "
+        f"{' and '.join(_NEEDED)} as numbers. Remove that line, or let "
+        f"{resume_command(path.parent)} move it aside; all others are kept."
     )
 
 

@@ -1,4 +1,4 @@
-"""A certificate: what was proved equal to a single process, and how closely."""
+"""Report of a certificate: what was proved equal to a single process, and how closely."""
 
 from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.units import show_bytes
@@ -14,7 +14,7 @@ from outpace.reporting.terminal.certificate import batch_in_words
 
 
 def certificate_document(certificate: Certificate) -> Document:
-    """A certificate by itself."""
+    """Return a document of a certificate alone."""
     return Document(
         "certificate", "Proof against a single process", (_verdict(certificate),), (),
         (section(certificate), DocumentSection("Environment", (
@@ -39,7 +39,7 @@ def _verdict(certificate: Certificate) -> str:
 
 
 def section(certificate: Certificate) -> DocumentSection:
-    """The table of plans, and how they were tried."""
+    """Return the table of plans, and how they were tried."""
     rows = tuple(
         (
             _outcome(one),

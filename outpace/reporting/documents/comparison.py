@@ -98,7 +98,7 @@ def _facts_of(comparison: Comparison) -> Iterable[tuple[str, str]]:
 
 
 def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFolder]:
-    """Read the first finished run of each arm whose folder is there."""
+    """Read the first finished run of each arm whose folder exists."""
     found: dict[str, RunFolder] = {}
     for one in comparison.outcomes:
         if folder is None or one.run is None or one.value is None or one.arm in found:
@@ -110,7 +110,7 @@ def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFold
 
 
 def unit_of(comparison: Comparison) -> Unit:
-    """Return the unit of what is compared: a step's time, or a command's own metric."""
+    """Return the unit of the compared values: a step's time, or a command's own metric."""
     values = [one.value for one in comparison.outcomes]
     return seconds(values) if comparison.experiment.metric is None else plain("", 6)
 
@@ -158,7 +158,7 @@ def _values(comparison: Comparison) -> Chart:
     )
     half = _HALF if any(low is not None for low, _ in around) else ""
     return bars(
-        f"{what.capitalize()}: the median of {rounds_of(comparison)}{half}", alt, list(found),
+        f"{what.capitalize()}: median of {rounds_of(comparison)}{half}", alt, list(found),
         middle, unit, what, around, [colour(place) for place in range(len(found))],
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ def _table(comparison: Comparison) -> DataTable:
 def _parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
     parts = {arm.arm: arm.parts for arm in comparison.arms if arm.parts is not None}
     if not parts:
-        yield Paragraph("These arms do not tell where their time goes.")
+        yield Paragraph("The time by part is not recorded for these arms.")
         return
     yield step_breakdown.parts_figure("Time of a step by part, the median of runs", parts)
     yield from runs_parts.ranks(runs)
@@ -268,7 +268,7 @@ def _facts(comparison: Comparison) -> Iterable[Part]:
     rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)
     if rows:
         columns = ("", *(arm.arm for arm in arms))
-        yield DataTable("What determined their runs, with → where it changed", columns, rows)
+        yield DataTable("What determined their runs, with → if it changed", columns, rows)
 
 
 def _environment(comparison: Comparison, runs: dict[str, RunFolder]) -> DocumentSection:

@@ -1,4 +1,4 @@
-"""The report of a hang: the rank that held the others up, and the state of every rank."""
+"""Report of a hang: the rank that delayed the others, and the state of every rank."""
 
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.reporting.render.document import (
@@ -14,7 +14,7 @@ _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answe
 
 
 def hang_document(found: HangReport) -> Document:
-    """Return all that the ranks reported."""
+    """Return a document of everything that the ranks reported."""
     sections = [DocumentSection("Ranks", (_ranks(found),))]
     sections += [DocumentSection(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
                  if one.stacks or one.collectives]  # fmt: skip
@@ -44,7 +44,7 @@ def _parts(one: RankSnapshot) -> list[Part]:
             (Number(each.number, str(each.number)), each.group, each.name, each.state)
             for each in one.collectives
         )
-        parts.append(DataTable("Its latest collectives, by torch's flight recorder",
+        parts.append(DataTable("Its latest collectives, from torch's flight recorder",
                            ("number", "group", "what", "state"), rows))  # fmt: skip
     if one.stacks:
         parts.append(Code("Its threads", one.stacks))

@@ -7,7 +7,7 @@ from outpace.reporting.sections import memory_anatomy
 
 
 def memory_document(account: MemoryAccount, limit_bytes: int | None) -> Document:
-    """Draw one account; `limit_bytes` is what the device has, None where that is not known."""
+    """Draw one account; `limit_bytes` is the device's memory, None if unknown."""
     use = MemoryUse(measured=account) if account.source == "measured" else MemoryUse(traced=account)
     peak = account.peak
     charts = (

@@ -1,4 +1,4 @@
-"""The report of plans: which is recommended, why, how sure that is, and what was not taken."""
+"""Report of plans: the recommended one, why, how sure that is, and the rejected ones."""
 
 from collections.abc import Iterable
 
@@ -24,7 +24,7 @@ from outpace.reporting.terminal.plan import plans_head, ties
 
 
 def plan_document(answer: Plans) -> Document:
-    """An answer of the planner."""
+    """Return a document of the planner's answer."""
     first = answer.plans[0]
     sections = [
         DocumentSection("How they compare", tuple(_ranking(answer))),
@@ -36,7 +36,7 @@ def plan_document(answer: Plans) -> Document:
             first.estimate.memory_bytes,
         ),)),
         *_pipelines(answer),
-        DocumentSection("What was not taken", tuple(_rejection_parts(answer))),
+        DocumentSection("Rejected plans", tuple(_rejection_parts(answer))),
         DocumentSection("Links and machine", tuple(_machine(answer))),
     ]  # fmt: skip
     return Document("plan", f"{answer.model} on {answer.machine}", tuple(_verdict(answer)),
@@ -52,11 +52,11 @@ def _verdict(answer: Plans) -> list[str]:
     one = first.estimate
     fits = "" if one.fits else " It does NOT fit."
     return [
-        f"{first.listed_title}, {show_seconds(one.step_time_s)} a step, "
+        f"{first.listed_title}, {show_seconds(one.step_time_s)} per step, "
         f"{show_count(one.rate[0])} {one.rate[1]}.{fits}",
         *_fastest_sentence(answer),
-        f"The true time lies between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} with "
-        f"{one.level:.0%}: nothing here was measured.",
+        f"The true time lies between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} "
+        f"with {one.level:.0%} probability; nothing was measured here.",
         *ties(answer.plans),
     ]
 
@@ -66,7 +66,7 @@ def _fastest_sentence(answer: Plans) -> list[str]:
     fastest = answer.plan_for("fastest")
     if fastest is None or fastest is answer.plans[0]:
         return []
-    return [f"Fastest: {fastest.title}, {show_seconds(fastest.estimate.step_time_s)} a step."]
+    return [f"Fastest: {fastest.title}, {show_seconds(fastest.estimate.step_time_s)} per step."]
 
 
 def _facts(answer: Plans) -> list[tuple[str, str]]:
@@ -110,7 +110,9 @@ def _table(answer: Plans) -> DataTable:
     def row(number: int, planned: RankedPlan) -> tuple[Cell, ...]:
         one = planned.estimate
         trained = (
-            "" if planned.untrained is None else f" Not trained by outpace: {planned.untrained}."
+            ""
+            if planned.untrained is None
+            else (f"Not trainable with outpace: {planned.untrained}.")
         )
         return (
             Number(number, str(number)), planned.listed_title,
@@ -143,9 +145,9 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
         ]
     bubble = chosen.estimate.parts_s.get("bubble_s", 0.0) / chosen.estimate.step_time_s
     about = (
-        f"One pass of {_name(answer, chosen)}, with equal stages whose forward takes a third. The "
-        f"estimate, with the stages as they are, has the bubble at {show_share(bubble)} of the "
-        "step. Nothing was measured."
+        f"One pass of {_name(answer, chosen)}, with equal stages in which the forward takes a "
+        f"third. The estimate, with the actual stages, has the bubble at {show_share(bubble)} "
+        "of the step. Nothing was measured."
     )
     figure = pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown)
     return [
@@ -156,13 +158,13 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
 def _rejection_parts(answer: Plans) -> Iterable[Part]:
     rows = tuple((one.family, one.reason) for one in answer.rejected)
     if rows:
-        yield DataTable("Families of plans of which none was taken", ("family", "reason"), rows)
+        yield DataTable("Families of plans of which none was chosen", ("family", "reason"), rows)
     else:
-        yield Paragraph("Of every family of plans one is among these.")
+        yield Paragraph("One plan of every family is listed.")
     costs = tuple((one.setting, Number(one.slowdown, show_share(one.slowdown)))
                   for one in answer.insistences)  # fmt: skip
     if costs:
-        yield DataTable("What is insisted on costs", ("setting", "more time"), costs)
+        yield DataTable("Cost of the fixed settings", ("setting", "more time"), costs)
 
 
 def _machine(answer: Plans) -> Iterable[Part]:
@@ -173,9 +175,9 @@ def _machine(answer: Plans) -> Iterable[Part]:
         for axis, link in one.placement.items()
     )
     if rows:
-        yield DataTable("Which link each axis crosses", ("plan", "axis", "link"), rows)
+        yield DataTable("The link that each axis uses", ("plan", "axis", "link"), rows)
     sources = {"probed": "a probe of the machine", "catalog": "the catalog",
-               "guessed": "a guess: outpace probe measures them"}  # fmt: skip
+               "guessed": "a guess; outpace probe measures them"}  # fmt: skip
     yield pairs("The answer", [
         ("rates from", sources[answer.source]), ("plans considered", f"{answer.considered:,}"),
         ("took", show_seconds(answer.took_s)), ("nodes left idle", str(answer.idle_nodes)),
@@ -183,7 +185,7 @@ def _machine(answer: Plans) -> Iterable[Part]:
     for note in answer.notes:
         yield Paragraph(note)
     if answer.source != "probed":
-        yield command("The question, without what was kept or varied", (
+        yield command("The request, without fixed and varied settings", (
             "outpace", "plan", "--model", answer.model, "--machine", answer.machine,
             "--nodes", str(answer.nodes), "--seq-len", str(answer.seq_len),
             "--global-batch", str(answer.global_batch),

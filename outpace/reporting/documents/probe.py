@@ -71,8 +71,8 @@ def _verdict(machine: Machine, probed: ProbeRecord) -> Iterable[str]:
     unstable = sum(one.unstable is not None for one in everything)
     if unstable:
         yield (
-            f"Of {len(everything):,} figures {unstable:,} are unstable: the machine did not hold "
-            "still enough to conclude."
+            f"{unstable:,} of {len(everything):,} figures are unstable: the machine was not "
+            "steady enough to conclude."
         )
     elif everything:
         yield f"All {len(everything):,} figures are stable."
@@ -83,7 +83,7 @@ def _verdict(machine: Machine, probed: ProbeRecord) -> Iterable[str]:
 def _facts(probed: ProbeRecord) -> Iterable[tuple[str, str]]:
     found = {
         "memory copy": _largest(probed, "memory", "copy"),
-        "link of ranks (busbw)": _link(probed),
+        "link between ranks (busbw)": _link(probed),
         "probed": "quickly" if probed.quick else "in full",
         "took": show_seconds(probed.took_s),
         "ranks": str(probed.world_size),
@@ -105,11 +105,11 @@ def _link(probed: ProbeRecord) -> str | None:
 
 def _advice(probed: ProbeRecord) -> Iterable[Part]:
     if not probed.advice:
-        yield Paragraph("There is nothing to advise.")
+        yield Paragraph("There is no advice.")
         return
     rows = tuple((one.about, one.text, Number(one.gain, show_share(one.gain)))
                  for one in probed.advice)  # fmt: skip
-    yield DataTable("What would be faster", ("about", "what to change", "gain"), rows)
+    yield DataTable("Possible improvements", ("about", "what to change", "gain"), rows)
 
 
 def _kind(kind: str, figures: Sequence[Measured]) -> Iterable[Part]:
@@ -269,7 +269,7 @@ def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[P
         if series:
             sized, time = sizes([]), seconds([max(t or 0.0 for line in series for t in line.y)])
             yield lines(
-                f"Collectives on axis {axis_name}: measured, and what is predicted from the fit",
+                f"Collectives on axis {axis_name}: measured, and predicted by the fit",
                 f"{len(rows)} sizes, each measured and fitted.", series,
                 [AxisChoice("size", "size of the array", sized)], time, "time",
                 DataTable("Collectives, measured and fitted",

@@ -85,7 +85,7 @@ def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
     known = {name: run.measurement.parts for name, run in runs.items()
              if run.measurement is not None and run.measurement.parts.total_s}  # fmt: skip
     if not known:
-        yield Paragraph("The trials' own runs, which say it, are not here.")
+        yield Paragraph("The trials' runs, which have these times, are not here.")
         return
     yield step_breakdown.parts_figure("Time of a step by part", known)
     yield from runs_parts.ranks(runs)
@@ -94,7 +94,7 @@ def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
 def _verdict(tuning: Tuning) -> Iterable[str]:
     best = tuning.fastest
     if best is None:
-        yield f"None of {len(tuning.trials)} trials came to its end: {tuning.stopped}."
+        yield f"None of {len(tuning.trials)} trials finished: {tuning.stopped}."
         return
     default = None if tuning.default is None else tuning.trial(tuning.default)
     took = f"{show_seconds(tuning.step_time_s)} a step{one_trial_words(tuning)}"
@@ -111,7 +111,7 @@ def _verdict(tuning: Tuning) -> Iterable[str]:
     if tuning.step_time_s is not None:
         share = deviation(best.first_predicted_s, tuning.step_time_s).text
         first = show_seconds(best.first_predicted_s)
-        yield f"Before any trial it was predicted at {first} (measured: {share})."
+        yield f"Before any trial it was predicted to take {first} (measured: {share})."
 
 
 def _facts(tuning: Tuning) -> Iterable[tuple[str, str]]:
@@ -173,7 +173,7 @@ def _scatter(tuning: Tuning) -> Chart:
         for one in done
     )  # fmt: skip
     columns = ("trial", "before any", "when chosen", "measured", "measured is")
-    alt = "How far each trial was from its prediction: " + join_items(
+    alt = "Error of each trial's prediction:" + join_items(
         [f"{one.title} {deviation(one.predicted_s, one.step_time_s).text}" for one in done]
     )
     return lines(

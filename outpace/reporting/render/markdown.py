@@ -1,4 +1,4 @@
-"""Documents as Markdown and as CSV: the words and the tables, figures by their data."""
+"""Documents as Markdown and as CSV: text and tables, with the data of figures."""
 
 import csv
 import io
@@ -76,7 +76,7 @@ def _text(words: str) -> str:
 
 
 def table_csv(documents: Sequence[Document]) -> str:
-    """Every cell of every table on a line: where it stands, its number as it is, and as shown."""
+    """Return every cell of every table as a line: its position, its number, and its text."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)

@@ -1,4 +1,4 @@
-"""A page as a picture, taken by a browser that is there."""
+"""Screenshot of a page by an installed browser."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ _DRAWING_MS = 20_000
 
 
 def find_browser(asked: str | None) -> str:
-    """The program that draws. Raises BadInputError where there is none."""
+    """Return the browser. Raises BadInputError if there is none."""
     for name in (asked,) if asked is not None else BROWSERS:
         found = shutil.which(name)
         if found is not None:
@@ -29,16 +29,17 @@ def find_browser(asked: str | None) -> str:
     if asked is not None:
         raise BadInputError(f"--browser {asked}: there is no such program.")
     raise BadInputError(
-        f"--format png needs Chromium or Chrome, and none is on PATH ({', '.join(BROWSERS)}). "
-        "Install one (Debian: chromium), name it with --browser, or use --format html, which any "
-        "browser shows and prints."
+        f"--format png needs Chromium or Chrome, but none is on PATH ({', '.join(BROWSERS)}). "
+        "Install one (Debian: chromium), name it with --browser, or use --format html, which "
+        "any browser shows and prints."
     )
 
 
 def picture(html: str, browser: str, root: bool) -> bytes:
-    """A PNG of the whole page. `root`: this is the superuser, for whom Chromium has no sandbox.
+    """Return a PNG of the whole page. `root`: run without Chromium's sandbox, which root cannot
+    use.
 
-    Raises BadInputError where the browser fails, or the page is too long for one picture.
+    Raises BadInputError if the browser fails, or the page is too long for one picture.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -53,7 +54,9 @@ def picture(html: str, browser: str, root: bool) -> bytes:
         out = folder / "page.png"
         _run([*words, f"--window-size={_WIDTH_PX},{height}", f"--screenshot={out}"], page)
         if not out.is_file():
-            raise BadInputError(f"{browser} made no picture. Use --format html, and print that.")
+            raise BadInputError(
+                f"{browser} produced no picture. Use --format html, and print that."
+            )
         return out.read_bytes()
 
 
@@ -80,7 +83,8 @@ def _height(document: str) -> int:
         )
     if int(found[1]) > _HIGHEST_PX:
         raise BadInputError(
-            f"the page is {int(found[1]):,} px high, and a picture can have {_HIGHEST_PX:,}. "
-            "Report on fewer things at once, or use --format html and print it."
+            f"the page is {int(found[1]):,} px high, but a picture can have at most "
+            f"{_HIGHEST_PX:,}. Report on fewer things at once, or use --format html and print "
+            "it."
         )
     return int(found[1])

@@ -30,7 +30,7 @@ _NATS = plain("nats", 5)
 
 
 def losses(steps: StepLog, evaluations: Sequence[Evaluation]) -> Chart:
-    """The loss of every step, its mean, and what held-out data gave."""
+    """Draw the loss of every step, its mean, and the loss on held-out data."""
     along = axis_choices(steps)
     series = [_thin_series("each step", steps, steps["loss"], along, _FAINT)]
     if len(steps) > 4 * _MEANS:
@@ -51,7 +51,7 @@ _FAINT: Mapping[str, Any] = {"opacity": 0.75, "line": {"color": SKY, "width": 1.
 
 
 def axis_choices(steps: StepLog) -> list[AxisChoice]:
-    """Return the horizontal axes that a run's steps have; tokens where the data is text."""
+    """Return the horizontal axes of a run's steps, including tokens if the data is text."""
     found = [AxisChoice("step", "step", Unit("", 1.0, lambda value: f"{value or 0:,.0f}"))]
     if np.isfinite(steps["tokens"]).any():
         found.append(AxisChoice("tokens", "tokens", counts("tokens")))
@@ -113,7 +113,7 @@ def _evaluation_series(
 
 
 def loss_by_arm(runs: Mapping[str, StepLog]) -> Chart:
-    """Losses of several runs in one figure."""
+    """Draw the losses of several runs in one figure."""
     along = axis_choices(max(runs.values(), key=len))
     has_tokens = all(np.isfinite(steps["tokens"]).any() for steps in runs.values())
     along = [one for one in along if one.label != "tokens" or has_tokens]
@@ -138,7 +138,7 @@ def step_times(steps: StepLog) -> Chart:
     low, middle, high = (float(np.nanpercentile(values, share)) for share in (5, 50, 95))
     slowest = int(np.nanargmax(values))
     alt = (
-        f"Time of a step: {show_seconds(middle)} in the median, 90 % of steps between "
+        f"Time of a step: median {show_seconds(middle)}, 90 % of steps between "
         f"{show_seconds(low)} and {show_seconds(high)}; the slowest, step "
         f"{int(steps['step'][slowest]):,}, took {show_seconds(float(values[slowest]))}."
     )
@@ -153,7 +153,7 @@ def step_times(steps: StepLog) -> Chart:
 
 
 def norms(steps: StepLog) -> Chart:
-    """Gradient norms above learning rates."""
+    """Draw gradient norms above learning rates."""
     along, unit = axis_choices(steps), plain("")
     series = [
         _thin_series("gradient norm", steps, steps["grad_norm"], along,
@@ -163,7 +163,7 @@ def norms(steps: StepLog) -> Chart:
     ]  # fmt: skip
     known = steps["grad_norm"][np.isfinite(steps["grad_norm"])]
     most = f"{known.max():.4g}" if len(known) else "n/a"
-    alt = f"Norm of the gradients before clipping, {most} at its highest; the learning rate below."
+    alt = f"Norm of the gradients before clipping, at most {most}; the learning rate below."
     return lines(
         "Gradient norm and learning rate", alt, series, along, unit, "gradient norm",
         steps_table("Gradient norm", steps, "grad_norm", unit),
@@ -173,7 +173,7 @@ def norms(steps: StepLog) -> Chart:
 
 
 def steps_table(title: str, steps: StepLog, name: str, unit: Unit) -> DataTable:
-    """A few steps of the course, its extremes among them."""
+    """Return a table of a few steps, including the extremes."""
     places = thin(steps[name], _TABLE_ROWS)
     rows = tuple(
         (

@@ -1,4 +1,4 @@
-"""The environment of a result: machine, versions, commands; and how devices are joined."""
+"""The environment of a result: machine, versions, commands; and links between devices."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _DEFAULT = "default"
 
 
 def machine_table(machine: Machine) -> DataTable:
-    """The host and its devices."""
+    """Return a table of the host and its devices."""
     devices = [
         one.name if one.memory_bytes is None else f"{one.name}, {show_bytes(one.memory_bytes)}"
         for one in machine.devices
@@ -43,27 +43,27 @@ def machine_table(machine: Machine) -> DataTable:
 
 
 def topology(machine: Machine, probe: Machine | None = None) -> DocumentSection:
-    """Draw how devices are joined, where the record or a probe of the machine has it."""
+    """Draw the links between devices, if the record or a probe of the machine has them."""
     if machine.topology is None and probe is not None and not machine.differences(probe):
         machine = probe
     if machine.topology is None:
         why = "The record has no links between devices"
         if not machine.devices:
-            why += f": there is no device beside the processor ({machine.host_cores} cores)"
+            why += f": the processor ({machine.host_cores} cores) is the only device"
         elif len(machine.devices) > 1:
-            why += ": name the machine.json of outpace probe beside it"
+            why += ": give the machine.json of outpace probe as well"
         return DocumentSection("Topology", (Paragraph(f"{why}."),))
     placement = place(machine.topology)
     said = advice(placement, machine.topology)
-    notes = [Paragraph(f"Read with care: {note}.") for note in machine.topology.notes]
+    notes = [Paragraph(f"Caution: {note}.") for note in machine.topology.notes]
     picture = Picture(
-        "How devices are joined", " ".join(said), topology_svg(machine.topology, placement)
+        "Links between devices", " ".join(said), topology_svg(machine.topology, placement)
     )
     return DocumentSection("Topology", (picture, *notes))
 
 
 def run_environment(record: RunRecord) -> DocumentSection:
-    """Show all that determined a run, with the command that repeats it."""
+    """Show everything that determined a run, with the command that repeats it."""
     state = {True: ", with changes that were not committed", False: "", None: ""}
     commit = None if record.commit is None else record.commit + state[record.uncommitted_changes]
     about = pairs(
@@ -100,16 +100,18 @@ def run_environment(record: RunRecord) -> DocumentSection:
 
 
 def _load(processes: float | None) -> str | None:
-    return None if processes is None else f"{processes:.1f} processes in the mean of a minute"
+    return None if processes is None else f"{processes:.1f} processes on average over a minute"
 
 
 def command(title: str, words: Sequence[str]) -> Code:
     """Return a command that a user may paste."""
-    return Code(title, shlex.join(words) if words else "not recorded: it was called from Python")
+    return Code(
+        title, shlex.join(words) if words else ("not recorded, since it was called from Python")
+    )
 
 
 def versions(found: Mapping[str, str]) -> DataTable:
-    """Return a table of the versions of what outpace stands on."""
+    """Return a table of the versions of outpace's dependencies."""
     return pairs("Versions", sorted(found.items()))
 
 

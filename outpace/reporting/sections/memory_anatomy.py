@@ -1,4 +1,4 @@
-"""The contents of a rank's memory: over a step, and at the peak."""
+"""The contents of a rank's memory over a step, and at the peak."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ COLOURS: Mapping[str, str] = dict(zip(KINDS, palette.MEMORY, strict=False))
 
 
 def over_a_step(account: MemoryAccount, limit_bytes: int | None = None) -> Chart:
-    """Draw memory over a step, stacked by kind, below what the device has where that is near."""
+    """Draw memory over a step, stacked by kind, with the device's memory if that is near."""
     totals = np.array([float(moment.nbytes) for moment in account.timeline])
     places = thin(totals, _POINTS)
     moments = [account.timeline[place] for place in places]
@@ -96,7 +96,7 @@ def _course(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
          _cell(account.timeline[place].nbytes))
         for part, place in fullest.items()
     )  # fmt: skip
-    return DataTable("The fullest moment of each part", ("part", "module", *used, "all"), rows)
+    return DataTable("Peak of each part", ("part", "module", *used, "all"), rows)
 
 
 def _cell(size: int) -> Number:
@@ -104,7 +104,7 @@ def _cell(size: int) -> Number:
 
 
 def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None) -> Chart:
-    """A bar for each name, made of the kinds of memory; `limit` is what the device has, bytes."""
+    """Draw a bar per name, made of the kinds of memory; `limit` is the device's memory in bytes."""
     kinds = [kind for kind in dict.fromkeys([*_HERE, *(k for one in bars.values() for k in one)])
              if kind != "offloaded"]  # fmt: skip
     totals = [float(sum(size for kind, size in one.items() if kind != "offloaded"))
@@ -114,7 +114,7 @@ def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None)
         [f"{name}: {show_bytes(total)}" for name, total in zip(bars, totals, strict=True)]
     )
     return stacked_bars(
-        "Memory at the peak, of the fullest rank", alt, list(bars),
+        "Memory at the peak on the fullest rank", alt, list(bars),
         {kind: [float(one.get(kind, 0)) for one in bars.values()] for kind in kinds},
         sizes([*totals, float(limit or 0) if shown else 0.0]), "memory", COLOURS,
         (f"the device has {show_bytes(limit)} ", float(limit)) if limit and shown else None,
@@ -122,7 +122,7 @@ def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None)
 
 
 def peak_by_source(use: MemoryUse) -> dict[str, Mapping[str, int]]:
-    """Return memory at the peak by kind, for each source that it is known from."""
+    """Return memory at the peak by kind, for each available source."""
     found = {"traced": use.traced, "measured": use.measured}
     return {
         name: {str(kind): size for kind, size in account.peak.by_kind.items()}

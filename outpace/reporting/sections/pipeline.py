@@ -1,4 +1,4 @@
-"""A pipeline's schedule as it is planned and as it was: who works when, and who waits."""
+"""A pipeline's schedule as planned and as measured: who works when, and who waits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,13 +33,15 @@ _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 
 
 def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float = 0.0) -> Timeline:
-    """The plan's schedule with these times of a micro-batch on each stage. Raises BadInputError."""
+    """Simulate the plan's schedule with these times of a micro-batch on each stage. Raises
+    BadInputError.
+    """
     todo = orders(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
     return simulate_stages(todo, times, transfer_s)
 
 
 def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[StageTime]:
-    """Stages as an estimate has them in the mean: a forward is a third of what a rank computes."""
+    """Return the average stages of an estimate; the forward is a third of a rank's computation."""
     passes = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
     each = sum(estimate.parts_s[name] for name in _PASSES) / passes / 3
     return [StageTime(each, each, each)] * plan.stages
@@ -48,7 +50,7 @@ def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[Stag
 def measured_stages(
     plan: Plan, parts: Sequence[TimeParts], global_batch: int
 ) -> list[StageTime] | None:
-    """Stages as the ranks' own forwards and backwards took; None unless all ranks told."""
+    """Return stages with the ranks' measured times; None unless all ranks recorded them."""
     if len(parts) != plan.world_size:
         return None
     each = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
@@ -62,7 +64,7 @@ def measured_stages(
 
 
 def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
-    """One above the other, on one axis of time."""
+    """Draw timelines one above the other, on one time axis."""
     unit = seconds([one.makespan_s for one in shown.values()])
     names, traces, rows = [], [], []
     legend: set[str] = set()
@@ -146,7 +148,7 @@ def _describe_action(action: Action, took_s: float) -> str:
 def bubbles(
     plan: Plan, shown: Mapping[str, Timeline], parts: Sequence[TimeParts]
 ) -> DataTable:  # fmt: skip
-    """Idle shares beside each other: as planned, by the papers' formula, as measured."""
+    """Draw idle shares side by side: as planned, by the papers' formula, as measured."""
     rows: list[tuple[str, Number]] = [
         (f"{name}: all ranks, of a pass", _share(one.idle_share)) for name, one in shown.items()
     ]

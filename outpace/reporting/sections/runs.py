@@ -1,4 +1,4 @@
-"""Sections on several runs together: time by rank, losses, utilisation."""
+"""Sections about several runs together: time by rank, losses, utilisation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ _EACH_DRAWN = 4  # runs, of which each has a figure of its own
 
 
 def ranks(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Parts of a step by rank, of runs on several."""
+    """Draw the parts of a step by rank, for runs with several."""
     several = {
         name: run.measurement.parts_by_rank
         for name, run in runs.items()
@@ -23,26 +23,26 @@ def ranks(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
     for name, parts in list(several.items())[:_EACH_DRAWN]:
         yield _add_name(step_breakdown.by_rank(parts), name)
     if len(several) > _EACH_DRAWN:
-        yield Paragraph(f"By rank only the first {_EACH_DRAWN} of {len(several)} are drawn.")
+        yield Paragraph(f"Only the first {_EACH_DRAWN} of {len(several)} are drawn by rank.")
 
 
 def losses(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """All of them in one figure."""
+    """Draw the losses of all runs in one figure."""
     with_steps = {name: run.steps for name, run in runs.items() if len(run.steps)}
     if with_steps:
         yield curves.loss_by_arm(with_steps)
     else:
-        yield Paragraph("The steps of these runs are not here.")
+        yield Paragraph("The steps of these runs are not available.")
 
 
 def loads(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Yield figures of how busy devices were in each run."""
+    """Yield figures of the load of devices in each run."""
     figures = {name: utilisation(run.utilisation) for name, run in runs.items()}
     known = {name: found[0] for name, found in figures.items() if found}
     for name, figure in list(known.items())[:_EACH_DRAWN]:
         yield _add_name(figure, name)
     if not known:
-        yield Paragraph("How busy devices were is not recorded in these runs.")
+        yield Paragraph("The load of devices is not recorded in these runs.")
     elif len(known) > _EACH_DRAWN:
         yield Paragraph(f"Only the first {_EACH_DRAWN} of {len(known)} are drawn.")
 
@@ -51,14 +51,14 @@ def peak_memory(found: Mapping[str, int | None], shades: Sequence[str] = ()) -> 
     """Draw the peak memory of each run's fullest rank."""
     values = [None if size is None else float(size) for size in found.values()]
     if all(value is None for value in values):
-        return Paragraph("How much memory these took is not recorded.")
+        return Paragraph("The memory of these runs is not recorded.")
     alt = join_items([f"{name}: {show_bytes(size)}" for name, size in found.items()])
-    return bars("Peak memory, of the fullest rank", alt, list(found), values, sizes(values),
+    return bars("Peak memory on the fullest rank", alt, list(found), values, sizes(values),
                 "memory", (), shades)  # fmt: skip
 
 
 def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
-    """A table of what ranks took at most, of what has several."""
+    """Return a table of the peak memory of each rank, for runs with several."""
     several = {name: sizes for name, sizes in found.items() if len(sizes) > 1}
     rows = [
         (", ".join(filter(None, (name, f"rank {rank}"))), Number(size, show_bytes(size)))
@@ -70,14 +70,14 @@ def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
 
 
 def versions(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Yield a table for each set of versions that runs stood on."""
+    """Yield a table for each set of versions in use."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, run in runs.items():
         found.setdefault(tuple(sorted(run.record.versions.items())), []).append(name)
     for known, names in found.items():
         yield pairs("Versions" if len(found) == 1 else f"Versions: {', '.join(names)}", known)
     if not found:
-        yield Paragraph("Versions are in the records of the runs, which are not here.")
+        yield Paragraph("Versions are in the records of the runs, which are not available.")
 
 
 def _add_name(figure: Chart, name: str) -> Chart:

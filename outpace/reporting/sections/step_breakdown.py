@@ -1,4 +1,4 @@
-"""The time of a step by part, and by rank where that was recorded."""
+"""The time of a step by part, and by rank if that was recorded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ _MOST_RANKS = 24
 
 
 def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
-    """A bar for each name, made of a step's parts."""
+    """Draw a bar per name, made of a step's parts."""
     unit = seconds([one.total_s for one in parts.values()])
     alt = join_items([f"{name}: {in_words(one)}" for name, one in parts.items()])
     return stacked_bars(
@@ -26,7 +26,7 @@ def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
 
 
 def in_words(parts: TimeParts) -> str:
-    """ "backward 53.5 %, forward 45.1 %": of a step, what takes a hundredth of it or more."""
+    """Format the parts that take 1 % of a step or more: "backward 53.5 %, forward 45.1 %"."""
     whole = parts.total_s or 1.0
     found = {part: getattr(parts, f"{part}_s") / whole for part in PARTS}
     said = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)
@@ -34,7 +34,7 @@ def in_words(parts: TimeParts) -> str:
 
 
 def by_rank(parts: Sequence[TimeParts]) -> Chart:
-    """A bar for each rank; of many, those that compute longest."""
+    """Draw a bar per rank; if there are many, those that compute longest."""
     slow = sorted(range(len(parts)), key=lambda rank: -parts[rank].computing_s)[:_MOST_RANKS]
     title = "Time of a step by part and by rank"
     if len(parts) > _MOST_RANKS:
@@ -43,7 +43,7 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
 
 
 def spread(steps: StepLog) -> Chart:
-    """The median of each part, and where nine steps of ten lie."""
+    """Return the median of each part, and the interval of 90 % of the steps."""
     found = {
         part: np.nanpercentile(steps.steady(f"{part}_s"), (50, 5, 95)).tolist() for part in PARTS
     }

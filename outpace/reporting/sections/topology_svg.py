@@ -27,7 +27,7 @@ _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
 
 
 def topology_svg(topology: Topology, placement: Placement) -> str:
-    """An SVG document."""
+    """Return an SVG document."""
     gpus = topology.gpus
     angle = {gpu: -math.pi / 2 + 2 * math.pi * at / len(gpus) for at, gpu in enumerate(gpus)}
     parts = []
@@ -206,7 +206,9 @@ def _document(parts: list[str], height: float) -> str:
 
 
 def cpu_svg(cpu: CpuTopology) -> str:
-    """An SVG document: a box for each NUMA node with its cores, two CPUs in one with SMT."""
+    """Return an SVG document with a box per NUMA node and its cores; with SMT, two CPUs per
+    core.
+    """
     cores = cpu.siblings or tuple(str(one) for one in sorted(cpu_set(cpu.cpus)))
     boxes = [(f"NUMA node {node.number}", node.cpus, node.memory_bytes) for node in cpu.numa]
     parts, y = [_text(30, 40, f"{cpu.cpu_count} CPUs, {len(cores)} cores", 17, bold=True)], 60.0

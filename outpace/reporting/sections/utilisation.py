@@ -81,7 +81,7 @@ class _Row:
 
 
 def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
-    """Draw utilisation by device, or by core without any; and memory of devices or hosts."""
+    """Draw utilisation by device, or by core if there is none; and memory of devices or hosts."""
     devices = _join_rows(_devices(seen))
     rows = devices or _join_rows(_cores(seen))
     if not rows:
@@ -129,8 +129,8 @@ def _heat(
         title = f"Utilisation over time: the mean of each host's {what}s"
         drawn = _by_host(rows, drawn)
     alt += (
-        f" Each point is the mean of {show_seconds(end_s / columns)}, so a peak that is shorter is "
-        "levelled."
+        f"Each point is the mean of {show_seconds(end_s / columns)}, so shorter peaks are "
+        "smoothed out."
     )
     return heat(
         title, alt, list(drawn), _plain((edges_s[1:] + edges_s[:-1]) / 2),
@@ -158,7 +158,7 @@ def _memory(rows: Sequence[_Row], what: str) -> list[Chart]:
         return []
     tops = [float(np.nanmax(row.memory_bytes)) for row in known]
     unit, time = sizes(tops), seconds([max(float(row.ends_s[-1]) for row in known)])
-    title = f"Memory in use on each {what}, by everybody"
+    title = f"Memory in use on each {what}, by all processes"
     each = list(zip((row.name for row in known), tops, strict=True))
     said = join_items([f"{name} {show_bytes(top)}" for name, top in each], _MOST_CURVES)
     table = DataTable(title, (what, "highest"), tuple((name, unit.cell(top)) for name, top in each))
@@ -232,7 +232,7 @@ def _began(one: Utilisation) -> datetime:
 
 
 def averages_table(loads: Sequence[Load]) -> DataTable:
-    """Means over the training, as result.json has them."""
+    """Return averages over the training, as in result.json."""
     rows = []
     for load in loads:
         for device in load.devices:

@@ -13,9 +13,9 @@ from outpace.records.units import show_bytes
 
 
 def certificate_table(certificate: Certificate) -> Group:
-    """The verdict, then a row for each plan, and each reason once.
+    """Return the verdict, a row for each plan, and each reason once.
 
-    A row says how closely it is equal, and what the busiest rank sends a step.
+    A row shows how closely the plan agrees, and what the busiest rank sends per step.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     several = len({verdict.precision for verdict in certificate.verdicts}) > 1
@@ -125,6 +125,6 @@ def _trial(certificate: Certificate) -> str:
 
 
 def batch_in_words(certificate: Certificate) -> str:
-    """A global batch, in samples or in tokens."""
+    """Format a global batch, in samples or in tokens."""
     samples, length = certificate.global_batch, certificate.seq_len
     return f"{samples} samples" if length is None else f"{samples} × {length} tokens"

@@ -1,4 +1,4 @@
-"""A comparison in a terminal: the verdict first, then what each arm took."""
+"""A comparison in a terminal: the verdict first, then each arm's step time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from outpace.reporting.terminal.table import NarrowTable
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of arms: an attribute of theirs, or of their verdicts, and how it is shown."""
+    """A figure of arms: an attribute of them or of their verdicts, and its format."""
 
     name: str
     attribute: str
     show: Callable[[Any], str]
 
     def value(self, arm: ArmResult) -> Any:
-        """None where it is not known."""
+        """Return the arm's figure; None if unknown."""
         owner = arm if hasattr(arm, self.attribute) else arm.verdict
         return getattr(owner, self.attribute, None)
 
@@ -56,20 +56,19 @@ _LOAD = (
 
 # What a column's name does not say.
 _NOTES = {
-    "ratio": "ratio: to {first}, the median of the {rounds}' ratios, not that of the medians "
-    "beside it.",
-    "sent a step": "sent: by all ranks in a step, counted in the warm-up.",
+    "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
+    "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
     "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
-    "GPU busy": "GPU busy: mean over the GPUs of the run. Of GPUs idle is where no kernel ran, and "
-    "waiting for a collective is one.",
-    "cores busy": "cores busy: of all cores of the hosts, whoever used them.",
+    "GPU busy": "GPU busy: mean over the GPUs of the run. For GPUs, idle means that no kernel "
+    "ran; waiting for a collective is a kernel.",
+    "cores busy": "cores busy: share of all cores of the hosts, whoever used them.",
 }
 
 
 def headline(comparison: Comparison) -> str | None:
-    """Say which of three arms or more is fastest, and whether that is claimed; None of fewer.
+    """Say which of three or more arms is fastest, and whether that is claimed; None for fewer.
 
-    Only differences to the first are looked at round by round.
+    Only differences to the first are tested.
     """
     first, *others = comparison.arms
     known = [one for one in others if one.verdict is not None and one.verdict.slowdown is not None]
@@ -93,13 +92,13 @@ def _claims(claimed: Sequence[str], of: int) -> str:
 
 
 def opening(comparison: Comparison) -> list[str]:
-    """Return the first sentences: what finished runs differ in, then the verdict."""
+    """Return the first sentences: how finished runs differ, then the verdict."""
     head = headline(comparison)
     return [*comparison.differences, *([head] if head else []), *verdict_lines(comparison)]
 
 
 def verdict_lines(comparison: Comparison) -> list[str]:
-    """A sentence for each arm against the first."""
+    """Return a sentence for each arm compared with the first."""
     first = comparison.arms[0].arm
     words = ("slower", "faster")
     if comparison.experiment.metric is not None:
@@ -112,7 +111,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
         elif one.verdict is not None:
             lines.append(one.verdict.words(one.arm, first, words))
     left_out = _excluded_arms(comparison)
-    lines += [f"{name} was left out after some rounds: {why}" for name, why in left_out.items()]
+    lines += [f"{name} was dropped after some rounds: {why}" for name, why in left_out.items()]
     own = _failure(comparison, comparison.arms[0])
     return [f"{first} failed: {own}", *lines] if own is not None else lines
 
@@ -140,7 +139,7 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
 
 
 def comparison_text(comparison: Comparison) -> RenderableType:
-    """Lay a comparison out for a terminal."""
+    """Format a comparison for a terminal."""
     said = opening(comparison)
     parts: list[RenderableType] = [Text(), *(Text(line, style="bold") for line in said)]
     parts += [Text(), *_arms(comparison, _FIGURES)]
@@ -159,7 +158,7 @@ def comparison_text(comparison: Comparison) -> RenderableType:
 def stop_sentence(comparison: Comparison) -> str:
     """Say how much was run, and why no more."""
     if not comparison.experiment.in_turn:
-        return f"Nothing was run for it: {comparison.stopped}."
+        return f"Nothing was run: {comparison.stopped}."
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
     count = "1 round" if rounds == 1 else f"{rounds} rounds"
     return f"{count} in {show_seconds(comparison.took_s)}: {comparison.stopped}."
@@ -176,32 +175,33 @@ def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableTy
 
 
 def column_notes(comparison: Comparison, of: Sequence[Column]) -> str:
-    """Return notes on columns whose names do not say all."""
+    """Return notes on columns whose names are not self-explanatory."""
     first = comparison.arms[0].arm
     words = {"first": first, "rounds": rounds_of(comparison)}
     return " ".join(_NOTES[one.name].format(**words) for one in of if one.name in _NOTES)
 
 
 def shared_cores_note(comparison: Comparison) -> str | None:
-    """Return a sentence where other processes used the cores of arms; None where they did not."""
+    """Return a note if other processes used the arms' cores; otherwise None."""
     used = [one.other_cores for one in comparison.arms if one.other_cores is not None]
     if not used or not comparison.experiment.in_turn:
         return None  # of runs that were over `differences` says it
     least, most = f"{min(used):.1f}", f"{max(used):.1f}"
     cores = least if least == most else f"{least} to {most}"
     return (
-        f"Other processes kept {cores} cores busy meanwhile (medians of an arm's runs), so steps "
-        "took longer and vary more than they would alone. Compare again when they are done."
+        f"Other processes kept {cores} cores busy meanwhile (median of an arm's runs), so "
+        "steps took longer and vary more than they would alone. Compare again when they are "
+        "done."
     )
 
 
 def rounds_of(comparison: Comparison) -> str:
-    """Return the word for rounds: runs that were over have parts instead."""
+    """Return the word for rounds; finished runs have parts instead."""
     return "rounds" if comparison.experiment.in_turn else "parts"
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """Return the columns of which anything is known."""
+    """Return the columns with any known value."""
     return _known_columns(comparison, (*_FIGURES, *_LOAD))
 
 

@@ -11,7 +11,7 @@ from outpace.records.settings import TrainSettings
 
 
 def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
-    """One row a setting: its name, its value, and where the value came from."""
+    """Return a row per setting: its name, its value, and the value's origin."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")

@@ -1,4 +1,4 @@
-"""A console for what others have named: nothing of it reaches the terminal as a command."""
+"""A console for text from others: control characters do not reach the terminal."""
 
 from collections.abc import Iterable
 
@@ -12,12 +12,13 @@ _MOST_COLUMNS, _MOST_LINES = 1000, 1000
 
 
 class Console(console.Console):
-    """rich's, showing control characters of a text instead of sending them."""
+    """rich's console, which shows control characters of a text instead of sending them."""
 
     @property
     def size(self) -> console.ConsoleDimensions:
-        """Columns and lines: those of the terminal, or of COLUMNS and LINES, but no more than some
-        screen has."""
+        """Return columns and lines: those of the terminal, or of COLUMNS and LINES, within a
+        screen's size.
+        """
         width, height = super().size
         return console.ConsoleDimensions(min(width, _MOST_COLUMNS), min(height, _MOST_LINES))
 

@@ -1,4 +1,4 @@
-"""Options that were not given, and the values taken for them."""
+"""Options that the user did not give, and their default values."""
 
 from collections.abc import Mapping
 

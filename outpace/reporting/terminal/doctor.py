@@ -1,4 +1,4 @@
-"""The doctor's findings for the terminal: the most costly first, each with its remedy."""
+"""The doctor's findings in a terminal: most costly first, each with its remedy."""
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -15,7 +15,7 @@ _STYLES: dict[Severity, str] = {
 
 
 def examination_text(examination: Examination) -> Group:
-    """Findings, then what was looked at, then what could not be, and why."""
+    """Return findings, what was examined, and what could not be, and why."""
     lines: list[RenderableType] = []
     for number, finding in enumerate(examination.findings, 1):
         lines += _finding_lines(number, finding)

@@ -13,17 +13,17 @@ from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_size
 
 _EXPLAINED: dict[Kind, str] = {
-    "weights": "as kept from step to step",
-    "weight copies": "in the precision of the products",
+    "weights": "as kept between steps",
+    "weight copies": "in the precision of matrix products",
     "unsharded": "gathered from other ranks",
     "optimizer state": "",
     "gradients": "",
-    "activations": "kept by forwards for backwards",
+    "activations": "saved by forward passes for backward passes",
     "communication": "buffers of collectives",
     "inputs": "",
     "workspaces": "of matrix libraries",
-    "temporary": "made and freed within a pass",
-    "offloaded": "in host memory or on a disk, not in the sum",
+    "temporary": "allocated and freed within a pass",
+    "offloaded": "in host memory or on disk, not included in the sum",
 }
 _MODULES_SHOWN = 5
 
@@ -41,7 +41,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the JSON of `outpace memory`: the worst rank's peak and its anatomy first.
 
-    `next_command` finds what fits where this does not; it is null where it does, or may.
+    `next_command` finds what fits if this does not; it is null if it fits, or may.
     """
     capacity = None if accelerator is None else accelerator.usable_bytes
     fits = None if capacity is None else traced.device_bytes <= capacity
@@ -72,7 +72,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return how far the trace is above what was allocated, or else seen live, as a share."""
+    """Return the trace's excess over the allocated memory, or else the live memory, as a share."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1
@@ -90,13 +90,13 @@ def memory_table(
     about: str = "",
     next_command: str | None = None,
 ) -> Group:
-    """The anatomy at the peak, traced and measured beside each other, and what it means.
+    """Return the memory at the peak by kind, traced and measured side by side, with notes.
 
-    `about` is a sentence on what was trained; `next_command` finds what fits where this does not.
+    `about` is a sentence on what was trained; `next_command` finds what fits if this does not.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("memory at the peak")
-    table.add_column("traced", justify="right")
+    table.add_column(traced.source, justify="right")
     table.add_column("", justify="right", style="dim")
     if measured is not None:
         table.add_column("measured", justify="right")
@@ -113,12 +113,12 @@ def memory_table(
     table.add_section()
     table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,
                   "" if measured is None or measured.allocated_bytes is None
-                  else "measured: kernels' own included")  # fmt: skip
+                  else "measured: including the kernels' own memory")  # fmt: skip
     for name, field, what in (
-        ("process", "resident_bytes", "anonymous resident memory, grown by"),
-        ("allocator", "reserved_bytes", "reserved for tensors, what lies between them included"),
-        ("unseen", "unseen_bytes", "on the device, and not the allocator's"),
-        ("libraries", "library_bytes", "CUDA's context and buffers of collectives, by formula"),
+        ("process", "resident_bytes", "growth of anonymous resident memory"),
+        ("allocator", "reserved_bytes", "reserved for tensors, including gaps between them"),
+        ("unseen", "unseen_bytes", "on the device, outside of the allocator"),
+        ("libraries", "library_bytes", "CUDA's context and communication buffers, by formula"),
     ):
         taken = [getattr(one, field) for one in (traced, measured) if one is not None]
         if any(size is not None for size in taken):
@@ -130,7 +130,7 @@ def memory_table(
 
 
 def step_in_words(plan: Plan, global_batch: int, seq_len: int | None) -> str:
-    """Describe a step: batch, sequences, and the options that decide on memory most."""
+    """Describe a step: batch, sequences, and the options that affect memory most."""
     sequences = "" if seq_len is None else f"sequences of {seq_len:,} tokens; "
     recomputed = f", checkpointing {plan.checkpointing}" if plan.checkpointing != "none" else ""
     return (
@@ -150,6 +150,11 @@ def _notes(
     if traced.world_size > 1:
         who = f"Rank {traced.rank} of {traced.world_size} ({plan.mesh})"
     lines = [f"{who}: the peak is in the {traced.peak.location} of step {traced.peak.step}."]
+    if traced.source == "estimated":
+        lines = [
+            f"{who.partition(' (')[0]}, the fullest: by the planner's formula, as outpace does not "
+            "train this model and can trace none of it."
+        ]
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
@@ -158,19 +163,19 @@ def _notes(
         room = accelerator.usable_bytes - traced.device_bytes
         verdict = f"{show_bytes(abs(room))} {'is left' if room >= 0 else 'too much'}"
         lines.append(
-            f"Of the {show_bytes(accelerator.usable_bytes)} that a process gets of a "
-            f"{accelerator.name}'s {show_size(accelerator.memory_bytes)}, allocator and libraries "
-            f"take {show_bytes(traced.device_bytes)}: {verdict}; what libraries take is known "
-            "better when it is measured."
+            f"Of the {show_bytes(accelerator.usable_bytes)} available to a process on a "
+            f"{accelerator.name} with {show_size(accelerator.memory_bytes)}, allocator and "
+            f"libraries use {show_bytes(traced.device_bytes)}: {verdict}; only a measurement "
+            "shows exactly what libraries use."
         )
         if room < 0 and next_command is not None:
-            lines.append(f"What fits is found by {next_command}")
+            lines.append(f"To find what fits, run {next_command}")
         elif room < 0 and plan.lora_rank is not None:
             lines.append(
                 "Less memory with adapters: --base nf4, --checkpointing full, a smaller "
                 "--micro-batch or --seq-len."
             )
-    lines.append(f"A step is {show_count(traced.flops, 'FLOP')} of products on this rank.")
+    lines.append(f"A step has {show_count(traced.flops, 'FLOP')} of matrix products on this rank.")
     error = relative_error(traced, measured)
     if error is not None:
         lines.append(f"The trace is off by {100 * error:+.2f} %.")

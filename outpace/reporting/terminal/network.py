@@ -1,4 +1,4 @@
-"""The network question's answer as tables for the terminal."""
+"""The answer about the network as tables for the terminal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _MOST_COLUMNS = 4
 
 
 def network_text(answered: NetworkReport) -> Group:
-    """Show what is trained where, what plans need, what networks cost, and what follows."""
+    """Show what is trained where, what plans need, the cost of networks, and conclusions."""
     parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
     if len(answered.needs) == 1:
         parts.append(_traffic_table(answered.needs[0]))
@@ -74,26 +74,26 @@ def _key(figure: Figure) -> str:
 
 def _head(answered: NetworkReport) -> list[Text]:
     world = answered.nodes * answered.devices_per_node
-    rate = f"{show_count(answered.rate.value, 'FLOP/s')} a device, {answered.rate.origin}"
+    rate = f"{show_count(answered.rate.value, 'FLOP/s')} per device, {answered.rate.origin}"
     if answered.share is not None:
         rate = (
-            f"{show_count(answered.rate.value, 'FLOP/s')} a device, ASSUMED: "
+            f"{show_count(answered.rate.value, 'FLOP/s')} per device, ASSUMED: "
             f"{answered.share:g} of the catalog's peak ({answered.share_source})"
         )
     own = answered.present
     network = "not known"
     if own is not None:
-        network = f"{own.name}, {_both_units(own.bytes_per_s)} a node, {own.origin}"
+        network = f"{own.name}, {_both_units(own.bytes_per_s)} per node, {own.origin}"
     link = answered.inside
     inside = "one device"
     if link is not None:
-        inside = f"{link.name}, {_rate(link.bytes_per_s)} a device, {link.origin}"
+        inside = f"{link.name}, {_rate(link.bytes_per_s)} per device, {link.origin}"
     lines = [
         f"{answered.model}, {show_count(answered.parameters)} parameters, sequences of "
         f"{answered.seq_len:,} tokens, on {answered.nodes} × {answered.devices_per_node} = {world} "
         f"devices ({answered.machine}).",
-        f"Computing: {rate}; memory {show_count(answered.memory_rate.value, 'B/s')}, "
-        f"{answered.memory_rate.origin}; no faster than this roofline.",
+        f"Computation: {rate}; memory {show_count(answered.memory_rate.value, 'B/s')}, "
+        f"{answered.memory_rate.origin}; times are lower bounds by this roofline.",
         f"Within a node: {inside}. Between nodes: {network}.",
     ]
     return [Text(line) for line in lines]
@@ -106,7 +106,7 @@ def _table() -> Table:
 def _needs_table(answered: NetworkReport) -> Table:
     table = _table()
     table.add_column("plan", no_wrap=True)
-    for head in ( "computing", "sent by\na device", "leaves\na node", "least a\ndevice",
+    for head in ( "computing", "sent per device", "leaves\na node", "least a\ndevice",
                  "least\na node", "cheapest\nenough"):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
     for need in answered.needs:
@@ -121,11 +121,11 @@ def _needs_table(answered: NetworkReport) -> Table:
             _cheapest(answered, need),
         )
     table.caption = (
-        "least: that a device's link within a node, and a node's network, have to carry so that "
-        f"each costs at most {100 * answered.tolerance:g} % of a step."
+        "least: bandwidth that a device's link within a node, and a node's network, need so "
+        f"that each costs at most {100 * answered.tolerance:g} % of a step."
     )
     if any(need.fits is False for need in answered.needs):
-        table.caption += "\n† weights, gradients and optimizer state alone do not fit a device."
+        table.caption += "† weights, gradients and optimizer state alone do not fit on a device."
     table.caption_justify = "left"
     return table
 
@@ -156,7 +156,7 @@ def _cheapest(answered: NetworkReport, need: Need) -> str:
 def _traffic_table(need: Need) -> Table:
     table = _table()
     table.add_column("a step communicates")
-    for head in ("axis", "sent by a device", "leaves a node", "behind", "which takes"):
+    for head in ("axis", "sent per device", "leaves a node", "behind", "which takes"):
         table.add_column(head, justify="left" if head in ("axis", "behind") else "right")
     for one in need.traffic:
         hidden = show_seconds(one.hide_s) if one.hide_s else ""
@@ -173,7 +173,7 @@ def _costs_tables(answered: NetworkReport, ladder: _Ladder) -> list[Table]:
         _costs_table(answered, ladder, needs[at : at + width]) for at in range(0, len(needs), width)
     ]
     tables[-1].caption = (
-        f"How much longer a step takes than on a {ladder.what} that takes no time."
+        f"How much longer a step takes than with an infinitely fast {ladder.what}."
         + (f" ◂ this machine's {ladder.what}." if ladder.present else "")
     )
     tables[-1].caption_justify = "left"
@@ -214,7 +214,7 @@ def _findings(answered: NetworkReport) -> list[str]:
         lines = (_present_finding(answered, ladder, need) for need in answered.needs)
         found = [line for line in lines if line]
         found.append(
-            f"The catalog has no prices: the slowest {ladder.what} that is enough counts as the "
+            f"The catalog has no prices, so the slowest sufficient {ladder.what} counts as the "
             "cheapest."
         )
     batches: dict[str, list[str]] = {}
@@ -232,18 +232,18 @@ def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> st
         return ""
     if own.slowdown > answered.tolerance:
         return (
-            f"{need.title}: bound by this {ladder.what}, a step takes {100 * own.slowdown:.0f} % "
-            f"longer. {_short(own.network)} carries {ladder.rate(own.network.bytes_per_s)}, it "
-            f"needs {ladder.least(need)}."
+            f"{need.title}: limited by this {ladder.what}, a step takes "
+            f"{100 * own.slowdown:.0f} % longer. {_short(own.network)} carries "
+            f"{ladder.rate(own.network.bytes_per_s)}, but it needs {ladder.least(need)}."
         )
     if cheapest is not None and own.network.bytes_per_s >= _PLENTY * cheapest.bytes_per_s:
         return (
-            f"{need.title}: this {ladder.what} is more than is needed: "
+            f"{need.title}: this {ladder.what} is faster than needed: "
             f"{ladder.rate(cheapest.bytes_per_s)} ({_short(cheapest)}) would be enough."
         )
     return (
-        f"{need.title}: this {ladder.what} is enough, it costs {100 * own.slowdown:.1f} % of a "
-        "step."
+        f"{need.title}: this {ladder.what} is fast enough, it costs {100 * own.slowdown:.1f} % "
+        "of a step."
     )
 
 

@@ -1,4 +1,4 @@
-"""The planner's answer in a terminal: ranked plans, one in detail, and how they scale."""
+"""The planner's answer in a terminal: ranked plans, one in detail, and scaling."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _LEAST_TITLE = 16  # columns; of 80 the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Plans; why; where the first one's time and memory go; what was rejected."""
+    """Return plans, reasons, time and memory of the first, and the rejected."""
     obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
     if obstacle is not None:
@@ -340,10 +340,14 @@ def scaling(
     caption = (
         f"Global batch {global_batch:,} throughout. efficiency: {unit} of a device, against the "
         "first row that fits. network: the exposed share of a step."
-        + (f" The network takes over at {over:,} nodes: more than half of computing." if over
-           else " Nowhere does the network take over (half of computing).")
-        + (" More than 100 %: where more devices share the states, each has memory for a faster "
-           "plan (a larger micro-batch, less recomputed or offloaded)." if is_above_linear else "")
+        + ((
+            f"The network dominates from {over:,} nodes: its exposed time is more than half of "
+            "computation."
+        ) if over
+           else "The network never dominates (more than half of computation).")
+        + ("More than 100 %: with more devices sharing the states, each has memory for a faster "
+           "plan (a larger micro-batch, less recomputation or offloading)."
+           if is_above_linear else "")
     )  # fmt: skip
     if any(planned is not None and planned.untrained for *_, planned in rows):
         notes = (_UNTRAINED, *notes)
@@ -351,7 +355,7 @@ def scaling(
 
 
 _LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained
-_UNTRAINED = "†: outpace itself does not train it."
+_UNTRAINED = "†: outpace cannot train it."
 
 
 def _marked_title(planned: RankedPlan) -> str:
@@ -372,15 +376,15 @@ def _compute_share(one: Estimate) -> float:
 
 
 def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
-    """The fastest plan with something of the machine changed, beside the fastest without.
+    """Compare the fastest plan on a changed machine with the fastest on the present one.
 
-    In the place of plans, the reason why none fits.
+    If no plan fits, the reason is shown instead.
     """
     now, then = (one if isinstance(one, str) else _find_fastest(one) for one in (before, after))
     if isinstance(now, str):
-        verdict = f"the model does not fit now, and with {changes} it does"
+        verdict = f"the model does not fit now, but with {changes} it does"
     elif isinstance(then, str):
-        verdict = f"the model fits now, and with {changes} it does not"
+        verdict = f"the model fits now, but with {changes} it does not"
     else:
         verdict = _compare_rates(now.estimate, then.estimate)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))

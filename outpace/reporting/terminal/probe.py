@@ -52,7 +52,7 @@ class _Bars(_Lines):
 
 @contextmanager
 def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[ProgressDisplay]:
-    """A bar for each section on standard error; a line for each where nobody watches."""
+    """Return a progress bar per section on standard error, or lines if it is not a terminal."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     if not console.is_terminal:
         yield _Lines(console)
@@ -69,22 +69,22 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
     for part in parts_of(machine, machine.probed, kept=out is not None):
         console.print(part)
         console.print()
-    where = f"kept in {out}" if out else "not kept: give --out machine.json for the planner"
+    where = f"kept in {out}" if out else "not saved: give --out machine.json for the planner"
     console.print(Text(where, style="dim"))
 
 
 def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
-    """Yield all that is shown, from the machine to what was left out."""
+    """Yield everything to show, from the machine to what was left out."""
     yield _head(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:
         yield links_table(probed.fits)
     reasons = Counter(_reason(f.unstable) for f in probed.all_figures() if f.unstable is not None)
     if reasons:
-        where = "in the record" if kept else "in the record that --out machine.json keeps"
+        where = "in the record" if kept else "in the record that --out machine.json writes"
         (why, count), *_ = reasons.most_common(1)
-        yield Text("unstable: the machine did not hold still enough to conclude. "
-                   f"Of {count} figures: {why}. Of each why, and every sample, is {where}",
+        yield Text(f"unstable: the machine was not steady enough to conclude. Of {count} "
+                   f"figures: {why}. The reasons and all samples are {where}",
                    style="yellow")  # fmt: skip
     if probed.advice:
         yield _advice(probed)
@@ -108,8 +108,8 @@ def _head(machine: Machine, probed: ProbeRecord) -> RenderableType:
              f"{show_bytes(machine.host_memory_bytes)}; {devices}", style="bold"),
         Text(f"{kind} of {', '.join(probed.sections)} in {show_seconds(probed.took_s)}",
              style="dim"),
-        Text("all is measured but what says catalog; ± is where a repeat's figure lies with "
-             f"{100 * level:.0f} % probability", style="dim"),
+        Text("everything is measured unless marked catalog; ± is where a repeat's figure lies "
+             f"with {100 * level:.0f} % probability", style="dim"),
     ]  # fmt: skip
     return Group(*lines, *_steady(probed.steadiness))
 

@@ -1,4 +1,4 @@
-"""A probe's figures as tables: sizes down, choices across."""
+"""A probe's figures as tables, with sizes as rows and choices as columns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -74,10 +74,10 @@ def _rate_or_time(figure: Figure) -> str:
     return "time" if figure.unit == "s" else "rate"
 
 
-_STREAMS = _Layout("Memory, by size of an array", _array_size, _figure_words())
+_STREAMS = _Layout("Memory, by array size", _array_size, _figure_words())
 _LAYOUTS = {
     "matmul": _Layout("Matrix products (m × n × k)", _product, _key_words("dtype")),
-    "vocabulary": _Layout("The head's products by vocabulary, forward and backward",
+    "vocabulary": _Layout("The head's matrix products by vocabulary, forward and backward",
                           _key_words("vocab", "hidden", "tokens"), _key_words("dtype")),
     "attention": _Layout("Attention by number of heads", _key_words("heads", "head_dim", "seq_len"),
                          _figure_words("dtype")),
@@ -98,7 +98,7 @@ _LAYOUTS = {
 
 
 def figure_tables(probed: ProbeRecord) -> Iterator[RenderableType]:
-    """One for each kind of figures; collectives have one in common."""
+    """Return a table for each kind of figure; collectives share one."""
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind in COLLECTIVES:
             continue
@@ -200,7 +200,7 @@ def _spread_text(figure: Figure, beyond: float = 0.0) -> str:
 
 
 def links_table(fits: Sequence[LinkFit]) -> RenderableType:
-    """Return a table of what was fitted to collectives."""
+    """Return a table of the models fitted to collectives."""
     table = _empty()
     table.add_column("", no_wrap=True)
     for name in ("ranks", "axis", "by", "latency", "bandwidth", "points off by"):

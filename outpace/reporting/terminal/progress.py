@@ -1,6 +1,6 @@
 """The progress of a run: live in a terminal, lines of text anywhere else.
 
-All of it goes to standard error; standard output is for results.
+Everything goes to standard error; standard output is for results.
 """
 
 import time
@@ -40,7 +40,9 @@ _WIDE = 110
 
 
 class TrainingProgress(Callback):
-    """Shows stages, tokenising, the training line, evaluations and hints on standard error."""
+    """Progress on standard error: stages, tokenization, the training line, evaluations and
+    hints.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
@@ -56,7 +58,7 @@ class TrainingProgress(Callback):
         self._hints: set[str] = set()
 
     def on_stage(self, message: str) -> None:
-        """A phase begins; the one before is ticked off with the time it took."""
+        """Start a phase, and mark the one before as done with its time."""
         self._end_stage()
         self._stage = (message, time.monotonic())
         if message == TRAINING:
@@ -68,7 +70,7 @@ class TrainingProgress(Callback):
             self._task = self._bars.add_task(message, total=None)
 
     def on_progress(self, what: str, done: int, total: int | None) -> None:
-        """Part of a phase is done."""
+        """Show that part of a phase is done."""
         share = f" {100 * done / total:.0f} %" if total else ""
         counts = show_count(done) + (f" of {show_count(total)}" if total else "")
         if self._bars is not None and self._task is not None:
@@ -81,7 +83,7 @@ class TrainingProgress(Callback):
             self._line(f"{what}: {counts}{share and ',' + share}")
 
     def on_start(self, info: RunInfo) -> None:
-        """The run is set up: say what will be trained."""
+        """Show what will be trained, when the run is set up."""
         self._end_stage()
         self._total_steps, self._info = info.total_steps, info
         for hint in info.hints:
@@ -104,7 +106,7 @@ class TrainingProgress(Callback):
         )
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Show a finished step."""
         # The first step warms up (allocation, compilation): it says little about the next.
         if self._begun:
             self._latest.append(record)
@@ -135,7 +137,7 @@ class TrainingProgress(Callback):
         self._load = load
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """The held-out loss was measured."""
+        """Show the held-out loss."""
         line = Text(f"  validation after step {evaluation.step:,}: loss ")
         line.append(f"{evaluation.loss:.4f}", style="bold green" if final else "bold")
         for name, value in shown_metrics(evaluation):
@@ -143,7 +145,7 @@ class TrainingProgress(Callback):
         self.console.print(line, soft_wrap=True)
 
     def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint is whole on disk."""
+        """Show that a checkpoint is complete on disk."""
         self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
@@ -155,18 +157,18 @@ class TrainingProgress(Callback):
             self.console.print(memory_table(plan, use.measured, None, None))
 
     def on_hint(self, sentence: str) -> None:
-        """Show what a user may want to change, each once."""
+        """Show a hint for the user, each once."""
         if sentence not in self._hints:
             self._hints.add(sentence)
             line = Text().append("  hint: ", style="yellow").append(sentence)
             self.console.print(line, soft_wrap=True)
 
     def on_end(self, measurement: Measurement) -> None:
-        """The run reached its last step."""
+        """Show that the run reached its last step."""
         self.close()
 
     def close(self) -> None:
-        """Take the live line away; what was printed stays."""
+        """Remove the live line; printed lines stay."""
         self._close_bars()
         self._stage = None
 
@@ -266,7 +268,7 @@ def _steps(done: int, total: int) -> str:
 
 
 def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord:
-    """The record with the rates of the latest steps together, which one slow step moves little."""
+    """Return the record with rates averaged over the latest steps, to smooth out a slow one."""
     seconds = sum(one.step_time_s for one in latest)
     rates: dict[str, float] = {}
     for name in ("tokens_per_s", "samples_per_s", "mfu", "hfu"):

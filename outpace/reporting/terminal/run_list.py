@@ -23,14 +23,14 @@ from outpace.reporting.terminal.table import NarrowTable
 
 _STYLES = {"done": "green", "going on": "cyan", "unfinished": "yellow", "damaged": "red"}
 _NOTES = {
-    "run.json": "everything that determined it",
-    "metrics.jsonl": "a line a step",
-    "evals.jsonl": "a line an evaluation",
+    "run.json": "everything that determined the run",
+    "metrics.jsonl": "one line per step",
+    "evals.jsonl": "one line per evaluation",
     "result.json": "the outcome",
     "failure.json": "why it ended early",
     "checkpoints": "to resume from",
     "model": "for generate, eval and --model",
-    "utilisation": "how busy hosts and devices were",
+    "utilisation": "the load of hosts and devices",
     "memory.json": "where memory went",
     "certificate.json": "of outpace verify",
     "tensorboard": "tensorboard --logdir reads it",
@@ -46,7 +46,9 @@ _LONGEST_VALUE = 28
 
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
-    """A row a run, in two lines: what it is below its path, how far it came below the time."""
+    """Return a row per run, in two lines: its description below its path, its progress below the
+    time.
+    """
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
@@ -60,7 +62,9 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
     figures: dict[str, Sequence[str | Text]] = {
         "when (UTC)": states, "steps": steps, **_figures(rows)
     }  # fmt: skip
-    return NarrowTable("run", names, figures, "Not shown for want of width (--json has all)")
+    return NarrowTable(
+        "run", names, figures, "Hidden because the terminal is too narrow (--json shows all)"
+    )
 
 
 def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
@@ -116,12 +120,12 @@ def _format_value(value: Any) -> str:
 
 
 def utc_minute(started: str | None) -> str:
-    """A time in UTC to the minute."""
+    """Format a time in UTC to the minute."""
     return "–" if started is None else started[:16].replace("T", " ")
 
 
 def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
-    """All of a run: what it was told, what it is, what came of it, where that lies."""
+    """Return everything about a run: its settings, its progress, its result, its files."""
     row, record = past.row, past.record
     head = Text(row.path, style="bold").append(f"  {row.state}", style=_STYLES[row.state])
     parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
@@ -206,7 +210,7 @@ def _settings(record: RunRecord) -> RenderableType:
             Text(record.origins[name], style="dim"),
         )
     if not table.row_count:
-        table.add_row(Text("all as by default", style="dim"), "", "")
+        table.add_row(Text("all have their defaults", style="dim"), "", "")
     return table
 
 

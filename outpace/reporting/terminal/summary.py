@@ -20,15 +20,15 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def runtime_name(measurement: Measurement) -> str:
-    """Name what `train_runtime` is the time of: of a resumed run, its last part."""
+    """Name what `train_runtime` measures; in a resumed run, its last part."""
     started = measurement.start_step
     return f"time since step {started:,}" if started else "time in all"
 
 
 def summary(measurement: Measurement) -> RenderableType:
-    """Losses, speed, where the time went, a sample and the run's path, for 80 columns or more.
+    """Return losses, speed, parts of the time, a sample and the run's path, for 80 columns or more.
 
-    Text that a model wrote, and paths, are shown as they are: never read as markup.
+    Generated text and paths are shown literally, never read as markup.
     """
     above = Table.grid(padding=(0, 4))
     above.add_row(_losses(measurement), _speed(measurement))
@@ -52,7 +52,7 @@ def summary(measurement: Measurement) -> RenderableType:
 
 
 def evaluation_table(evaluation: Evaluation) -> RenderableType:
-    """Loss, perplexity and speed on held-out data."""
+    """Return loss, perplexity and speed on held-out data."""
     table = _pairs("Evaluation")
     what = target_of(evaluation)
     table.add_row("loss", f"{evaluation.loss:.4f} nats per {what}")
@@ -70,12 +70,12 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
 
 
 def target_of(evaluation: Evaluation | None) -> str:
-    """Return what one loss is of: a sample where there are metrics of samples, else a token."""
+    """Return the unit of a loss: a sample if there are metrics of samples, otherwise a token."""
     return "sample" if evaluation is not None and evaluation.metrics else "token"
 
 
 def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """Name and value of what is told of an evaluation besides its loss."""
+    """Return name and value of an evaluation's metrics besides its loss."""
     if not evaluation.metrics:
         return [("perplexity", _perplexity(evaluation.perplexity))]
     names = {"f1": "F1"}
@@ -168,7 +168,7 @@ def _advice(measurement: Measurement) -> list[str]:
 
 
 def show_whole(count: float | None, unit: str = "") -> str:
-    """A count or rate in full where it is short enough: 22222.2 -> '22,222'. None -> 'n/a'."""
+    """Return a count or rate in full if it is short enough: 22222.2 -> '22,222'. None -> 'n/a'."""
     if count is None or abs(count) >= 1e9:
         return show_count(count, unit)
     return f"{count:,.0f} {unit}".rstrip()

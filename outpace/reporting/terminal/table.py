@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: figures stay whole, whatever has to give way."""
+"""Tables for terminals of any width: figures are never shortened."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,9 +14,9 @@ _NAME_WIDTH = 24  # that names have at least, where they are as long
 
 
 class NarrowTable:
-    """A row for each name. Columns that do not fit follow in tables below, or are left out.
+    """A table with a row per name. Columns that do not fit follow in tables below, or are left out.
 
-    `figures`: cells by column, the most important columns first. `left_out`: what is said of those
+    `figures`: cells by column, the most important columns first. `left_out`: the note about columns
     that are left out; without it, they follow below.
     """
 

@@ -29,7 +29,7 @@ _PAIRS_SHOWN = 6
 def topology_text(topology: Topology, placement: Placement) -> Group:
     """Missing NVLinks, the matrix of GPUs and network cards with its legend, and advice.
 
-    Cards have rows alone: the matrix is the same on both sides, and their columns would not fit.
+    Cards only have rows, since the matrix is symmetric and their columns would not fit.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     gpus = topology.gpus
@@ -62,7 +62,7 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
     lines = [Text(f"{term:<4} {LEGEND[term]}", style="dim") for term in shown]
     faults = [Text(line, style="yellow") for line in link_faults(placement, topology)]
     parts = [Text(line) for line in advice(placement, topology)[len(faults) :]]
-    notes = [Text(f"Read with care: {note}.", style="yellow") for note in topology.notes]
+    notes = [Text(f"Caution: {note}.", style="yellow") for note in topology.notes]
     return Group(*faults, table, *lines, Text(""), *parts, *notes)
 
 
@@ -78,7 +78,9 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Sentences: which groups should hold tensor parallelism, and where a slow link costs."""
+    """Return sentences: which groups should hold tensor parallelism, and where a slow link
+    costs.
+    """
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
@@ -88,8 +90,8 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
         lines.append(f"TP {one.size} would cross {one.worst_link} in every layer.")
     if count > 2 and placement.bottleneck and not nvlinks(placement.bottleneck):
         lines.append(
-            f"Anything over all {count} GPUs (DDP, FSDP) crosses {placement.bottleneck} at its "
-            "slowest place."
+            f"Communication over all {count} GPUs (DDP, FSDP) crosses {placement.bottleneck} "
+            "at its slowest place."
         )
     for slow in placement.slow if count > 2 else ():
         pairs = ", ".join(f"{a}–{b}" for a, b in slow.pairs[:_PAIRS_SHOWN])
@@ -126,7 +128,8 @@ def _slower(slow: SlowPairs, topology: Topology) -> str:
 
 
 def gpu_line(gpu: GpuState) -> str:
-    """Describe a GPU now: links, clocks, power, what slows it; what is not told is left out.
+    """Describe a GPU's current links, clocks, power, and what slows it; unknown values are left
+    out.
 
     An idle GPU has low clocks and a slow PCIe link, to save power.
     """
@@ -146,7 +149,7 @@ def gpu_line(gpu: GpuState) -> str:
             f"slowed by {', '.join(gpu.throttled_by)}" if gpu.throttled_by else "not slowed"
         )
     said = ", ".join(part for part in parts if part.strip())
-    return f"GPU{gpu.index} {gpu.name or 'of unknown name'}: {said or 'the driver does not say'}."
+    return f"GPU{gpu.index} {gpu.name or '(name unknown)'}: {said or 'no state from the driver'}."
 
 
 def _of_most(form: str, now: int | None, most: int | None, limit: str = "") -> str:
@@ -173,8 +176,8 @@ def link_faults(placement: Placement, topology: Topology) -> list[str]:
     """Say what is wrong with the NVLinks, or that they are not in the matrix."""
     if topology.pcie_only:
         return [
-            "This matrix is of `nvidia-smi topo -mp`, which leaves NVLinks out: whether these GPUs "
-            "are joined by NVLink is not known. Save `nvidia-smi topo -m`."
+            "This matrix is from `nvidia-smi topo -mp`, which leaves NVLinks out, so it is "
+            "unknown whether NVLinks connect these GPUs. Save `nvidia-smi topo -m`."
         ]
     missing, count = placement.missing, len(topology.gpus)
     if missing is None:
@@ -199,7 +202,7 @@ def link_faults(placement: Placement, topology: Topology) -> list[str]:
         )
     slowest = "PCIe" if not nvlinks(missing.links[-1]) else f"the rate of {missing.links[-1]}"
     lines.append(
-        f"An all-reduce over all {count} falls to {slowest}. A link or GPU has failed, as a rule: "
+        f"An all-reduce over all {count} drops to {slowest}. Usually a link or GPU has failed: "
         "see `nvidia-smi nvlink --status`, `outpace doctor` and the kernel's log (Xid)."
     )
     return lines
@@ -208,20 +211,21 @@ def link_faults(placement: Placement, topology: Topology) -> list[str]:
 def _tensor_parallel(placement: Placement, topology: Topology) -> str:
     best, count = placement.tensor_parallel, len(topology.gpus)
     if best is None and topology.pcie_only:
-        return "Without NVLink, no two of these GPUs are joined by a PCIe switch."
+        return "Without NVLink, no two of these GPUs are connected by a PCIe switch."
     if best is None:
         pair = placement.groupings[0]
         return (
-            "No group is joined by NVLink or a PCIe switch: tensor parallelism would send through "
-            "the CPU in every layer. Prefer pipeline or data parallelism; if it must be, the best "
-            f"pairs are {_groups(pair)} ({pair.worst_link}, {meaning(pair.worst_link)}). (If the "
-            "matrix is of topo -mp, NVLinks are left out of it: save topo -m.)"
+            "No group is connected by NVLink or a PCIe switch, so tensor parallelism would "
+            "send through the CPU in every layer. Prefer pipeline or data parallelism; if you "
+            f"need it, the best pairs are {_groups(pair)} ({pair.worst_link}, "
+            f"{meaning(pair.worst_link)}). (If the matrix is from topo -mp, it leaves NVLinks "
+            "out: save topo -m.)"
         )
     rate = ""
     if best.link_bytes_per_s is not None:
         rate = f", {show_count(best.link_bytes_per_s, 'B/s')} each way"
     if best.size == count:
-        return f"Tensor parallelism: up to all {count} GPUs, joined by {best.worst_link}{rate}."
+        return f"Tensor parallelism: up to all {count} GPUs, connected by {best.worst_link}{rate}."
     left = f" {', '.join(best.left_out)} in none;" if best.left_out else ""
     return (
         f"Tensor parallelism: up to {best.size} GPUs, within {_groups(best)} (at worst "
@@ -234,7 +238,7 @@ def _groups(grouping: Grouping) -> str:
 
 
 def cpu_text(cpu: CpuTopology) -> Group:
-    """Packages, cores, NUMA nodes and caches."""
+    """Return packages, cores, NUMA nodes and caches."""
     threads = cpu.cpu_count
     parts = [f"{threads} CPUs ({cpu.cpus})"]
     if cpu.cores:

@@ -1,4 +1,4 @@
-"""A tuning in a terminal: the plan that won, what it gains, and what was tried."""
+"""A tuning in a terminal: the plan that won, its gain, and the trials."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -10,38 +10,40 @@ from outpace.reporting.terminal.table import NarrowTable
 
 _COLUMNS = ("measured", "{rate}", "predicted", "error", "memory", "compared", "at first")
 COMPARED = (
-    "compared: the time that the fastest quarter of its steps stay below; plans that took turns "
-    "are compared turn by turn."
+    "compared: the first quartile of its step times; plans measured in turn are compared turn "
+    "by turn."
 )
 _ALIKE, _LESS = 1.02, 1.03  # times as long, at most; times as much memory, at least
 RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 
 
 def verdict_line(tuning: Tuning) -> str:
-    """Return a sentence on what was found."""
+    """Return a sentence about the result."""
     best = tuning.fastest
     if best is None or tuning.step_time_s is None:
-        return "Every trial failed; nothing was found."
+        return "Every trial failed, so there is no result."
     found = f"{best.title}: {show_seconds(tuning.step_time_s)} a step{one_trial_words(tuning)}"
     if tuning.gain is None:
         return f"{found}. The default could not be measured."
     if best.number == tuning.default:
-        return f"{found}. That is what outpace train does by itself: nothing tried is faster."
-    return f"{found}, {show_share(tuning.gain)} less than what outpace train does by itself."
+        return f"{found}. That is the default of outpace train: no other trial was faster."
+    return f"{found}, {show_share(tuning.gain)} less than the default of outpace train."
 
 
 def one_trial_words(tuning: Tuning) -> str:
-    """Warn where the fastest plan ran once: the least of several measured times is too low."""
+    """Return a warning if the fastest plan ran once, since the minimum of several measurements is
+    too low.
+    """
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
     several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1
     if not several or len(same) > 1:
         return ""
-    return " (it ran in one trial only, and may have looked faster than it is by chance)"
+    return " (it ran in one trial only, and may have looked faster by chance)"
 
 
 def tuning_text(tuning: Tuning) -> RenderableType:
-    """Lay a tuning out for a terminal."""
+    """Format a tuning for a terminal."""
     names = [
         Text(trial_name(tuning, one), style="bold" if one.number == tuning.best else "")
         for one in tuning.trials
@@ -56,9 +58,9 @@ def tuning_text(tuning: Tuning) -> RenderableType:
         f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
     ]
     notes.append(
-        "measured: median step time. error: measured against predicted. memory: tensors of the "
-        f"fullest process. {COMPARED} at first: predicted before any trial. "
-        "Speed was tuned, and nothing that changes what is learnt (learning rate, batch)."
+        "measured: median step time. error: measured relative to predicted. memory: tensors "
+        f"of the fullest process. {COMPARED} at first: predicted before any trial. Only speed "
+        "was tuned, not what affects learning (learning rate, batch)."
     )
     notes += leaner_notes(tuning) + shared_cores_notes(tuning)
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
@@ -67,7 +69,7 @@ def tuning_text(tuning: Tuning) -> RenderableType:
 
 
 def leaner_notes(tuning: Tuning) -> list[str]:
-    """Return a sentence on a trial about as fast as the fastest that took less memory, or none."""
+    """Return a note on a trial about as fast as the fastest that used less memory, or none."""
     best = tuning.fastest
     if best is None or best.compared_s is None or best.peak_memory_bytes is None:
         return []
@@ -82,13 +84,14 @@ def leaner_notes(tuning: Tuning) -> list[str]:
     nbytes, took_s, leanest = min(near, key=lambda one: one[:2])
     slower = show_share(max(0.0, took_s / best.compared_s - 1))
     return [
-        f"trial {leanest.number} ({leanest.title}) took {slower} longer and {show_bytes(nbytes)} "
-        f"rather than {show_bytes(best.peak_memory_bytes)}: choose it where memory is short."
+        f"trial {leanest.number} ({leanest.title}) took {slower} longer and used "
+        f"{show_bytes(nbytes)} rather than {show_bytes(best.peak_memory_bytes)}: choose it if "
+        "memory is short."
     ]
 
 
 def shared_cores_notes(tuning: Tuning) -> list[str]:
-    """Return a sentence on trials that shared their cores with other processes, or none."""
+    """Return a note on trials that shared their cores with other processes, or none."""
     shared = [one for one in tuning.trials if one.other_cores is not None]
     if not shared:
         return []
@@ -104,21 +107,21 @@ def shared_cores_notes(tuning: Tuning) -> list[str]:
 
 
 def disturbance_words(trial: PlanTrial) -> str:
-    """Return words behind a trial that shared its cores with other processes, or none."""
+    """Return a suffix for a trial that shared its cores with other processes, or none."""
     if trial.other_cores is None:
         return ""
     return f", while other processes kept {trial.other_cores:.1f} cores busy"
 
 
 def trial_name(tuning: Tuning, trial: PlanTrial) -> str:
-    """Return a trial's number and plan, and the trial that had the same plan before."""
+    """Return a trial's number and plan, and the earlier trial with the same plan."""
     before = tuning.same_before(trial)
     again = "" if before is None else f" (again, as trial {before})"
     return f"{trial.number}. {trial.title}{again}"
 
 
 def rate_cell(per_s: float | None) -> str:
-    """Tokens or samples in a second."""
+    """Format tokens or samples per second."""
     if per_s is None:
         return "–"
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

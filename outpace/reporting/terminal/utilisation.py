@@ -24,9 +24,9 @@ _GIB = 2**30
 
 
 def sparkline(values: Sequence[float | None], cells: int) -> str:
-    """Shares of one as one character each; more values than `cells` are averaged, evenly.
+    """Return shares as one character each; more values than `cells` are averaged evenly.
 
-    A space where nothing is known.
+    Unknown values are spaces.
     """
     count = min(cells, len(values))
     shown = []
@@ -41,9 +41,9 @@ def sparkline(values: Sequence[float | None], cells: int) -> str:
 def averages_table(
     loads: Sequence[Load], history: Sequence[Utilisation] = (), width: int = 80
 ) -> RenderableType:
-    """A line for each device and host; with a `history`, its course in what is left of `width`.
+    """Return a line per device and host; with a `history`, its course in the remaining `width`.
 
-    Devices on which the run had nothing are counted, not listed.
+    Devices that the run did not use are counted, not listed.
     """
     table, course_cells = _table("How busy"), _course_cells(width - 78)
     if history:
@@ -72,7 +72,7 @@ def averages_table(
 
 
 def closing_text(seen: Utilisation, width: int) -> RenderableType:
-    """Show what `outpace watch` leaves behind: averages, and what watching itself took."""
+    """Return the final output of `outpace watch`: averages, and the cost of watching itself."""
     load = seen.average()
     if load is None:
         return Text("nothing was seen")
@@ -87,7 +87,7 @@ def closing_text(seen: Utilisation, width: int) -> RenderableType:
 
 
 class View:
-    """Shows loads as they come. `every_s` is the time between them."""
+    """View of incoming loads. `every_s` is the time between them."""
 
     def __init__(self, console: Console, every_s: float) -> None:
         self.console = console
@@ -98,7 +98,7 @@ class View:
         self._live: Live | None = None
 
     def show(self, load: Load, doing: str = "", said: str = "") -> None:
-        """The newest load; `doing` is a line on the run, `said` what it has begun to write."""
+        """Show the newest load; `doing` is a line about the run, `said` its unfinished output."""
         self._recent.append(load)
         if not self.console.is_terminal:
             now_s = time.monotonic()
@@ -114,7 +114,7 @@ class View:
         self._live.update(self._picture(load, doing, said), refresh=True)
 
     def close(self) -> None:
-        """Take the live view away."""
+        """Remove the live view."""
         if self._live is not None:
             self._live.stop()
         self._live = None

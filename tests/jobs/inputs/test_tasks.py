@@ -336,7 +336,7 @@ def test_what_adapters_are_trained_beside_costs_no_gradients(home, chatted):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"task": "chat", "data": ["talk.jsonl"]}, "predicts masked tokens and cannot write"),
+        ({"task": "chat", "data": ["talk.jsonl"]}, "predicts masked tokens and cannot generate"),
         ({"task": "chat", "family": "llama"}, "needs conversations. Give them with --data"),
         ({"task": "classify", "data": ["talk.jsonl"]}, "no column that is known as text"),
         ({"task": "classify", "padding": "fixed", "strategy": "dp"}, "strategy dp computes a loss"),

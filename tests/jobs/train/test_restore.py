@@ -102,7 +102,7 @@ def test_a_lost_marker_costs_that_checkpoint_alone(
     data = (run / "checkpoints" / "step-4" / "__0_0.distcp").read_bytes()
     assert resume(run) == 0
     error = capsys.readouterr().err
-    assert "step-4 is damaged (it has no file complete.json) and is passed over" in error
+    assert "step-4 is damaged (it has no file complete.json) and is skipped" in error
     assert "after step 3, 1 step is done again" in error
     assert (run / "checkpoints-damaged" / "step-4.damaged-1" / "__0_0.distcp").read_bytes() == data
     lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -41,7 +41,7 @@ def test_rates_that_steps_put_right_and_rates_that_are_a_guess():
     low, high, basis, level = interval(False, True, "ampere", False)
     assert basis and low == pytest.approx(1 / high) and high > 3 and level == LEVEL
     guess = interval(False, True, "ampere", False).note
-    assert guess == "The 90 % interval is by no measurement, since the rates are a guess."
+    assert guess == "The 90 % interval is based on no measurement, since the rates are guessed."
 
 
 def test_why_a_kind_has_none_of_its_own():
@@ -53,9 +53,9 @@ def test_why_a_kind_has_none_of_its_own():
         steps = "one step" if row["rows"] == 1 else f"{row['rows']} steps"
         assert f"{steps} of {row['sources']} source" in told[name]
         enough = row["coverage"] is not None
-        assert ("do not foretell each other" in told[name]) == enough
+        assert ("do not predict each other" in told[name]) == enough
         assert ("are too few" in told[name]) != enough
-    assert "43 steps of 5 sources on blackwell do not foretell" in told["blackwell, dense"]
+    assert "43 steps of 5 sources on blackwell do not predict" in told["blackwell, dense"]
 
 
 def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
@@ -63,4 +63,4 @@ def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
     found = interval(False, False, "blackwell", True)
     assert covers < 0.85 and found.level == round(covers, 2)
     assert "90 %" not in found.note and f"it held {covers * 100:.0f} % of a source" in found.note
-    assert "The 90 % interval is by " in interval(False, False, "hopper", False).note
+    assert "The 90 % interval is based on " in interval(False, False, "hopper", False).note

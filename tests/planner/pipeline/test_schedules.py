@@ -132,7 +132,7 @@ def test_what_dualpipev_may_do_together_is_what_torch_pairs(ranks):
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (("pipedream", 2, 2), "pipedream is no pipeline schedule. Use mp, gpipe"),
+        (("pipedream", 2, 2), "pipedream is not a pipeline schedule. Use mp, gpipe"),
         (("gpipe", 0, 2), "at least one rank and one micro-batch, but got 0 and 2"),
         (("zb", 2, 0), "at least one rank and one micro-batch, but got 2 and 0"),
         (("mp", 2, 2), "mp has one micro-batch in flight"),

@@ -68,7 +68,7 @@ def words_asked(plan, need, limit):
 def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, machine, batch):
     question, wanted, limit = asked(model, machine, 1, batch)
     needs, floors = reckoners(question, wanted)
-    first = search(question, wanted, needs, limit)
+    first = search(question, wanted, needs, lambda c: np.zeros(len(c)), limit)
     found = find_alternatives(question, wanted, first, needs, floors, limit)
     least = float(found.times.step_s[found.fastest])
 

@@ -25,7 +25,7 @@ def test_the_network_is_named_when_only_it_wanders(across, node, named):
     notes = wander_notes([times("all", 0.3), times("across", across), times("node", node)])
     assert len(notes) == named
     if named:
-        assert "the network between nodes does not hold still" in notes[0]
+        assert "the network between nodes is not steady" in notes[0]
 
 
 def test_without_both_axes_in_enough_rounds_nothing_is_said():

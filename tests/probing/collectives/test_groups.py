@@ -38,9 +38,9 @@ def test_unequal_nodes_meet_as_far_as_both_have_ranks():
 
 
 def test_ranks_dealt_out_over_nodes_in_turn_are_refused():
-    with pytest.raises(BadInputError, match="follow one another"):
+    with pytest.raises(BadInputError, match="be consecutive"):
         nodes_of([(0, 2), (0, 2), (1, 2), (1, 2)])
-    with pytest.raises(BadInputError, match="follow one another"):
+    with pytest.raises(BadInputError, match="be consecutive"):
         nodes_of([(0, 2)])
 
 

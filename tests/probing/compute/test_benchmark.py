@@ -209,7 +209,7 @@ def test_padding_a_vocabulary_is_advised_by_what_was_measured():
     assert advice.low > 0
     (none,) = model_shapes.vocabulary_advice([figures[1].model_copy(update={"key": figures[0].key}),
                                         figures[1]], spec)  # fmt: skip
-    assert "leave it as it is" in none.text
+    assert "leave it unchanged" in none.text
 
 
 def test_fewer_heads_are_advised_within_twice_the_number():

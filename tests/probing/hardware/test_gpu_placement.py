@@ -48,11 +48,11 @@ def test_one_gpu_without_nvlink_is_said_first(lost: int) -> None:
         f"GPU{lost} has no NVLink (NODE or SYS instead of NV18, which the other 7 GPUs have among "
         "them)."
     )
-    assert "An all-reduce over all 8 falls to PCIe" in second
+    assert "An all-reduce over all 8 drops to PCIe" in second
     best = place(topology).tensor_parallel
     assert best is not None and (best.size, best.worst_link) == (4, "NV18")
     assert f"GPU{lost}" in best.left_out
-    assert not any("No group is joined by NVLink" in line for line in rest)
+    assert not any("No group is connected by NVLink" in line for line in rest)
 
 
 def test_two_gpus_without_nvlink() -> None:
@@ -70,7 +70,7 @@ def test_a_gpu_with_fewer_links() -> None:
     odd = {(min(3, at), max(3, at)): "NV16" for at in range(8) if at != 3}
     first, second, *_ = said(joined(8, "NV18", odd))
     assert first.startswith("GPU3 has fewer NVLinks (NV16 instead of NV18")
-    assert "falls to the rate of NV16" in second
+    assert "drops to the rate of NV16" in second
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_matrix_without_nvlinks_says_so(text: str) -> None:
     assert topology.pcie_only
     lines = said(topology)
     assert "topo -mp`, which leaves NVLinks out" in lines[0] and "topo -m`." in lines[0]
-    assert not any("No group is joined by NVLink" in line or "crosses" in line for line in lines)
+    assert not any("No group is connected by NVLink" in line or "crosses" in line for line in lines)
     placement = place(topology)
     assert placement.bottleneck is None and placement.slow == ()
 
@@ -136,7 +136,7 @@ def test_a_matrix_that_may_be_without_nvlinks() -> None:
     assert not parse(render(joined(4, "PHB", {})), "saved").pcie_only
     assert not parse(render(joined(4, "NV4", {})) + LEGEND, "saved").pcie_only
     assert not parse(render(joined(4, "PHB", {})) + LEGEND + "  NV#  = a bond", "x").pcie_only
-    assert "If the matrix is of topo -mp" in said(joined(4, "PHB", {}))[0]
+    assert "If the matrix is from topo -mp" in said(joined(4, "PHB", {}))[0]
 
 
 def test_gpus_that_are_numa_nodes_of_their_own() -> None:
@@ -172,7 +172,7 @@ TABLE = "| NVIDIA-SMI 550.90   Driver Version: 550.90   CUDA Version: 12.4 |\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (ROCM, "what rocm-smi prints of AMD GPUs"),
+        (ROCM, "output of rocm-smi for AMD GPUs"),
         ("     PPU0 PPU1\nPPU0  X   ICN7\nPPU1 ICN7   X\n", "matrix of PPUs"),
         ("     GPU0 GPU1\nGPU0  X   ICN7\nGPU1 ICN7   X\n", "matrix of PPUs"),
         ("     NPU0 NPU1\nNPU0  X   HCCS\nNPU1 HCCS  X\n", "Ascend NPUs"),
@@ -180,14 +180,14 @@ TABLE = "| NVIDIA-SMI 550.90   Driver Version: 550.90   CUDA Version: 12.4 |\n"
         (TABLE, "`nvidia-smi` without topo -m"),
         ("GPU 0: NVIDIA H100 (UUID: GPU-1)\n", "nvidia-smi -L"),
         ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550\n",
-         "library are of different versions, as after an update. Reboot"),
+         "library have different versions, as after an update. Reboot"),
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
-         "nvidia-smi failed. Repair what it says"),
+         "nvidia-smi failed. Fix what it reports"),
         ("Unable to determine the device handle for GPU0: Unknown Error\n", "handle for GPU0"),
         ("Failed to run topology matrix\n", "It says: 'Failed to run topology matrix'"),
         ("No devices were found\n", "It says: 'No devices were found'"),
         ("bash: nvidia-smi: command not found\n", "there was no nvidia-smi"),
-        ("hello\n", "Save what `nvidia-smi topo -m` prints"),
+        ("hello\n", "Save the output of `nvidia-smi topo -m`"),
     ],
 )  # fmt: skip
 def test_what_is_of_something_else_is_named(text: str, words: str) -> None:

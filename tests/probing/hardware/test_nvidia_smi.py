@@ -130,8 +130,8 @@ def test_a_card_that_one_row_lacks_is_read_in_the_other():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "there is no matrix of GPUs in it"),
-        ("NVIDIA-SMI has failed\n", "there is no matrix"),
+        ("", "it contains no matrix of GPUs"),
+        ("NVIDIA-SMI has failed\n", "it contains no matrix"),
         ("\tGPU0\tGPU1\nGPU0\t X \tNV1\n", "no row for GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \tNV1\nGPU1\tPHB\t X \n", "GPU0 to GPU1 is NV1, but GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \t?\nGPU1\t?\t X \n", "GPU0–GPU1 cannot be read"),
@@ -300,7 +300,7 @@ def test_a_tool_that_prints_something_else(path_to_tool):
 
 def test_without_a_tool(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolError, match="nvidia-smi is not here"):
+    with pytest.raises(ToolError, match="nvidia-smi is not on PATH"):
         read_live()
 
 

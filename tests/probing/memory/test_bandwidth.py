@@ -39,7 +39,7 @@ def test_each_direction_and_both_have_a_share_with_its_interval():
     assert "transfer to the host: 100% of the shorter hides" in first.text
     assert "(50% to 50%)" in second.text and second.of == (shares[1].key,)
     (note,) = hidden_notes(shares)
-    assert "transfer both ways hides is not stable enough to say" in note
+    assert "transfer both ways is not stable enough" in note
 
 
 def test_without_a_device_there_is_nothing_to_hide():

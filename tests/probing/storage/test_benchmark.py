@@ -110,14 +110,14 @@ def test_where_direct_io_is_refused_it_is_done_without_and_said(tmp_path, monkey
 )
 def test_memory_is_not_taken_for_a_disk(tmp_path):
     with storage_cases(MEMORY, "offload", quick=True) as disk:
-        assert "kept in memory (tmpfs)" in disk.notes[0]
+        assert "is in memory (tmpfs)" in disk.notes[0]
         assert all(case.key.of.get("direct", "no") == "no" for case in disk.cases)
 
 
 def test_what_cannot_be_probed_is_refused(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     require_room(tmp_path, 1)
-    with pytest.raises(BadInputError, match="of which a probe takes half at most"):
+    with pytest.raises(BadInputError, match="of which a probe uses at most half"):
         require_room(tmp_path, free * 2 // 3)
     with pytest.raises(BadInputError, match="/proc"):
         run_turns(probe_storage({"checkpoints": Path("/proc")}, True, 1.0))
@@ -134,7 +134,7 @@ def test_a_whole_probe_of_directories_on_one_disk(tmp_path):
     assert all(len(f.rounds) >= 5 and min(map(min, f.rounds)) > 0 for f in section.figures)
     assert shares == sorted(shares) and shares[-1] <= 1
     assert any("256.00 MiB" in note or "MiB;" in note for note in section.notes)
-    assert section.advice or any("did not hold still" in note for note in section.notes)
+    assert section.advice or any("was not steady" in note for note in section.notes)
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -51,7 +51,7 @@ def test_heat_and_others_are_told_apart_from_a_cap_that_is_always_there():
     assert gpus_disturbed([looked(reasons=CAP)]) is None
     assert slowed_words([looked(reasons=CAP)]) == ["GPU 3 was slowed down: power cap"]
     why = gpus_disturbed([looked(), looked(reasons=CAP | HEAT)])
-    assert why == "GPU 3 was slowed down while it was measured: temperature (hardware)"
+    assert why == "GPU 3 was slowed down during the measurement: temperature (hardware)"
     assert "another process used GPU 3" in gpus_disturbed([looked(pids=(OWN, OTHER))])
     assert "2 other processes used" in gpus_disturbed([looked(pids=(OTHER, OTHER + 1))])
 

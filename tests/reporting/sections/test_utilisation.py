@@ -54,7 +54,7 @@ def test_hosts_with_clocks_of_their_own_are_on_one_grid():
     assert set(drawn["host 0: core 3"]) == {25.0, None}  # it ended before the other
     later = drawn["host 1: core 0"]
     assert set(later) == {75.0, None} and later[0] is None and later[-1] == 75.0
-    assert "a peak that is shorter is levelled" in busy.alt
+    assert "shorter peaks are smoothed out" in busy.alt
     assert [trace["name"] for trace in memory.traces] == ["host 0", "host 1"]
 
 

@@ -47,7 +47,7 @@ def test_libraries_count_and_the_device_has_what_its_driver_leaves():
     fits, not_quite = (account(75 * GIB, library_bytes=rest + more) for more in (0, 1))
     assert said(fits)["fits"] and not said(not_quite)["fits"]
     assert said(fits)["device_memory_bytes"] == DEVICE.usable_bytes < DEVICE.memory_bytes
-    assert f"Of the {show_bytes(DEVICE.usable_bytes)} that a process gets" in shown(fits)
+    assert f"Of the {show_bytes(DEVICE.usable_bytes)} available to a process" in shown(fits)
 
 
 def test_measured_figures_stand_beside_the_traced_ones():

@@ -123,10 +123,10 @@ def test_an_evaluation_alone() -> None:
 
 def test_the_bottleneck_is_told_with_what_to_do_about_it() -> None:
     text = " ".join(shown(summary(measurement(device="cpu"))).split())
-    assert "Forwards and backwards take 90 % of the time: outpace plan with" in text
+    assert "Forward and backward passes take 90 % of the time. outpace plan with" in text
     slow = TimeParts(data_s=0.1, forward_s=0.06, backward_s=0.12)
     text = " ".join(shown(summary(measurement(device="cuda", parts=slow))).split())
-    assert "Steps wait for data 36 % of the time: load it in the background with --workers" in text
+    assert "Steps wait for data 36 % of the time. Load data in the background with" in text
     assert "of the time" not in shown(summary(measurement(device="mps")))
 
 
