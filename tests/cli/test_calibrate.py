@@ -189,7 +189,7 @@ def test_a_step_that_no_such_device_can_do(
     out = tmp_path / "machine.json"
     words = (*CARD, "--layout=checkpointing=full", f"--out={out}")
     said = refusal(capsys, write_state(tmp_path, 0.2, train_batch_size=16), *words)
-    times = float(said.partition("would take ")[2].split()[0])
+    times = float(said.partition("would need ")[2].split()[0])
     assert times == pytest.approx(6 * 1.236e9 * 16384 / 1e-3 / 312e12, rel=0.05)
     assert "peak of A100" in said and "--model" in said and "resumed" in said
     assert not out.exists()
@@ -226,7 +226,7 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         "'train_steps_per_second': '1.0', 'train_loss': '4.1', 'epoch': '1'}\n"
     )
     said = refusal(capsys, str(console), *CARD)
-    assert "of the 16 of a step, 1 data-parallel rank" in said
+    assert "of the 16 per step, 1 data-parallel rank" in said
     assert "Give --layout micro_batch=N" in said
     layout = "--layout=micro_batch=16,checkpointing=full"
     (row,) = told(capsys, str(console), *CARD, layout)

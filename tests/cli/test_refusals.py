@@ -115,7 +115,7 @@ def test_a_bad_line_of_metrics_is_named_by_its_number(
     for bad in (json.dumps({"stfp": 3}) + "\n", "{\n", "null\n"):
         (copy / "metrics.jsonl").write_text("".join([*lines[:2], bad, *lines[3:]]))
         said = refused(capsys, "report", copy, "--format=md")
-        assert "line 3 is no step of a run" in said and "--resume" in said
+        assert "line 3 is not a step of a run" in said and "--resume" in said
 
 
 def test_a_damaged_tokenizer_of_the_cache_is_learnt_anew(

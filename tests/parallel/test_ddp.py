@@ -59,7 +59,7 @@ def test_powersgd_begins_after_a_tenth_of_the_run_and_the_warm_up():
     assert start(12) == 2
     assert start(1000, warmup=300) == 300
     assert start(1000, powersgd_start=7) == 7
-    with pytest.raises(BadInputError, match="begins after 2 steps, but the run has 2"):
+    with pytest.raises(BadInputError, match="starts after 2 steps, but the run has 2"):
         start(2)
     assert with_powersgd_start(plan(), TrainSettings(), 2).powersgd_start is None
 

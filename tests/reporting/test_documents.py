@@ -90,7 +90,7 @@ def test_a_run_cites_one_prediction_which_is_what_was_measured_before_it(run):
 
 def test_a_guess_that_any_time_confirms_is_no_verdict(of_run):
     """This machine was not probed: the interval is of a factor of some ten."""
-    assert not any("planner says" in line for line in of_run.verdict)
+    assert not any("planner predicts" in line for line in of_run.verdict)
 
 
 def test_losses_can_be_seen_by_step_tokens_and_time(of_run):

@@ -145,7 +145,7 @@ def test_a_persons_own_on_its_data(own: Path) -> None:
     _, found, _ = find_outline(f"{own}:images")
     assert parameters(found) == 27 * 4 + 4 + 144 * 2 + 2
     assert "returned no data set" in refusal(f"{own}:nothing")
-    assert "own data set is empty" in refusal(f"{own}:empty")
+    assert "data set is empty" in refusal(f"{own}:empty")
 
 
 def test_a_persons_function_that_builds_a_known_model(own: Path) -> None:

@@ -41,7 +41,7 @@ def test_what_was_measured_beside_others_is_withdrawn_with_its_samples_kept():
     why = disturbance(
         [[CoreSeconds(10.0, 10.0, 0.0, 9.9, 2)], [CoreSeconds(10.0, 19.0, 0.0, 10.0, 2)]]
     )
-    assert "others used 45%" in why
+    assert "other programs used 45%" in why
     figure = Figure(key=Key(kind="memory", what="copy"), unit="B/s", value=1e9, origin="measured",
                     low=0.9e9, high=1.1e9, rounds=((1e9,),))  # fmt: skip
     section = ProbeSection((figure,), (Advice(about="heads", text="fewer"),), ("a note",))

@@ -72,5 +72,5 @@ def test_what_is_no_step_is_refused_with_the_files_name(tmp_path, lines):
 
 def test_damage_long_before_the_end_is_refused(tmp_path):
     path = written(tmp_path / "metrics.jsonl", "{\n", *(line(step) for step in range(1, 9000)))
-    with pytest.raises(BadInputError, match="is damaged: line 1 is no step"):
+    with pytest.raises(BadInputError, match="is damaged: line 1 is not a step"):
         read_steps(path)
