@@ -7,8 +7,8 @@ import pytest
 import outpace
 from outpace.data.tokenizer import load_tokenizer, train_tokenizer
 from outpace.interop import tokenizer_class
-from outpace.interop.config_out import ARCHITECTURES
 from outpace.interop.tokenizer_class import cut_as_qwen2, export_difference, source_difference
+from outpace.records.families import FAMILIES
 
 TEXTS = ["In 1234 it's  2 good\n\n\nDON'T x=12345 été 中文字"] * 20
 
@@ -93,7 +93,7 @@ def test_a_text_that_the_class_cannot_read_hides_no_other_and_is_not_kept(
     assert source_difference(same, tokenizer, cache) is None and cache.exists()
 
 
-@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_an_export_of_each_family_is_read_as_it_was_trained_or_said(tmp_path, learnt, model_type):
     from transformers import AutoTokenizer
 
