@@ -53,6 +53,8 @@ def _refuse_ragged(plain: Any) -> None:
 def cut(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into equal parts: tensors with its samples are split, the rest is in each
     part.
+
+    A tensor is taken to have samples if its first dimension is the batch's number of them.
     """
     size = samples_in(batch) // parts
     return [_slice(batch, number * size, size) for number in range(parts)]
@@ -113,7 +115,10 @@ def explain_lengths(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch | None:
-    """Join two batches; values shared by all samples are those of `one`."""
+    """Join two batches; values shared by all samples are those of `one`.
+
+    None if they cannot be joined: they differ in structure or in lengths.
+    """
     samples, more = samples_in(one), samples_in(other)
     leaves, structure = tree_flatten(_plain(one))
     others, structure_too = tree_flatten(_plain(other))

@@ -21,7 +21,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch normalisations of a module, by name."""
+    """Return the batch normalisations of a module, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
 
 
@@ -50,7 +50,7 @@ def by_micro_batch(module: nn.Module) -> None:
 
 
 def commit(module: nn.Module) -> None:
-    """The mini-batch is through: move the averages on."""
+    """Finish the mini-batch: update the running averages."""
     for part in module.modules():
         if isinstance(part, MicroBatchNorm):
             part.commit()
@@ -100,7 +100,7 @@ class _ConvertedNorm(_BatchNorm):
 
 
 class MicroBatchNorm(_ConvertedNorm):
-    """Normalises by each micro-batch's statistics, and gathers the mini-batch's."""
+    """Batch normalisation by each micro-batch's statistics, which gathers the mini-batch's."""
 
     seen: tuple[int, Tensor, Tensor] | None
 
@@ -118,7 +118,7 @@ class MicroBatchNorm(_ConvertedNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Move the averages towards what has been seen since the last time."""
+        """Update the averages with everything seen since the last call."""
         if self.seen is not None:
             count, mean_C, squares_C = self.seen
             self.seen = None
@@ -146,7 +146,7 @@ def _widen(values_C: Tensor, like: Tensor) -> Tensor:
 
 
 class SynchronisedBatchNorm(_ConvertedNorm):
-    """Normalises by the statistics of all members' samples, as one process with all of them."""
+    """Batch normalisation by the statistics of all members' samples, as in one process."""
 
     members: Members
 

@@ -162,12 +162,12 @@ def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]
 
 
 def can_travel(modules: Mapping[str, nn.Module], key: Key) -> bool:
-    """Whether a value is made of tensors and constants."""
+    """Return whether a value consists of tensors and constants."""
     return split(_value(modules, key)) is not None
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a number, a name or nothing, which is the same on all ranks."""
+    """Return whether a value is a number, a name or nothing, which is the same on all ranks."""
     return isinstance(value, _CONSTANTS)
 
 

@@ -13,7 +13,9 @@ Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
 
 
 def blocks_of(request: LayoutRequest) -> list[nn.Module]:
-    """The blocks of a request's model. Raises BadInputError for unknown names, or none found."""
+    """Return the blocks of a request's model. Raises BadInputError for unknown names, or if there
+    are none.
+    """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None:
         return found_blocks(model)
@@ -21,7 +23,9 @@ def blocks_of(request: LayoutRequest) -> list[nn.Module]:
 
 
 def found_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model. Raises BadInputError, with what to do, if there is none."""
+    """Return the repeated blocks of a model. Raises BadInputError, with advice, if there are
+    none.
+    """
     try:
         return find_blocks(model)
     except BadInputError:
@@ -44,12 +48,12 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
 
 
 def flat(blocks: Blocks) -> list[str]:
-    """The names, stage after stage where they are given by stages."""
+    """Return the names in one list, stage after stage if they are grouped by stage."""
     return [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
 
 
 def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules of these names. Raises BadInputError for a name that the model does not have."""
+    """Return the modules with these names. Raises BadInputError for an unknown name."""
     known = dict(model.named_modules())
     for name in names:
         if name not in known or not name:

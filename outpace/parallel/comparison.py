@@ -28,7 +28,13 @@ MISSING = "is missing, and is there in one process"
 
 @dataclass(frozen=True)
 class ComparisonLimits:
-    """Tolerances for comparing two computations, by the numbers that they compute in."""
+    """Tolerances for comparing two computations, by the numbers that they compute in.
+
+    A whole tensor may be off by `relative` of its scale, its projection by `projection`. The scale
+    is at least `floor` of the largest of its kind, since gradients of many samples may cancel.
+    `loss` is the tolerance of sums of losses, `micro_loss` that of one micro-batch's loss; from
+    `cut` on, a loss that depends on how a batch is cut is reported.
+    """
 
     precision: str
     relative: float
@@ -93,7 +99,13 @@ def difference(one: float, other: float) -> float:
 
 
 class Projection:
-    """Inner products of gradients with fixed random weights, the same on all ranks."""
+    """Inner products of gradients with fixed random weights, the same on all ranks.
+
+    They are linear: sums over pieces, shards and ranks equal those of whole gradients, which need
+    not be gathered. A lost gradient changes the sum by its own product, and so does a doubled one.
+    Weights lie between 1/2 and 3/2, with either sign: no number is hidden, and equal ones do not
+    cancel.
+    """
 
     def __init__(self, largest: int, device: torch.device) -> None:
         """`largest`: the numbers in the largest gradient."""
@@ -254,7 +266,10 @@ def largest(tensor: Tensor) -> float:
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
-    """Return the largest difference over the scale; None if only one of the two exists."""
+    """Return the largest difference over the scale; None if only one of the two exists.
+
+    A gradient that one process does not have counts as zeros.
+    """
     if known is None:
         return 0.0 if not largest(tensor) else None
     if tensor.shape != known.shape:

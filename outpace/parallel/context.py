@@ -36,7 +36,10 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The ranks of one sequence; `rank` is this one's position."""
+    """The ranks of one sequence; `rank` is this one's position.
+
+    `runs_on`: the kind of device to choose kernels for, if it is not that of the tensors.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -138,7 +141,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values around again, with their gradients one step behind."""
+        """Send keys and values around again, with their gradients one step behind.
+
+        Each turn computes the gradients of its own keys, from the output and the log-sum-exp of all
+        keys.
+        """
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
         q_grad = torch.zeros_like(to_fp32(q))

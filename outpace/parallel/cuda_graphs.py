@@ -43,7 +43,10 @@ class Recorder(Protocol):
         """Return whether there is enough memory for graphs in addition to everything else."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`; calling the result repeats it into the tensors that `work` returned."""
+        """Capture `work`; calling the result repeats it into the tensors that `work` returned.
+
+        The work itself is not done. Raises RuntimeError if it cannot be captured.
+        """
 
     def release(self) -> None:
         """Give back the memory of graphs that nobody has any more."""
@@ -87,7 +90,11 @@ class CudaRecorder:
         return free_bytes + cached_bytes > 2 * taken_bytes
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Return a graph, whose replay is queued in the current stream."""
+        """Return a graph, whose replay is queued in the current stream.
+
+        Raises BadInputError if CUDA refuses the captured work: torch's allocator and random numbers
+        then no longer work in this process.
+        """
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
         try:

@@ -277,7 +277,9 @@ class CustomPipeline(SpreadLayout):
         )
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Forward only, one micro-batch after the other through this rank's stages."""
+        """Evaluate: forward passes only, one micro-batch after the other through this rank's
+        stages.
+        """
         parts = cut(batch, self._plan.pp_microbatches)
         if not self._look.taken:
             self._look.take(parts[0], hooks)
@@ -408,7 +410,9 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 
 def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int) -> list[list[str]]:
-    """The names of each stage's blocks, in order. Raises BadInputError where there are too few."""
+    """Return the names of each stage's blocks, in order. Raises BadInputError if there are too
+    few.
+    """
     count = ranks * SCHEDULES[strategy].stages_per_rank
     if given and not isinstance(given[0], str):
         if len(given) != count:

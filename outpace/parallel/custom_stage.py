@@ -45,7 +45,7 @@ from outpace.records.errors import BadInputError
 
 @dataclass
 class Message:
-    """Message between stages: what the last block returned, and what blocks left on themselves.
+    """Message between stages: the output of the last block, and attributes that blocks set.
 
     `returned` is each block's output so far, as meta tensors: its structure, shapes and dtypes.
     """
@@ -56,7 +56,7 @@ class Message:
     returned: list[Any] = field(default_factory=list)
 
     def flat(self) -> list[Tensor]:
-        """All tensors, in order."""
+        """Return all tensors, in order."""
         return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
 
     def select(self, keys: Sequence[Key]) -> "Message":
@@ -150,7 +150,9 @@ class CustomStage(nn.Module):
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
-        """The modules in blocks, by their names in the model, with a dot behind a block's own."""
+        """Return the modules in blocks, by their names in the model, with a trailing dot for a
+        block itself.
+        """
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:

@@ -70,7 +70,7 @@ class CustomTensorParallel(ShardedLayout):
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate a micro-batch; one rank tells the totals."""
+        """Evaluate a micro-batch; one rank reports the totals."""
         return super().evaluate(batch, hooks) * self._tells
 
 
@@ -83,7 +83,9 @@ def _split_by_kind(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    """Each module's layout by its full name. Raises BadInputError for what cannot be split."""
+    """Return each module's layout by its full name. Raises BadInputError for what cannot be
+    split.
+    """
     table = given if given is not None else getattr(model, "tp_plan", None)
     if not isinstance(table, Mapping) or not table:
         raise BadInputError(

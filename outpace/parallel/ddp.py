@@ -58,7 +58,7 @@ def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
 
 
 class Replicas(Layout):
-    """A DistributedDataParallel module over the objective."""
+    """Replicas of the objective, in a DistributedDataParallel module."""
 
     module: DistributedDataParallel
     low_rank: PowerSGDState | None = None
@@ -96,12 +96,14 @@ class Replicas(Layout):
         return self.module.no_sync()
 
     def add_up_in_fp32(self) -> None:
-        """All but the last micro-batch: DDP's buckets have the parameters' dtype."""
+        """Accumulate all but the last micro-batch in fp32, since DDP's buckets have the parameters'
+        dtype.
+        """
         self._adds_in_fp32 = True
 
     @torch.no_grad()
     def prepare_reduction(self) -> None:
-        """Round the sums so far to the dtype of DDP's buckets, in which the last is added."""
+        """Round the sums to the dtype of DDP's buckets, to which the last micro-batch is added."""
         if self._adds_in_fp32:
             self._round_sums()
         if self.use is not None:
@@ -129,7 +131,7 @@ class Replicas(Layout):
         return totals
 
     def resume_from(self, start_step: int) -> None:
-        """PowerSGD counts the steps from where the run stands."""
+        """Resume PowerSGD's step count from the run's."""
         if self.use is not None:
             self.use.steps = start_step
         if self.low_rank is not None:
@@ -213,5 +215,5 @@ def _free_before_group(wrapped: DistributedDataParallel) -> None:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Wrap in DistributedDataParallel. The default process group must be there."""
+    """Wrap the objective in DistributedDataParallel. Needs the default process group."""
     return Replicas(request)

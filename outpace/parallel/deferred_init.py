@@ -17,7 +17,10 @@ from outpace.records.strategies import TRAITS
 
 
 def fills_later(plan: Plan) -> bool:
-    """Return whether to lay a model out on the meta device and fill it later."""
+    """Return whether to lay a model out on the meta device and fill it later.
+
+    Parameters that are quantized to 4 bits, or go to a disk, need their values earlier.
+    """
     spread = not TRAITS[plan.strategy].whole_model and plan.world_size > 1
     rounded = plan.lora_rank is not None and plan.base != "fp32"
     return spread and not rounded and plan.offload_parameters != "disk"

@@ -29,7 +29,10 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 
 
 class DataParallel(Layout):
-    """An objective whose batches, loss, gradients and optimizer are on rank 0."""
+    """An objective whose batches, loss, gradients and optimizer are on rank 0.
+
+    `gradients` receives whole batches on rank 0 and None on the others.
+    """
 
     objective: LanguageModelObjective
 
@@ -207,6 +210,8 @@ class Outputs(nn.Module):
 class Threads(nn.Module):
     """torch's DataParallel in one process, with a thread per CUDA device; the loss is computed
     here.
+
+    With one device, or on the CPU, it has nothing to share.
     """
 
     def __init__(self, objective: LanguageModelObjective) -> None:

@@ -79,7 +79,7 @@ WAYS_OUT = {
 
 
 class FirstBatch:
-    """Compares a layout with the plain module, once.
+    """Comparison of a layout with the plain module, made once.
 
     Made before the objective is laid out, of which it copies the structure alone. `say` is given
     sentences, on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are the names
@@ -110,7 +110,7 @@ class FirstBatch:
         reuse: bool = True,
         ready: Callable[[], None] = lambda: None,
     ) -> Tensor | None:
-        """Compare, on this rank's `passes`. Collective. Raises BadInputError on all ranks.
+        """Compare this rank's `passes`. Collective. Raises BadInputError on all ranks.
 
         `run` makes the first step's forward and backward with `given` (None: the layout does).
         Where the plain module draws what the layout does, and with `reuse`, they are made once:

@@ -62,7 +62,7 @@ def fuse(
     limit_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[FusedGradients]:
-    """Buffers of at most `limit_bytes` of gradients, parameters in the order given.
+    """Make buffers of at most `limit_bytes` of gradients, with parameters in the given order.
 
     A parameter larger than that has one of its own. `dtype` is that of the buffers, None for the
     parameters' own.

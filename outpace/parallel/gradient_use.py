@@ -25,7 +25,12 @@ def ranks_may_differ(objective: nn.Module) -> bool:
 
 
 class GradientUse:
-    """Agreement of ranks on which of `named` parameters have a gradient on any of them."""
+    """Agreement of ranks on which of `named` parameters have a gradient on any of them.
+
+    `steps` are done already. Ranks send one message, with a byte per parameter. Only a rank that
+    lacks a gradient, or has written to a parameter, reads the answer, so no other waits for its
+    device.
+    """
 
     def __init__(
         self,

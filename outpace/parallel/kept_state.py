@@ -73,7 +73,7 @@ class KeptState:
 
     @property
     def is_any(self) -> bool:
-        """Whether there is something to say."""
+        """Return whether there is something to report."""
         return self.found or bool(self.generators or self.failure)
 
 

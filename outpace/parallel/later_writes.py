@@ -36,6 +36,10 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")  # fill what was 
 class LaterWrites:
     """Monitor of writes to a layout's parameters through the forwards and backwards of all its
     steps.
+
+    `known` are writes that the comparison in the first step accepted; `steps` are done. Under ddp
+    and zero1 later writes are accepted too, if all ranks write the same; otherwise the rank that
+    finds one raises BadInputError.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Functions of a trainer that a forward and backward calls.
+    """Functions of a trainer that a forward and backward pass calls.
 
     `cast()` is entered around each forward (autocast). `scale(loss_sum)` is what backward starts
     from: the loss as its share of the global mean, times the loss scale of fp16. `mark(part)` says
@@ -61,7 +61,7 @@ class LayoutRequest:
 
     @property
     def runs_on(self) -> str:
-        """The kind of device to choose for: of tensors that are traced on another, that one."""
+        """Return the kind of device to choose for; for traced tensors, the one that is traced."""
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
@@ -71,7 +71,7 @@ def _total_dtype(device: torch.device) -> torch.dtype:
 
 
 def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
-    """The numbers of a pass in one tensor, in which those of passes and ranks can be added up."""
+    """Return the numbers of a pass in one tensor, so that passes and ranks can be added up."""
     dtype = _total_dtype(loss_sum.device)
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
@@ -82,7 +82,8 @@ def divisor(count: Tensor) -> Tensor:
 
 
 class Layout:
-    """An objective on this rank. The base class has it whole on each rank, without communication.
+    """An objective on this rank. The base class has the whole of it on each rank, without
+    communication.
 
     `module` is called in place of the objective; `model` holds this rank's parameters by the names
     that they have in a single process. `averages` is what the collective divides the sum of the
@@ -104,12 +105,12 @@ class Layout:
 
     @property
     def model(self) -> nn.Module:
-        """This rank's part of the model."""
+        """Return this rank's part of the model."""
         model: nn.Module = self.objective.model  # type: ignore[assignment]
         return model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, by their names in a single process."""
+        """Return this rank's parameters, by their names in a single process."""
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -119,7 +120,7 @@ class Layout:
         return self._known
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """The optimizer of this rank; `build` makes one of groups of its parameters."""
+        """Return this rank's optimizer; `build` makes one from groups of its parameters."""
         return build(groups)
 
     def step_in_backward(
@@ -186,7 +187,9 @@ class Layout:
         return None
 
     def take_back(self) -> None:
-        """Undo what collectives have counted in the `gradients` of a look, which is no step."""
+        """Undo what collectives have counted in the `gradients` of a comparison, which is not a
+        step.
+        """
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.
@@ -258,15 +261,17 @@ class Layout:
         """Free what evaluations gathered of parameters that other ranks hold."""
 
     def local_gradients(self) -> list[Tensor]:
-        """The parts of all gradients that lie on this rank."""
+        """Return the parts of all gradients on this rank."""
         return [local(p.grad) for p in self._parameters() if p.grad is not None]
 
     def counted_gradients(self) -> list[Tensor]:
-        """The gradients that this rank has a part of, but for copies of one that another has."""
+        """Return this rank's gradients, except copies of those that another rank has."""
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     def total_norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
+        """Return the 2-norm of the whole model's gradient, counting each parameter once.
+        Collective.
+        """
         return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
@@ -303,7 +308,7 @@ class Layout:
                 parameter.grad = gradient
 
     def drop_wide_gradients(self) -> None:
-        """Drop all gradients; the next ones are of the weights' dtype."""
+        """Drop all gradients; the next ones have the weights' dtype."""
         for parameter in self._parameters():
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
@@ -312,11 +317,11 @@ class Layout:
         """Make every rank skip an fp16 step that one of them has to skip. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by the fp32 copies in `optimizer` at the end. Collective."""
+        """Replace the weights by the optimizer's fp32 copies, at the end. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """The model with all weights, where it is `wanted`. Collective."""
+        """Return the model with all weights, on ranks where it is `wanted`. Collective."""
         return self.model if wanted else None
 
 

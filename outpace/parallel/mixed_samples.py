@@ -45,7 +45,12 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """Comparison of a few samples of ranks, in pairs: one rank runs both, each runs its own."""
+    """Comparison of a few samples of ranks, in pairs: one rank runs both, each runs its own.
+
+    It takes the time of two samples, or four if necessary. `divert` hands the gradients of a
+    backward of `plain` to a function, and that backward keeps none; None ends that. `strategy` is
+    named when a collective in the user's code is refused.
+    """
 
     def __init__(
         self,

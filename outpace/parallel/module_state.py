@@ -162,6 +162,8 @@ def _is_constant(array: Any) -> bool:
 def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
     """Change the integers in the attribute `name` of `kept_attributes`; return whether there are
     any.
+
+    This includes tensors and arrays of one number, and entries of dicts and lists.
     """
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:

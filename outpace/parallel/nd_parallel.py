@@ -35,7 +35,7 @@ from outpace.records.plan import AXES, Plan
 
 
 class Product(SpreadLayout):
-    """A layout over some axes, with what the others leave to do after it.
+    """A layout over some axes, with the remaining work for the other axes.
 
     `mesh` has all axes. `inner` holds the parameters and runs the passes.
     """
@@ -50,33 +50,33 @@ class Product(SpreadLayout):
 
     @property
     def model(self) -> nn.Module:
-        """The inner layout's."""
+        """Return the inner layout's model."""
         return self._inner.model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The inner layout's."""
+        """Return the inner layout's parameters."""
         return self._inner.named_parameters()
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """The inner layout's, and what tensor parallelism leaves to add up."""
+        """Return the inner layout's gradients, plus the sums that tensor parallelism needs."""
         totals = self._inner.gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """The inner layout's."""
+        """Evaluate with the inner layout."""
         return self._inner.evaluate(batch, hooks) * self._tells
 
     def counted_gradients(self) -> list[Tensor]:
-        """The inner layout's."""
+        """Return the inner layout's counted gradients."""
         return self._inner.counted_gradients()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """The inner layout's."""
+        """Replace the weights by the inner layout's fp32 copies."""
         self._inner.raise_weights(optimizer)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """The inner layout's."""
+        """Return the inner layout's whole model."""
         return self._inner.whole_model(wanted)
 
 

@@ -270,7 +270,7 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
 
 
 def refused_strategy(strategy: str) -> str | None:
-    """Explain why `parallelize` does not take a strategy, and what to use; None where it does."""
+    """Explain why `parallelize` does not accept a strategy, and what to use; None if it does."""
     return _REFUSED.get(strategy)
 
 
@@ -313,7 +313,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
 
 
 def launched_world_size() -> int:
-    """The number of processes that torchrun has started, 1 without it."""
+    """Return the number of processes that torchrun has started, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
 
 

@@ -129,7 +129,7 @@ def _let_family_read() -> None:
 
 
 class PeerMemoryGroup:
-    """Ranks of a group on one host, which call the same collectives on their own buffers.
+    """Ranks of a group on one host, which call the same collectives on their buffers.
 
     All raise dist.DistError where a rank is gone, gave up, or does not come in time; this rank has
     given up then, which the others see. Raise BadInputError where another rank is at another
@@ -151,7 +151,7 @@ class PeerMemoryGroup:
         self._buffers: dict[int, int] = {}
 
     def can_read(self) -> bool:
-        """Whether this rank can read every other."""
+        """Return whether this rank can read all others."""
         try:
             for other in self._others:
                 self._look(other)
@@ -278,7 +278,7 @@ class PeerMemoryGroup:
 
 
 def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
-    """The ranks of a group that are all on this host; None where they cannot do it.
+    """Return the ranks of a group if all are on this host; None if they cannot read each other.
 
     Collective: all answer alike.
     """

@@ -61,7 +61,7 @@ class Stage(PipelineStage):
     given = StepHooks()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """A micro-batch's forward. What was done before was to wait for it."""
+        """Run a micro-batch's forward. The time before it was spent waiting."""
         self.given.mark("communication")
         with self.given.cast(), record_function(traced_name("F", self.stage_index)):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """A micro-batch's backward, which leaves gradients of inputs to be sent."""
+        """Run a micro-batch's backward, which leaves gradients of inputs to be sent."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         fill_missing_gradients(self, bwd_chunk_id)
 

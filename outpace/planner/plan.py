@@ -1,4 +1,4 @@
-"""The planner's answer: the plan to run, others, fastest first, with reasons, and the rejected."""
+"""The planner's answer: the plan to use, others (fastest first) with reasons, and the rejected."""
 
 import math
 import re
@@ -51,7 +51,7 @@ _FINALISTS = 2  # times as many as are shown
 
 
 def plans(job: PlanningProblem) -> Plans:
-    """Every plan considered; raises BadInputError, naming what would do, if none fits."""
+    """Consider every plan. Raises BadInputError, naming alternatives, if none fits."""
     began = time.perf_counter()
     wanted = job.wanted
     if wanted.trained and job.outline.untrained is not None:
@@ -107,7 +107,7 @@ def _interval(job: PlanningProblem) -> Interval:
 
 
 def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
-    """Describe a plan of the problem as measured cases are compared with it."""
+    """Describe a plan of the problem by the features that measured cases are compared by."""
     device = job.cluster.device
     chip = ACCELERATORS.get(device.name)
     return Likeness(
@@ -245,7 +245,7 @@ def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
 
 
 def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
-    """Places of plans with their roles: the recommended, fastest and leanest, then other kinds."""
+    """Return the plans to list by role: recommended, fastest and leanest, then other kinds."""
     roles: list[tuple[int, Role]] = [
         (found.simplest, "recommended"), (found.fastest, "fastest"), (found.leanest, "leanest"),
     ]  # fmt: skip
@@ -305,7 +305,9 @@ def _least_s(job: PlanningProblem, nodes: int) -> float:
 
 
 def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, float]], int]:
-    """The `count` fastest plans with seconds of a step, of one kind or many; and of how many."""
+    """Return the `count` fastest plans with their step times, of one kind or many, and the number
+    considered.
+    """
     columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
     places = np.arange(len(columns))
     times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
@@ -316,7 +318,7 @@ def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, fl
 def fastest_plan(
     job: PlanningProblem, accepts: Callable[[Plan], bool]
 ) -> tuple[RankedPlan | None, int]:
-    """The fastest plan that fits and that `accepts` takes, and of how many."""
+    """Return the fastest plan that fits and that `accepts` allows, and the number considered."""
     plan, considered = fastest_accepted(
         job.question, job.wanted, job.checked_bytes, job.limit, accepts
     )
@@ -327,7 +329,9 @@ def fastest_plan(
 
 
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
-    """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
+    """Estimate one plan, whether it fits or not. Raises BadInputError if it does not divide the
+    batch.
+    """
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
     times = simulate_pipelines(job.question, columns, times, np.array([0]))
@@ -548,7 +552,7 @@ def _fits_on(job: PlanningProblem, nodes: int) -> bool:
 
 
 def throughput(job: PlanningProblem, nodes: int) -> RankedPlan | None:
-    """Return the fastest plan on `nodes` nodes; None where none fits."""
+    """Return the fastest plan on `nodes` nodes; None if none fits."""
     used, found = _fastest(replace(job.with_nodes(nodes), count=2))
     if not len(found.ranked):
         return None

@@ -1,6 +1,6 @@
 """Plans as columns, from which time and memory of many plans are estimated at once.
 
-Every array has one entry a plan. Words stand as numbers: their places in the tuples here.
+Every array has one entry per plan. Names are stored as their positions in the tuples here.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _SHARD_ITEMS = np.array([PRECISION_TRAITS[name].shard_bytes for name in PRECISIO
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Plans, one entry each. `samples` are a data-parallel rank's of a step.
+    """Plans, one entry each. `samples` are those of a data-parallel rank per step.
 
     `zero` is 0 where dp_shard is 1. `modes` has four columns: the share of blocks that recompute
     by each mode, in the order of MODES. `etp` ranks of tp cut each expert. `passes`
@@ -71,24 +71,26 @@ class PlanBatch:
         return len(self.strategy)
 
     def take(self, chosen: Any) -> Self:
-        """The plans of a mask, a slice or a list of places."""
+        """Return the plans of a mask, a slice or a list of positions."""
         return type(self)(
             **{field.name: getattr(self, field.name)[chosen] for field in fields(self)}
         )
 
     @property
     def data_parallel(self) -> Ints:
-        """Shares that a global batch is cut into."""
+        """Return the shares of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def ranks(self) -> Ints:
-        """Ranks on the axes; parameter servers come beside."""
+        """Return the number of ranks on the axes, without parameter servers."""
         return self.data_parallel * self.tp * self.cp * self.pp
 
     @property
     def shards(self) -> Ints:
-        """Ranks that what is sharded is spread over: those of cp share in 3d."""
+        """Return the number of ranks that shards are spread over; in 3d, those of cp are
+        included.
+        """
         product = self.strategy == STRATEGIES.index("3d")
         return self.dp_shard * np.where(product & (self.zero > 0), self.cp, 1)
 
@@ -101,7 +103,9 @@ class PlanBatch:
         return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
 
     def holds_masters(self) -> Bools:
-        """Plans whose fp32 shards are the master weights that bf16-master gathers in bf16."""
+        """Return which plans have fp32 shards as master weights that bf16-master gathers in
+        bf16.
+        """
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         found: Bools = split & self.precision_in("bf16-master")
@@ -118,7 +122,7 @@ class PlanBatch:
 
 
 def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch:
-    """The columns of `plans`. Raises BadInputError where one does not divide the batch."""
+    """Return the columns of `plans`. Raises BadInputError if one does not divide the batch."""
     rows = [_row(plan, global_batch, layers) for plan in plans]
     arrays: dict[str, Any] = {
         field.name: np.array([row[field.name] for row in rows]) for field in fields(PlanBatch)

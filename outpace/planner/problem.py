@@ -18,11 +18,11 @@ from outpace.records.outline import Outline
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A model, a batch and a machine, and what is asked of the answer.
+    """A model, a batch and a machine, and requirements on the answer.
 
-    `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `hints`: whether to
-    say what a setting that is not searched would gain. `traits`: how the trainer uses memory,
-    `stack`: how it trains.
+    `idle`: nodes may stay idle, if fewer are faster or not all can be used. `hints`: whether to
+    report gains of settings that are not searched. `traits`: how the trainer uses memory, `stack`:
+    how it trains.
     """
 
     outline: Outline
@@ -38,7 +38,7 @@ class PlanningProblem:
 
     @property
     def limit(self) -> float:
-        """Bytes of a device's memory, as its driver leaves it; the largest number: not known."""
+        """Bytes of a device's memory that its driver leaves free; the largest number if unknown."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def with_nodes(self, nodes: int) -> "PlanningProblem":
@@ -48,7 +48,7 @@ class PlanningProblem:
 
     @property
     def question(self) -> StepTimeQuestion:
-        """Problem as the time model takes it."""
+        """The problem in the form of the time model."""
         return StepTimeQuestion(
             self.outline,
             self.wanted.seq_len,
@@ -60,23 +60,25 @@ class PlanningProblem:
         )
 
     def required_bytes(self, columns: PlanBatch) -> Floats:
-        """Bytes of each plan's fullest rank."""
+        """Return the bytes of each plan's fullest rank."""
         return peak.reserved_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,
         )  # fmt: skip
 
     def least_bytes(self, columns: PlanBatch) -> Floats:
-        """Bytes that each plan's fullest rank needs at least, in a fraction of the time."""
+        """Return a lower bound of each plan's bytes, in a fraction of the time."""
         return peak.least_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,
         )  # fmt: skip
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
-        """`needs`, but just above the limit where a node's host cannot take what is offloaded.
+        """Return `required_bytes`, but just above the limit if a node's host has no memory for what
+        is offloaded.
 
-        Such a plan does not fit, and is nearer to it than those that are too large for a device.
+        Such a plan does not fit, but is closer to fitting than those that are too large for a
+        device.
         """
         needs = self.required_bytes(columns)
         host_bytes = self.cluster.host_bytes
@@ -89,11 +91,11 @@ class PlanningProblem:
         return needs
 
     def offloads(self, columns: PlanBatch) -> Floats:
-        """Bytes of a node's host memory that its ranks offload to, of each plan."""
+        """Return, for each plan, the bytes of a node's host memory that its ranks offload to."""
         return self.offloaded_bytes(columns)[0]
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:
-        """Bytes that the ranks of a node keep in its host's memory and on its disks, at most."""
+        """Return the most bytes that a node's ranks keep in its host memory and on its disks."""
         host, disk = peak.offloaded_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,

@@ -1,4 +1,4 @@
-"""Device and links of a machine: of the catalog, or as it was probed."""
+"""Device and links of a machine, from the catalog or from a probe."""
 
 import math
 import statistics
@@ -33,13 +33,13 @@ from outpace.records.units import show_share
 
 @dataclass(frozen=True)
 class Cluster:
-    """A number of nodes, and what is known of them.
+    """Equal nodes, and what is known about them.
 
-    `probed`: its rates were measured; `calibrated`: by whole steps, too. `residuals` are measured
-    by predicted time of those steps, where rates are as measured and not fitted to them.
+    `probed`: its rates were measured; `calibrated`: with whole steps as well. `residuals` are the
+    ratios of measured to predicted time of those steps, if rates are not fitted to them.
 
-    `loader_tokens_per_s` is what a node loads; infinite where that was not probed. `host_bytes` is
-    its host's memory, which devices may offload to; None: not known, or the host is the device.
+    `loader_tokens_per_s` is a node's data loading rate; infinite if it was not probed. `host_bytes`
+    is the host memory that devices may offload to; None: unknown, or the host is the device.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes."""
+        """Number of devices on all nodes."""
         return self.nodes * self.fabric.per_node
 
     @property
     def guessed(self) -> bool:
-        """Whether its rates stand neither on the catalog's measurements nor on whole steps."""
+        """Whether its rates are neither from the catalog's measurements nor from whole steps."""
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property
@@ -93,11 +93,11 @@ _DIRECT = ("mesh", "cube-mesh", "pairs")
 def of_catalog(
     node: Node, nodes: int, network: Network | None = None, devices: int | None = None
 ) -> Cluster:
-    """A machine of the catalog. `network` is all network cards' of a node, where it is another's.
+    """Return a machine of the catalog. `network` replaces the total network of a node.
 
-    `devices` are those of a node that are used, None all.
+    `devices` is the number used per node; None: all.
 
-    Raises BadInputError where it has no accelerator, or several nodes and no network.
+    Raises BadInputError if it has no accelerator, or several nodes and no network.
     """
     chip = ACCELERATORS.get(node.accelerator or "")
     if chip is None:
@@ -124,7 +124,7 @@ def of_catalog(
 
 
 def assumed_network_note(node: Node, network: Network) -> str:
-    """Return the sentence on a network that a machine is taken to have."""
+    """Return the note on a network that is assumed for a machine."""
     return (
         f"{node.name} is sold without network cards: {network.name} is assumed. Say another with "
         "--network, as in --network 8xinfiniband-ndr."
@@ -132,7 +132,7 @@ def assumed_network_note(node: Node, network: Network) -> str:
 
 
 def default_network(node: Node) -> Network:
-    """A card for each device, as machines with such accelerators are sold with."""
+    """Return one network card per device, which machines with such accelerators usually have."""
     chip = ACCELERATORS[node.accelerator or ""]
     link = LINKS[DEFAULT_NETWORKS[chip.architecture]]
     return Network(
@@ -195,10 +195,10 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
 
 
 def of_probe(machine: Machine, ranks: int) -> Cluster:
-    """A machine as `outpace probe` measured it, for `ranks` processes on each of its hosts.
+    """Return a machine as `outpace probe` measured it, for `ranks` processes on each of its hosts.
 
-    Figures that were not stable enough count with the median of their samples, and are noted.
-    Raises BadInputError where what is needed was not probed.
+    For figures that were not stable enough, the median of their samples is used and noted. Raises
+    BadInputError if a necessary figure was not probed.
     """
     probed = machine.probed
     if probed is None:
@@ -313,10 +313,10 @@ _BRIEFLY = (
 
 
 def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> Cluster:
-    """A host that was not probed: its accelerators of the catalog, else a guess.
+    """Return a host that was not probed: its accelerators from the catalog, else a guess.
 
-    A CPU's rates are those `measured` of its cores, else guessed by its vector width. Raises
-    BadInputError for an accelerator that the catalog has not.
+    A CPU's rates are those `measured` for its cores, else guessed from its vector width. Raises
+    BadInputError for an accelerator that is not in the catalog.
     """
     if machine.devices:
         first = machine.devices[0]
@@ -612,7 +612,7 @@ def _measured_cluster(
 
 
 def network_share(network: Network) -> float:
-    """Return the share of its rate that a network reaches, by its kind of link."""
+    """Return the share of its rate that a network reaches, by kind of link."""
     if network.origin == "measured":
         return 1.0
     for link in LINKS.values():

@@ -1,9 +1,9 @@
-"""Calibration by measured steps: factors on the rates by which plans are estimated.
+"""Calibration with measured steps: factors on the rates that plans are estimated with.
 
-Probes take products and copies one by one; a step's operators follow each other, with cold caches,
-autograd and hooks between them. A step's time is a sum of terms, each of which is proportional to
-one rate, so that measured steps tell by how much each rate is off. The factors are found by least
-squares of the logarithms, with a pull to 1 that keeps a rate of which no step tells much.
+Probes measure matrix products and copies one by one; a step's operators follow each other, with
+cold caches, autograd and hooks between them. A step's time is a sum of terms, each proportional to
+one rate, so measured steps show the error of each rate. The factors are found by least squares on
+logarithms, with a pull towards 1 that keeps rates about which no step says much.
 """
 
 import math
@@ -43,7 +43,7 @@ class SeenStep:
 
 @dataclass(frozen=True)
 class RateFit:
-    """Rates by which plans are estimated."""
+    """Rates that plans are estimated with."""
 
     device: DeviceRates
     fabric: Fabric
@@ -75,9 +75,10 @@ class Calibration:
         return found
 
     def spreads(self, slopes: Floats) -> Floats:
-        """Return how far times of these slopes may be off: deviations of logarithms.
+        """Return the uncertainty of times with these slopes, as standard deviations of logarithms.
 
-        Of the ratio of two times, their slopes' difference tells: what both rest on cancels out.
+        For the ratio of two times, use the difference of their slopes, in which common errors
+        cancel.
         """
         found: Floats = np.sqrt(np.einsum("ki,kl,li->i", slopes, self.covariance, slopes))
         return found
@@ -86,10 +87,10 @@ class Calibration:
 def calibrate(
     rates: Mapping[int, RateFit], seen: Sequence[SeenStep], spread: float = UNKNOWN
 ) -> Calibration:
-    """The rates by which `seen` are predicted best.
+    """Return the rates that predict `seen` best.
 
-    `rates` are by number of ranks, which share a machine: a rate is off by the same factor in all.
-    `spread`: by how much they may be off, as the standard deviation of logarithms.
+    `rates` are by number of ranks on one machine; a rate's error is the same factor for all.
+    `spread`: their prior uncertainty, as the standard deviation of logarithms.
     """
     from scipy.optimize import least_squares  # slow to load, and needed here alone
 
@@ -144,7 +145,7 @@ class _Group:
 
 
 def steps_s(question: StepTimeQuestion, columns: PlanBatch) -> Floats:
-    """Return the step times of plans, every pipeline simulated."""
+    """Return the step times of plans, with every pipeline simulated."""
     pipelines = np.nonzero(columns.pp > 1)[0]
     return simulate_pipelines(question, columns, estimate(question, columns), pipelines).step_s
 

@@ -1,13 +1,12 @@
-"""Communication of a rank in a step, by purpose and by axis: what can hide, and behind what.
+"""Communication of a rank in a step, by purpose and axis, and the computation that can hide it.
 
-For plans of one axis the bytes are those of `planner.communication.volume`, which `outpace verify`
-measures; they are only told apart here by what they are for. For the products of axes (strategy
-3d), and for the collectives of tensor parallelism that recomputation repeats, terms are put
-together here.
+For plans with one axis, the bytes are those of `planner.communication.volume`, which `outpace
+verify` measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel
+collectives that recomputation repeats, the terms are composed here.
 
-Volumes: gradients 2(N−1)/N · Ψ, and with shards of parameters half as much again (Rajbhandari et
-al., arXiv 1910.02054, §7); between stages b · S · D a micro-batch and border, tensor parallelism
-8(t−1)/t · b · S · D a layer (Narayanan et al., arXiv 2104.04473, §3.2).
+Volumes: gradients 2(N−1)/N · Ψ, and half as much again with sharded parameters (Rajbhandari et al.,
+arXiv 1910.02054, §7); between stages b · S · D per micro-batch and border, tensor parallelism
+8(t−1)/t · b · S · D per layer (Narayanan et al., arXiv 2104.04473, §3.2).
 """
 
 import math
@@ -43,10 +42,11 @@ Where = Axis | Literal["world"]
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of one purpose on one axis in a step.
+    """Bytes with one purpose on one axis in a step.
 
-    `sent_bytes`: of a rank, as `planner.communication.volume` counts. `link_bytes`: over each link
-    of a ring through the ranks of the axis, or over each border between two stages one way.
+    `sent_bytes`: those a rank sends, as `planner.communication.volume` counts. `link_bytes`: those
+    on each link of a ring through the ranks of the axis, or one way across each border between two
+    stages.
     """
 
     part: Part
@@ -275,7 +275,7 @@ def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
 
 
 def neighbours(plan: Plan) -> list[tuple[int, int]]:
-    """Pairs of places in the pipeline between which each micro-batch passes, once each way."""
+    """Return pairs of pipeline ranks between which each micro-batch passes, once each way."""
     schedule = SCHEDULES.get(plan.schedule)
     if schedule is None:
         return []

@@ -38,7 +38,7 @@ NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
-    """Return the bytes that a rank of `ranks` sends in one collective of `given` bytes each."""
+    """Return the bytes that one of `ranks` sends in a collective of `given` bytes each."""
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -68,7 +68,7 @@ class Tally:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all kinds."""
+        """Return the bytes of all kinds."""
         return self.bytes_by_kind.total()
 
 
@@ -84,12 +84,14 @@ class StepOnRank:
 
     @property
     def passes(self) -> int:
-        """A: forwards and backwards in a step (a pipeline's micro-batches are within one)."""
+        """Return A: forward and backward passes per step (a pipeline's micro-batches are within
+        one).
+        """
         return self.plan.accumulation(self.global_batch)
 
     @property
     def item(self) -> int:
-        """Bytes of a number of parameters, gradients and sums."""
+        """Return the bytes of a number of parameters, gradients or sums."""
         return 4 if self._holds_masters else self._traits.weight_bytes
 
     @property
@@ -103,52 +105,52 @@ class StepOnRank:
 
     @property
     def low_item(self) -> int:
-        """Bytes of a number of what matrix products read."""
+        """Return the bytes of a number in the inputs of matrix products."""
         return self.item if self._traits.low is None else 2
 
     @property
     def gathered_item(self) -> int:
-        """Bytes of a number of parameters as ranks that split them gather it."""
+        """Return the bytes of a number in gathered parameters."""
         return self._traits.shard_bytes[0]
 
     @property
     def reduced_item(self) -> int:
-        """Bytes of a number of gradients as ranks that split them reduce it."""
+        """Return the bytes of a number in gradients that sharding ranks reduce."""
         return self._traits.shard_bytes[1]
 
     @property
     def summed_item(self) -> int:
-        """Bytes of a number of gradients that were added up over micro-batches.
+        """Return the bytes of a number in gradients that are accumulated over micro-batches.
 
-        Over masters that is done in fp32; where there is one, nothing is added (optim.master).
+        With master weights that is done in fp32; a single micro-batch needs no sum (optim.master).
         """
         several = self.passes * self.plan.pp_microbatches > 1
         return 4 if several and self.plan.precision == "bf16-master" else self.item
 
     @property
     def gradient_item_bytes(self) -> int:
-        """Bytes of a number of gradients as ddp and ring reduce them."""
+        """Return the bytes of a number in gradients that ddp and ring reduce."""
         return 2 if self.plan.compress_gradients == "bf16" else self.item
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each parameter."""
+        """Return the elements of each parameter."""
         return [math.prod(shape) for shape in parameter_shapes(self.spec).values()]
 
     @property
     def hidden_elements(self) -> int:
-        """b · S · D: numbers in a micro-batch's hidden states."""
+        """Return b · S · D: numbers in a micro-batch's hidden states."""
         return self.plan.micro_batch * self.seq_len * self.spec.hidden
 
 
 def step_traffic(
     plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: int, rank: int
 ) -> Tally | None:
-    """Return what `rank` sends in a step; None where no formula is known.
+    """Return what `rank` sends in a step; None if there is no formula.
 
     There is none for plans with recomputation or adapters.
 
-    It has what every job sends: the loss's sum and count, and each rank's request to stop.
+    It includes what every job sends: the loss's sum and count, and each rank's request to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -160,7 +162,7 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """Return what ranks tell each other in each step, whatever the strategy."""
+    """Return what ranks tell each other in each step, with any strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
@@ -214,7 +216,7 @@ def _ring(work: StepOnRank, tally: Tally) -> None:
 
 
 def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Sizes in groups whose sum is at most `limit`; a larger one is alone."""
+    """Return sizes in groups whose sum is at most `limit`; a larger one is alone."""
     groups: list[list[int]] = []
     for size in sizes:
         if groups and sum(groups[-1]) + size <= limit:
@@ -302,7 +304,7 @@ def _servers(work: StepOnRank, tally: Tally) -> None:
 
 
 def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
-    """Numbers of the items of each share: the largest first, to the share with the least yet.
+    """Return the items of each share, assigning the largest first to the smallest share so far.
 
     Graham, "Bounds on multiprocessing timing anomalies", 1969: the fullest share has at most 4/3
     of what it has in the best split.

@@ -1,4 +1,4 @@
-"""Gains of settings that are not searched by default, from a search beside the best plan."""
+"""Gains of settings that are not searched by default, from a search near the best plan."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,10 +32,10 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """One sentence on what could be varied; None where nothing gains or all of it is decided.
+    """Return a sentence on what could be varied; None if nothing would gain or all is fixed.
 
-    Only the best plan's tensor, context and pipeline axes are searched (fp8 has no tensor axis), so
-    that it takes a share of the search before: what is found may be less than --vary finds.
+    To take only a share of the main search's time, only the best plan's tensor, context and
+    pipeline axes are searched (fp8 has no tensor axis), so --vary may find more.
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):

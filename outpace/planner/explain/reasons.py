@@ -1,4 +1,4 @@
-"""Reasons: why a plan has its rank, why others were not taken, and why none is possible."""
+"""Reasons: why a plan has its rank, why others were not chosen, and why none is possible."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,9 @@ _ALIKE = 5e-4  # what would be shown as 0.0 %
 def explain_plan(
     job: PlanningProblem, found: SearchResult, place: int, roles: Sequence[Role]
 ) -> str:
-    """One sentence: what a plan is listed for, against the fastest, or, of it, the next."""
+    """Return one sentence: why a plan is listed, compared with the fastest; for the fastest, with
+    the next.
+    """
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles)
     against = _words_against(found, found.fastest, place)
@@ -102,7 +104,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
 def rejected_families(
     job: PlanningProblem, found: SearchResult, listed: Sequence[int]
 ) -> list[RejectedFamily]:
-    """Every family that is not among the listed, and its best or its smallest plan."""
+    """Return every family that is not listed, with its best or its smallest plan."""
     shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []
@@ -148,7 +150,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Return what a plan that does not fit needs of what there is, on a device or its host."""
+    """Return what a plan that does not fit needs, of what a device or its host has."""
     row = columns.take([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:
@@ -159,7 +161,7 @@ def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
 
 
 def impossible(wanted: SearchRequest) -> str:
-    """Explain why no plan can be laid out, and what could be: other axis sizes or batches."""
+    """Explain why no plan is possible, and what would be: other axis sizes or batches."""
     kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
     begin = (
         f"no plan can be laid out: {wanted.world} devices and a global batch of "

@@ -39,9 +39,9 @@ _PAIRS = 8
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings to change, and what is predicted with them; `slowdown` 0.1 is 10 % more time.
+    """Settings to change, and the prediction with them; `slowdown` 0.1 is 10 % more time.
 
-    `exact`: the numbers of training stay the same, but for rounding.
+    `exact`: training computes the same numbers, except for rounding.
     """
 
     settings: Change
@@ -58,9 +58,9 @@ class _TriedChange:
 
 
 def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
-    """Return possible changes, by kind, in each from the least change to the most.
+    """Return possible changes by kind, each ordered from the smallest change to the largest.
 
-    `low_precision`: the device has units for bf16. `beside_host`: it has memory of its own.
+    `low_precision`: the device supports bf16. `beside_host`: it has its own memory.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
     if plan.optimizer_in_backward:  # of one micro-batch a step
@@ -85,7 +85,7 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> li
 
 
 def change_plan(plan: Plan, change: Change) -> Plan:
-    """The plan with settings changed. Raises BadInputError where that cannot be."""
+    """Return the plan with changed settings. Raises BadInputError if that is not possible."""
     values = {**plan.model_dump(), **change}
     if "checkpointing" in change:
         values["checkpoint_layers"] = ()
@@ -104,12 +104,12 @@ def propose(
     count: int = 3,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Proposal]:
-    """The `count` cheapest changes that fit, one of each kind.
+    """Return the `count` cheapest changes that fit, one of each kind.
 
     If these are few, also more of the kinds that fit, then changes of two kinds.
 
-    `predict` is asked about log2 of each kind's changes, and about a few pairs, until there has
-    been `enough` of it.
+    `predict` is called for log2 of each kind's changes and for a few pairs, until `enough` says
+    stop.
     """
     now = predict(plan)
     base = _TriedChange({}, now, rates.seconds(now))
@@ -164,7 +164,7 @@ def _least_that_fits(
 
 
 def most_saved(change: Change, now: Cost) -> float:
-    """No change of this kind saves more than all of what it makes smaller at the peak."""
+    """Return an upper bound of what a change of this kind saves at the peak."""
     if not now.by_kind:
         return now.peak_memory_bytes
     names = {name for name in change if name in _MAKES_SMALLER}

@@ -1,4 +1,6 @@
-"""Rates that a device reaches: products, attention, memory and the host, from catalog or probe."""
+"""Rates that a device reaches: matrix products, attention, memory and the host, from catalog or
+probe.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,23 +27,22 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """One rank's device. Rates are reached ones, but for `peak_flops_per_s`.
+    """One rank's device. Rates are achieved ones, except for `peak_flops_per_s`.
 
-    `multiprocessors` take a product's tiles, one each at a time. `operator_s` is what one operator
-    takes on the host at least, however little it computes. `curve` has points of a product's FLOPs
-    and what share of the best rate it reaches, where that was measured; else tiles and waves
-    decide. `unaligned` is the share of the rate where rows are no multiple of 16 bytes.
-    `memory_bytes` is what a process gets, of the `nominal_bytes` that the maker prints.
-    `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
-    `attention_narrow` the share of that for heads of 64. An optimizer reaches `optimizer_share` of
-    the memory's rate. `hides` is the share of a collective that can proceed beside computing: none
-    where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
-    are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
-    `piecewise`: rotations, and RMS norms of spread tensors, are put together from operators of
-    their own; other RMS norms are the package's (nn.norms).
-    `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where they are not
-    those of products. `attention_kernels` are other kernels' shares, by name; causal attention
-    reaches half of its rate at `attention_half` keys.
+    `multiprocessors` each compute one tile of a matrix product at a time. `operator_s` is the
+    minimum host time of an operator. `curve` has points of a product's FLOPs and the share of the
+    best rate that it reaches, if measured; otherwise tiles and waves decide. `unaligned` is the
+    share of the rate if rows are not a multiple of 16 bytes. `memory_bytes` is available to a
+    process, of the `nominal_bytes` that the maker states. `attention_forward` and
+    `attention_backward` are shares of the rate of 16-bit products, `attention_narrow` the share of
+    that for heads of 64. An optimizer reaches `optimizer_share` of the memory's rate. `hides` is
+    the share of a collective that can overlap with computation; 0 if the same cores do both.
+    `sharers` ranks share a core: while some wait, the others are that much faster. `unit_s` is the
+    host's time to gather or sum one unit of shards. `piecewise`: rotations, and RMS norms of spread
+    tensors, are put together from operators of their own; other RMS norms are the package's
+    (nn.norms). `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where
+    they are not those of products. `attention_kernels` are other kernels' shares, by name; causal
+    attention reaches half of its rate at `attention_half` keys.
 
     A tile of a product takes as long as if its inner dimension were `fill` longer. Even short
     products reach no more than `limit` of the best rate; within a step, which is a sustained load,
@@ -84,12 +85,14 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return whether a rate of products is that of fp8, which is twice that of 16 bits."""
+        """Return whether a rate of matrix products is that of fp8, which is twice that of 16
+        bits.
+        """
         found: Bools = rate > 1.5 * self.rate("bf16")
         return found
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of large products; of the next wider dtype where there is none."""
+        """Return the FLOP/s of large matrix products; of the next wider dtype if there is none."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -98,18 +101,18 @@ class DeviceRates:
 
 
 def dtype_of(precision: Precision) -> Dtype:
-    """Return the dtype in which products are computed."""
+    """Return the dtype in which matrix products are computed."""
     return PRECISION_TRAITS[precision].products
 
 
 def items(precision: Ints) -> Floats:
-    """Bytes of a number in products, by precision."""
+    """Return the bytes of a number in matrix products, by precision."""
     sizes = [PRECISION_TRAITS[name].operand_bytes for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
 
 def of_accelerator(chip: Accelerator) -> DeviceRates:
-    """Return the device by its architecture's published measurements."""
+    """Return the device, from its architecture's published measurements."""
     curve = efficiency.product_curve(chip)
     kernels = efficiency.attention_rates(chip)
     attention = kernels.get("cudnn", kernels["flash2"])
@@ -211,9 +214,9 @@ def sustained_product_s(
     item: Floats,
     batch: Floats | float = 1.0,
 ) -> Floats:
-    """Return `product_s` within a training step, where power and a cold cache hold rates down.
+    """Return `product_s` within a training step, where power and cold caches limit rates.
 
-    None is faster than the rate that is sustained; products below it take what they take alone.
+    No product exceeds the sustained rate; slower ones take as long as alone.
     """
     short = product_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)

@@ -1,4 +1,4 @@
-"""Bytes that one layer's forward pass leaves for its backward pass, and sizes of its weights.
+"""Bytes that one layer's forward pass saves for its backward pass, and sizes of its weights.
 
 The terms are derived in docs/concepts/memory-model.md: what autograd saves of each operator in
 `nn.block`, no more and no less. Legend: T tokens of a micro-batch on a rank, R of them in the
@@ -29,9 +29,10 @@ _TABLE = np.array(
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of a plan's tensors: bytes of items, elements of what goes between layers.
+    """Sizes of a plan's tensors: bytes per item, elements passed between layers.
 
-    Where ranks split parameters these are `gathered`, and gradients `reduced`, in that many bytes.
+    If ranks shard parameters, `gathered` and `reduced` are the bytes in which parameters are
+    gathered and gradients reduced.
     """
 
     weight: Floats
@@ -46,7 +47,9 @@ class Shapes:
 
     @property
     def casts(self) -> Floats:
-        """1 where products are of another dtype than the stream, which is cast for them."""
+        """Return 1 if matrix products use another dtype than the residual stream, which is then
+        cast.
+        """
         return (self.operand < self.stream).astype(float)
 
 
@@ -65,7 +68,7 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a stack. Bytes that its forward leaves, by what they are of.
+    """One layer of a stack: the bytes that its forward saves, by origin.
 
     `norm` is what each of the norms keeps beside its input; `input` what is kept of what the
     products after it read; `output` is of a product into the residual stream, before it is added.
@@ -98,22 +101,22 @@ class Layer:
 
     @property
     def elements(self) -> Floats:
-        """Elements of all parameters of a layer on a rank."""
+        """Return the elements of all parameters of a layer on a rank."""
         return self.matrices + self.vectors
 
     @property
     def inners(self) -> int:
-        """Tensors of the inner width that are kept: two, or four where there is a gate."""
+        """Return the number of kept tensors with the inner width: two, or four with a gate."""
         return 4 if self.gated else 2
 
     @property
     def attention(self) -> Floats:
-        """Bytes that attention keeps beside what it reads."""
+        """Return the bytes that attention saves besides its input."""
         return self.queries + 2 * self.keys + self.mixed + self.heads_apart + self.scores
 
     @property
     def saved_bytes(self) -> Floats:
-        """Bytes of a layer that recomputes nothing, its input included."""
+        """Return the bytes of a layer that recomputes nothing, including its input."""
         return (
             self.norms * (self.residual + self.norm + self.input)
             + self.attention
@@ -137,7 +140,7 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Gradients of what products and norms make."""
+        """Return the bytes of gradients of the outputs of matrix products and norms."""
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
@@ -151,7 +154,7 @@ def layer(
     fused: bool,
     traits: FrameworkTraits = OUTPACE,
 ) -> Layer:
-    """A stack's layer for every plan."""
+    """Return a stack's layer for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
     zero = np.zeros_like(tokens)
     fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout
@@ -291,6 +294,6 @@ def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
 
 
 def share_of(columns: PlanBatch, mode: Checkpointing) -> Floats:
-    """The share of blocks in a mode."""
+    """Return the share of blocks in a mode."""
     share: Floats = columns.modes[:, MODES.index(mode)]
     return share

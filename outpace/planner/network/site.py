@@ -1,4 +1,4 @@
-"""Site of `outpace network`: a machine of the catalog, or one that was probed, or both."""
+"""Site of `outpace network`: a machine of the catalog, a probed one, or both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Site:
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """None on CPUs, and where the catalog has no entry."""
+        """Return the accelerator; None on CPUs, and if the catalog has no entry."""
         if self.node is not None:
             return ACCELERATORS.get(self.node.accelerator or "")
         first = self.probe.devices[0] if self.probe is not None and self.probe.devices else None
@@ -91,11 +91,11 @@ class Site:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a device, as its driver leaves it."""
+        """Return the memory of a device that its driver leaves free."""
         return None if self.accelerator is None else self.accelerator.usable_bytes
 
     def precision(self, asked: Precision | None) -> Precision:
-        """Return the precision asked for, else the fastest in which products were measured.
+        """Return the requested precision, else the fastest in which matrix products were measured.
 
         Where none was measured, bf16 if they have it by the catalog. On a GPU that is over master
         weights, as outpace trains there.
@@ -120,7 +120,7 @@ class Site:
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rate(self, precision: Precision) -> Figure:
-        """FLOP/s of a device: measured, or a share of the peak."""
+        """Return the FLOP/s of a device: measured, or a share of the peak."""
         dtype = precision.split("-")[0]
         probed = self._results
         figure = None if probed is None else probed.best_rate(dtype)
@@ -143,7 +143,7 @@ class Site:
                        f"{self._asked.share:g} of {self.accelerator.peak.source}")  # fmt: skip
 
     def memory_rate(self) -> Figure:
-        """Bytes/s of a device's memory."""
+        """Return the bandwidth of a device's memory in bytes/s."""
         probed = self._results
         copies = [] if probed is None else [
             figure for figure in probed.figures
@@ -160,9 +160,9 @@ class Site:
                        self.accelerator.source)  # fmt: skip
 
     def device_network(self) -> Network | None:
-        """A device's link to the others of its node; None where it is alone there.
+        """Return a device's link to the others of its node; None if it is alone there.
 
-        Raises BadInputError where it is not known.
+        Raises BadInputError if it is unknown.
         """
         if self._asked.inside is not None:
             return read_network(self._asked.inside, "--inside ")

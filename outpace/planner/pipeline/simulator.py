@@ -1,9 +1,9 @@
-"""Simulation of a pipeline's schedule by actions: when each rank works, and how long it waits.
+"""Simulation of a pipeline schedule by actions: when each rank works, and how long it waits.
 
-Each rank takes its actions in its order. An action begins as soon as the rank is free and what it
-needs is there: a forward needs the stage before it, a backward the stage after it and its own
-forward. Where stages are equal this gives the closed forms of the papers, and where they are not,
-what the closed forms cannot.
+Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
+are available: a forward needs the stage before it, a backward the stage after it and its own
+forward. For equal stages this gives the closed forms of the papers; it also covers unequal stages,
+which they do not.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +31,9 @@ Order = Sequence[Action]
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a micro-batch on a stage. A backward is its inputs' part and its weights'."""
+    """Seconds of a micro-batch on a stage. A backward consists of its inputs' part and its
+    weights'.
+    """
 
     forward_s: float
     inputs_s: float
@@ -48,7 +50,7 @@ class StageTime:
 
 
 class Span(NamedTuple):
-    """An action and when it was done, from the beginning of the step."""
+    """An action with its start and end, from the beginning of the step."""
 
     action: Action
     begin_s: float
@@ -63,11 +65,11 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Time from the first action's beginning to the last one's end."""
+        """Return the time from the start of the first action to the end of the last."""
         return max((spans[-1].end_s for spans in self.ranks if spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Seconds in which a rank works; those of what it does together count once."""
+        """Return the seconds in which a rank works; overlapping actions count once."""
         busy_s = free_s = 0.0
         for span in self.ranks[rank]:
             busy_s += span.end_s - max(span.begin_s, free_s)
@@ -76,7 +78,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """Return the share of all ranks' time in which they wait."""
         whole = self.makespan_s * len(self.ranks)
         return 1 - sum(map(self.busy_s, range(len(self.ranks)))) / whole if whole else 0.0
 
@@ -102,7 +104,7 @@ class Wiring:
         transfer_s: float,
         together_s: Callable[[float, float], float] = max,
     ) -> tuple[list[float], list[float]]:
-        """Return when each action begins, and when it ends; arguments as of `simulate`."""
+        """Return when each action starts and ends; arguments as for `simulate`."""
         took = list(map(seconds, self.actions))
         if self.beside:
             for place, action in enumerate(self.actions):
@@ -128,7 +130,7 @@ class Wiring:
         transfer_s: float = 0.0,
         together_s: Callable[[float, float], float] = max,
     ) -> float:
-        """Return the time from the first beginning to the last end, as of `simulate_stages`."""
+        """Return the time from the first start to the last end, as for `simulate_stages`."""
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
         cost = {kind: [time.seconds(kind) for time in times] for kind in kinds}
         _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s, together_s)
@@ -136,7 +138,7 @@ class Wiring:
 
 
 def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
-    """Find a sequence in which all ranks' actions can be done, each rank's in its order.
+    """Find a sequence of all ranks' actions that respects each rank's order and the dependencies.
 
     `together`: actions that a rank does at one time with the next in its order. Raises
     BadInputError for orders in which ranks wait for each other.
@@ -243,9 +245,9 @@ def simulate(
 ) -> Timeline:
     """Simulate each rank's actions in its order.
 
-    `seconds` of each action; `transfer_s` is what it takes a tensor to get to another rank, in
-    which both may proceed. `together`: actions that are done at one time with the next in their
-    order, once there is what either needs; the two take `together_s` of what each takes alone, by
+    `seconds` are those of each action; `transfer_s` is the time of a tensor's transfer to another
+    rank, during which both may proceed. `together`: actions that overlap with the next in their
+    order, once both have their inputs; the two take `together_s` of what each takes alone, by
     default as long as the longer. Raises BadInputError for orders in which ranks wait for each
     other.
     """
@@ -268,7 +270,7 @@ def simulate_stages(
     together: Collection[Action] = (),
     together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
-    """Simulate as `simulate`, every micro-batch taking a stage's time."""
+    """Simulate as `simulate` does, with a stage's time for every micro-batch."""
     return simulate(
         orders,
         lambda action: times[action.stage].seconds(action.kind),
@@ -289,7 +291,7 @@ def makespan_s(
 
 
 def most_in_flight(order: Order) -> int:
-    """The most forwards of which a rank keeps intermediate results at one time.
+    """Return the largest number of forwards whose intermediate results a rank keeps at once.
 
     Each is one micro-batch on one stage: of v stages on the rank, a micro-batch counts v times. It
     is kept until the weights' part of its backward is done.
@@ -304,7 +306,7 @@ def most_in_flight(order: Order) -> int:
 def idle_share_formula(
     strategy: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> float | None:
-    """The idle share of equal stages by the papers' closed forms; None where there is none.
+    """Return the idle share for equal stages by the papers' closed forms; None if there is none.
 
     mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and
     arXiv 2104.04473, §2.2.1. With v stages a rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and

@@ -1,8 +1,8 @@
-"""Choice among plans that are about as fast: the simplest with room, and the leanest.
+"""Choice among plans that are about as fast: the simplest with free memory, and the leanest.
 
-Estimates of two plans on one machine differ by less than they are off together, but 2 % is within
-what they may be off each. Below that the plan that an expert would run comes first: nothing
-offloaded, no axis or schedule more than needed, and memory left.
+The estimates of two plans on one machine share most of their error, but each may have its own error
+of 2 %. Below that, the plan that an expert would run comes first: nothing offloaded, no unnecessary
+axis or schedule, and memory left.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ Estimates = Callable[[PlanBatch], Floats]
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Plans to choose among, and how each is judged.
+    """Plans to choose among, and how to judge them.
 
     `plain` are layouts without options, `chosen` the options to go with each. A plan takes
     `seconds` a step and `needs` bytes of a device's `memory_bytes`; `floors` are bytes that it
@@ -49,7 +49,8 @@ class PlanChoice:
 
 
 def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch | None:
-    """The simplest plan that takes `most_s` at most and fits; of equals that with the most room.
+    """Return the simplest plan that fits and takes at most `most_s`; among equals, the one with the
+    most free memory.
 
     `trains_all`: the trainer is not outpace, so that what outpace does not train counts nothing.
     """
@@ -73,7 +74,7 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
 
 
 def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | None:
-    """The plan of the least memory of a device that takes `most_s` at most and fits.
+    """Return the plan with the least device memory that fits and takes at most `most_s`.
 
     `offloads`: nothing else fits; without need nothing is moved to a host's memory.
     """

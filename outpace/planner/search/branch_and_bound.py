@@ -1,10 +1,9 @@
-"""Search for the fastest plans that fit, leaving none out.
+"""Exact search for the fastest plans that fit.
 
-A layout takes no longer without an option (recomputation, a chunked loss, offloading) than with it,
-by its fastest optimizer.
-So layouts are looked at in the order of what they take without, all options of a few at a time, and
-the search ends where the next layout cannot be better than what was found: branch and bound, with
-the same answer as trying everything.
+A layout with its fastest optimizer takes no longer without an option (recomputation, a chunked
+loss, offloading) than with it. So layouts are visited in the order of their time without options,
+with all options of a few at a time, and the search ends when the next layout cannot improve the
+result: branch and bound, with the same answer as trying everything.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,7 +70,7 @@ class SearchResult:
 
 
 def family(columns: PlanBatch) -> Ints:
-    """Places in FAMILIES."""
+    """Positions in FAMILIES."""
     places = [FAMILIES.index(TRAITS[name].family) for name in STRATEGIES]
     return np.array(places)[columns.strategy]
 
@@ -120,7 +119,8 @@ def find_alternatives(
     floors: Needs,
     memory_bytes: float,
 ) -> SearchResult:
-    """`found` with the simplest and the leanest of plans that are about as fast, as rows more.
+    """Return `found` with additional rows for the simplest and the leanest plans that are about as
+    fast.
 
     `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`).
     """
@@ -159,7 +159,8 @@ def fastest(
 ) -> tuple[PlanBatch, int]:
     """Return the `count` fastest plans that fit, fastest first, and the number considered.
 
-    Layouts come in the order of what they take without options, until none can be among them.
+    Layouts are visited in the order of their time without options, until no other can be among
+    them.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
@@ -186,7 +187,7 @@ def fastest_accepted(
     memory_bytes: float,
     accepts: Callable[[Plan], bool],
 ) -> tuple[Plan | None, int]:
-    """Return the fastest plan that fits and that `accepts` takes, and the number considered.
+    """Return the fastest plan that fits and that `accepts` allows, and the number considered.
 
     Of plans that differ in their micro-batches only one is asked about: `accepts` answers for a way
     to split a model and what goes with it. Layouts come in the order of what they take without
@@ -219,9 +220,9 @@ def fastest_accepted(
 
 
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
-    """Return seconds that no plan of a layout takes less than: without options, by any optimizer.
+    """Return a lower bound of a layout's step time: without options, with any optimizer.
 
-    Which optimizer is fastest depends on the layout: compiled those of fewer bits move less.
+    The fastest optimizer depends on the layout; compiled, those with fewer bits move less.
     """
     found: Floats = estimate(question, plain).step_s
     for name in wanted.vary.get("optimizer", ()):
@@ -418,7 +419,7 @@ def _first_of(kinds: Ints, seconds: Floats) -> Ints:
 
 
 def kinds(c: PlanBatch) -> Ints:
-    """A number for each combination of a family, the axes that are split and the level of ZeRO."""
+    """Return a number for each combination of family, split axes and ZeRO stage."""
     found = family(c)
     for split in (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1):
         found = found * 2 + split
@@ -474,7 +475,9 @@ def _finish_search(
 
 
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
-    """Whether any plan does: all of the smallest micro-batch that recompute the most are tried."""
+    """Return whether any plan fits, trying those with the smallest micro-batch and the most
+    recomputation.
+    """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False

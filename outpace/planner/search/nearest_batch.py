@@ -1,4 +1,4 @@
-"""Global batches near one that no layout of the ranks can share out."""
+"""Global batches near one that no layout of the ranks can divide."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ _TRIED = 12  # candidates on either side: each costs a list of all layouts
 
 
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
-    """The nearest smaller and larger global batch, in samples, that can be laid out.
+    """Return the nearest smaller and larger global batch, in samples, that a layout can divide.
 
-    Empty where the batch is not what stands in the way.
+    Empty if the batch is not the obstacle.
     """
     if len(layouts(wanted)) or not any(True for _ in memory_options(wanted)):
         return ()

@@ -1,4 +1,4 @@
-"""Space of plans: every possible layout of the ranks, times every option, as columns."""
+"""Space of plans: every possible layout of the ranks with every option, as columns."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -99,9 +99,9 @@ Options = dict[str, Any]
 
 
 def layouts(wanted: SearchRequest) -> PlanBatch:
-    """Return every layout without any option, kept or not: it takes no longer than with some.
+    """Return every layout without options, even kept ones: it takes no longer than with some.
 
-    What is varied and makes some layouts faster and others slower makes layouts of its own.
+    Varied settings that make some layouts faster and others slower form separate layouts.
     """
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
@@ -154,7 +154,7 @@ def _repeat(value: Any, count: int) -> Any:
 
 
 def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
-    """Combine every layout with every option that it goes with."""
+    """Combine every layout with every option that it allows."""
     count = len(chosen)
     values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(PlanBatch)}
     for name in chosen[0]:
@@ -177,7 +177,7 @@ def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
 
 
 def memory_options(wanted: SearchRequest) -> Iterator[Options]:
-    """Yield what can be set whatever the layout is, the plainest first."""
+    """Yield the options that any layout allows, the plainest first."""
     keep = wanted.keep
     modes = [
         (mode, every)
@@ -240,7 +240,7 @@ def _option(
 
 
 def untrained_mask(c: PlanBatch) -> Any:
-    """Return which plans outpace itself does not train (`records.plan.Plan.training_obstacle`)."""
+    """Return which plans outpace cannot train (`records.plan.Plan.training_obstacle`)."""
     product, piped = c.strategy_in("3d"), c.pp > 1
     found = (c.async_tp & (c.tp > 1)) | (c.ep > 1)
     found |= product & (c.dp_shard > 1) & (c.zero != 3)
@@ -315,12 +315,12 @@ def _sizes(wanted: SearchRequest, axis: str) -> list[int]:
 
 
 def allowed_sizes(wanted: SearchRequest, axis: str) -> list[int]:
-    """Return the sizes that an axis may have, each for itself: tp, cp, pp or ep."""
+    """Return the sizes that each axis may have: tp, cp, pp or ep."""
     return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
 
 
 def refused_size(wanted: SearchRequest, axis: str, size: int) -> str | None:
-    """Explain why an axis cannot have a size for this model and machine; None where it can."""
+    """Explain why an axis cannot have a size for this model and machine; None if it can."""
     name, world = wanted.outline.name, wanted.world
     if size == 1:
         return None
@@ -485,7 +485,7 @@ def _naive(wanted: SearchRequest) -> Iterator[_Row]:
 
 
 def to_plan(c: PlanBatch, place: int) -> Plan:
-    """One row as a plan."""
+    """Return one row as a plan."""
     strategy = STRATEGIES[c.strategy[place]]
     mode, every = _mode(c.modes[place])
     schedule = SCHEDULE_NAMES[c.schedule[place]]

@@ -23,12 +23,12 @@ class _Collectives:
 
 
 class CollectiveTimes(StepTimeSetup):
-    """Communication that no computation hides."""
+    """Exposed communication: the part that no computation hides."""
 
     def ring_s(
         self, forwards: list[PassTime], backwards: list[PassTime], shares: Floats, layers: Floats
     ) -> Floats:
-        """Keys and values go round while attention is computed; what is left is waited for.
+        """Return the exposed time of keys and values that circulate during attention.
 
         Forwards once round, backwards with gradients twice as much; where attention is computed
         again, they go round again.
@@ -58,7 +58,8 @@ class CollectiveTimes(StepTimeSetup):
         return np.where(c.cp > 1, self.micro * (exposed + merged * (1 + full / 2)), 0.0)
 
     def experts_s(self, busy: Floats) -> Floats:
-        """Tokens to their experts and back, all to all: twice forwards, twice backwards.
+        """Return the time of tokens to their experts and back: all-to-all twice forward, twice
+        backward.
 
         Of ranks of tp each sends its part of the tokens; those that have parts of the same experts
         gather what came to any of them, and scatter sums, of more tokens than tp's own collectives
@@ -93,7 +94,7 @@ class CollectiveTimes(StepTimeSetup):
         return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once)
 
     def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: PipelineTime) -> Floats:
-        """Return what is exposed of gradients' sums, and of gathering parameters that are sharded.
+        """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
         `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
         differ, one that is not the slowest may be by what it exposes.

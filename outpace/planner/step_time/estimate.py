@@ -1,4 +1,4 @@
-"""Step times of many plans, and where the time goes: closed forms, all plans at once.
+"""Step times of many plans at once, and where the time goes, in closed form.
 
 A step is the pipeline's passes (compute and what it waits for, the bubble), the reduction of
 gradients as far as no backward hides it, and the optimizer. docs/concepts/planner.md derives each
@@ -18,7 +18,7 @@ from outpace.planner.step_time.setup import StepTimeQuestion, of_stacks
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step by what they go to, one entry a plan; they add up to the step.
+    """Seconds of a step by purpose, one entry per plan; they add up to the step.
 
     `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
     `data_s` is exposed of gradients' and parameters' collectives, `tensor_s`, `context_s`,
@@ -41,7 +41,7 @@ class StepTimes:
 
     @property
     def step_s(self) -> Floats:
-        """All of it."""
+        """Return the sum of all parts."""
         total: Floats = np.sum([getattr(self, f.name) for f in fields(self)], axis=0)
         return total
 
@@ -57,7 +57,7 @@ def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Parts of the time that offloading takes, of each plan."""
+    """Return the parts of each plan's offloading time."""
     return _Step(question, columns).offloading_parts()
 
 

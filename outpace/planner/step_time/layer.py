@@ -58,7 +58,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Device seconds by kind, and operators that the host launches; forwards and backwards.
+    """Device seconds by kind, and operators that the host launches, forward and backward.
 
     `inner` is the attention within a forward, which some recomputation leaves out or does alone;
     `products` are a forward's seconds of matrix products by weights.
@@ -116,7 +116,7 @@ _CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the othe
 def layer(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
 ) -> LayerWork:
-    """One layer of `stack`, all phases."""
+    """Return one layer of `stack`, all phases."""
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
@@ -508,9 +508,9 @@ class EndsTime(NamedTuple):
 def head(
     device: DeviceRates, outline: Outline, cells: Cells, seq_len: int, outpace_loss: bool = True
 ) -> EndsTime:
-    """The head and its loss, and the operators of either direction.
+    """Return the head with its loss, and the number of operators in each direction.
 
-    `outpace_loss`: on a GPU by `nn.head_loss`, not as other programs take it.
+    `outpace_loss`: on a GPU, computed by `nn.head_loss` rather than as other programs do.
     """
     zero = np.zeros_like(cells.samples)
     if not outline.outputs:
