@@ -103,8 +103,6 @@ def test_a_module_of_your_own_is_traced_on_samples_of_its_data(capsys, tmp_path)
     assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values())
     numbers = 16 * 64 + 64 + 64 * 4 + 4
     assert said["anatomy_bytes"]["weights"] == pytest.approx(numbers * 4 / 2, rel=0.1)
-    assert main([*words, "--nproc=2", "--strategy=gpipe"]) == 2
-    assert "stages of a module of your own" in capsys.readouterr().err
 
 
 @pytest.mark.gloo

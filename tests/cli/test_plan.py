@@ -374,7 +374,7 @@ def test_the_recommended_plan_is_written_where_it_is_about_as_fast_there(capsys)
     found = said(capsys, *words, "--emit=deepspeed")
     assert found["plan"] == 1 and found["title"] == first["title"] and not found["lost"]
     assert found["why"].startswith(f"Plan 1, the recommended: {first['title']}; ")
-    assert "slower, as deepspeed runs both, than the fastest that" in found["why"]
+    assert "slower, when deepspeed runs both, than the fastest that" in found["why"]
     assert "does not fit" not in found["why"]
 
 

@@ -62,5 +62,6 @@ def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
     covers = TABLE["kinds"][kind_name(None, True)]["coverage"]
     found = interval(False, False, "blackwell", True)
     assert covers < 0.85 and found.level == round(covers, 2)
-    assert "90 %" not in found.note and f"it held {covers * 100:.0f} % of a source" in found.note
+    assert "90 %" not in found.note
+    assert f"alone contained {covers * 100:.0f} % of a source's steps" in found.note
     assert "The 90 % interval is based on " in interval(False, False, "hopper", False).note
