@@ -5,7 +5,7 @@ unknown.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -380,10 +380,11 @@ def _is_card(chip: Accelerator) -> bool:
     return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
 
 
-def _similar_names(wanted: str, chips: Iterable[str]) -> list[str]:
+def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
     """Return machines with that many such accelerators, "8xh100" or "h100", and what each is.
 
-    One accelerator where a longer name ends with its own: "NVIDIA GeForce RTX 4090", "4090".
+    One accelerator where a longer name ends with its own: "NVIDIA GeForce RTX 4090", "4090"; and
+    accelerators with the word in their names, "3060", where no machine has one.
     """
     found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
     if found is None:
@@ -395,13 +396,15 @@ def _similar_names(wanted: str, chips: Iterable[str]) -> list[str]:
     ends = [chip for chip in chips if _ends_alike(word, re.sub(r"[^a-z0-9]", "", chip))]
     if count is None and len(ends) == 1:
         return [repr(ends[0])]
-    return [
+    nodes = [
         f"{node.name!r} ({node.devices} × {node.accelerator})"
         for node in NODES.values()
         if node.accelerator is not None
         and word in re.sub(r"[^a-z0-9]", "", node.accelerator.casefold())
         and count in (None, str(node.devices))
-    ][:4]
+    ]
+    named = [chip for chip in chips if word in re.sub(r"[^a-z0-9]", "", chip)]
+    return (nodes or [repr(chip if count is None else f"{count}x{chip}") for chip in named])[:4]
 
 
 def _ends_alike(word: str, chip: str) -> bool:

@@ -50,7 +50,10 @@ def refusal(capsys, *argv: str) -> str:
         ("train --optimizer adamw", "adamw-fused"),
         ("train --precision bfloat16", "bf16"),
         ("plan --model=gpt2 --emit fsdp2", "fsdp"),
-        ("plan --model=gpt2 --machine=4090", "rtx-4090"),
+        (
+            "plan --model=gpt2 --machine=3060",
+            "rtx-3060-8-gb' or 'rtx-3060-12-gb' or 'rtx-3060-ti' or 'rtx-3060-laptop",
+        ),
         ("plan --model=gpt2 --machine=p5.48xlarge", "aws-p5"),
         ("train run.toml", "--config run.toml"),
         ("train chats.jsonl", "--data chats.jsonl"),
