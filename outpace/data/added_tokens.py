@@ -1,8 +1,8 @@
 """Tokens that a folder adds to its tokenizer.json, as transformers reads it.
 
-tokenizer_config.json may name tokens that tokenizer.json lacks, or give those that it has other
-properties, and older folders have added_tokens.json. transformers adds them all, so that a model
-which is used with it meets other ids than one that was trained without them.
+tokenizer_config.json may name tokens that tokenizer.json lacks, or change the properties of those
+that it has, and older folders have added_tokens.json. transformers adds them all, so a model used
+with it sees different ids than a model trained without them.
 """
 
 import json
@@ -25,10 +25,10 @@ _DISPENSABLE = ("bos_token", "unk_token", "pad_token")
 
 
 def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Add the tokens that `folder` names beside tokenizer.json, in transformers' order.
+    """Add the tokens that `folder` defines outside tokenizer.json, in transformers' order.
 
-    `config` is what its tokenizer_config.json and special_tokens_map.json say. Raises
-    BadInputError where a token would have another id than the folder says.
+    `config` holds the values of its tokenizer_config.json and special_tokens_map.json. Raises
+    BadInputError if a token would get a different id than the folder gives.
     """
     _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
     listed = _numbered_tokens(config, folder)
@@ -60,7 +60,7 @@ def _has_list(config: Mapping[str, Any]) -> bool:
 
 
 def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
-    """Tokens with the ids that a folder gives them beside tokenizer.json."""
+    """Return tokens with the ids that a folder gives them outside tokenizer.json."""
     path = folder / ADDED_TOKENS_FILE
     try:
         if _has_list(config):
@@ -79,14 +79,14 @@ def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, Added
 
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """Special tokens without a role: a list of them, or a mapping of names to them."""
+    """Return special tokens without a role, from a list or a mapping of names to them."""
     told = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     values = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
     return [token for value in values if (token := _special(value)) is not None]
 
 
 def _special(value: Any) -> AddedToken | None:
-    """A special token, which is written as itself or with its properties."""
+    """Read a special token, which is written as itself or with its properties."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True, normalized=False)
     if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:
@@ -97,7 +97,7 @@ def _special(value: Any) -> AddedToken | None:
 
 
 def _stored_ids(path: Path) -> dict[str, int]:
-    """Ids of tokenizer.json's added tokens, which `tokenizers` gives others where it likes."""
+    """Restore the ids of tokenizer.json's added tokens, which `tokenizers` may renumber."""
     text = path.read_text(encoding="utf-8")
     begin = text.find("[", text.find('"added_tokens"'))
     if '"added_tokens"' not in text or begin < 0:

@@ -1,10 +1,10 @@
-"""Conversations to samples that learn what the assistant says.
+"""Conversations to samples, with the assistant's answers as targets.
 
 A conversation is rendered as one text by the tokenizer's chat template (Jinja, as transformers
-renders it). What the assistant says in it is found by the template's own marks ({% generation %}
-blocks) where it has them. Else by rendering prefixes: the conversation up to an answer, with the
-header that asks for one, and up to its end. Both have to be prefixes of the whole text, which is
-checked: some templates write earlier turns in another way once others follow.
+renders it). The assistant's parts are found by the template's own marks ({% generation %} blocks)
+if it has them. Otherwise they are found by rendering prefixes: the conversation up to an answer,
+with the header that asks for one, and up to its end. Both have to be prefixes of the whole text,
+which is checked: some templates write earlier turns differently once others follow.
 """
 
 import re
@@ -57,9 +57,10 @@ LEARNT_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with a chat template: its own, or DEFAULT_TEMPLATE. Saved with the model.
+    """Return the tokenizer with a chat template: its own, or DEFAULT_TEMPLATE. Saved with the
+    model.
 
-    Raises BadInputError where it has several, and none is the default.
+    Raises BadInputError if it has several templates and none is the default.
     """
     if tokenizer.chat_template is not None:
         return tokenizer
@@ -73,12 +74,16 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """The messages of a row in one of the usual forms. Raises BadInputError for another."""
+    """Return the messages of a row in one of the usual forms. Raises BadInputError for another
+    form.
+    """
     return list(conversation_of(row).messages)
 
 
 def _with_fixed_date(template: str) -> str:
-    """The template with LEARNT_DATE for the clock. Raises BadInputError where that is not clear."""
+    """Replace the clock in a template with LEARNT_DATE. Raises BadInputError if that is
+    ambiguous.
+    """
     fixed = _CLOCK.sub(lambda call: repr(LEARNT_DATE.strftime(call.group(2))), template)
     if "strftime_now(" in fixed:
         raise BadInputError(
@@ -91,10 +96,10 @@ def _with_fixed_date(template: str) -> str:
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as text, and where the assistant speaks.
+    """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` are the messages that the spans are of, None where that is not known. `whole` is False
-    where the template let only the last answer be found.
+    `answers` are the messages that the spans belong to, None if unknown. `whole` is False if the
+    template only allowed the last answer to be found.
     """
 
     text: str
@@ -106,8 +111,8 @@ class RenderedConversation:
 class ChatFormat:
     """A tokenizer with its chat template, ready to render. Raises BadInputError for a broken one.
 
-    `stop_id` is the token with which the template ends an answer, where it `stops` it with one,
-    and `special_names` finds what the tokenizer reads as special tokens wherever it stands.
+    `stop_id` is the token that ends an answer, if the template `stops` answers with one;
+    `special_names` matches text that the tokenizer reads as special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -133,7 +138,9 @@ class ChatFormat:
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _stop_id(self) -> tuple[int, bool]:
-        """The last special token of an answer, or the end of text; whether that ends answers."""
+        """Return the last special token of an answer, or the end of text; and whether it ends
+        answers.
+        """
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
         # A template that never ends, or asks for all memory, is found here.
@@ -151,7 +158,7 @@ class ChatFormat:
         return (ends[-1], True) if ends else (self.tokenizer.eos_id, False)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The conversation so far, with the header of the answer to come."""
+        """Render the conversation so far, with the header of the next answer."""
         where = "the conversation"
         with self._refusals(where):
             return call_isolated(
@@ -183,7 +190,7 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]],
         template: str,
     ) -> str:
-        """The text up to an answer to the messages, which have to be some for most templates."""
+        """Render the text before an answer to the messages; most templates need at least one."""
         try:
             return self._text(messages, True, where, tools, template)
         except BadInputError:
@@ -197,16 +204,16 @@ class ChatFormat:
     def text(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The whole text alone, as `render` has it."""
+        """Return only the text of `render`."""
         template = _with_fixed_date(self._tool_template if tools else self._template)
         return self._text(messages, False, where, tools, template)
 
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> RenderedConversation:
-        """The whole text and the assistant's part of it. Raises BadInputError, naming `where`.
+        """Return the whole text and the assistant's parts. Raises BadInputError, naming `where`.
 
-        A template that writes the date writes LEARNT_DATE.
+        A template that writes the current date writes LEARNT_DATE.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
@@ -254,7 +261,7 @@ class ChatFormat:
 
     @contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
-        """A template raises what it likes."""
+        """Turn any exception of a template into a refusal."""
         try:
             yield
         except IsolatedError as error:
@@ -273,16 +280,16 @@ class ChatFormat:
             ) from None
 
     def _file(self) -> str:
-        """The file of the template, to go behind "template"."""
+        """Return the template's file, to append to "template"."""
         file = self.tokenizer.template_file
         return "" if file is None else f" in {file}"
 
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Ids of the text and which of them the assistant writes: those that begin in a span.
+        """Encode the text; also return which ids the assistant writes: those that begin in a span.
 
-        `spans` are those of all its answers where they are not given.
+        `spans` default to those of all its answers.
         """
         ids, said, _ = self.encode_joined(rendered, rendered.spans if spans is None else spans)
         return ids, said
@@ -290,7 +297,9 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode as `encode` does; say whether a span begins within a token, not learnt then."""
+        """Encode as `encode` does; also return whether a span begins within a token (not learnt
+        then).
+        """
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
         joined = any(
@@ -300,7 +309,7 @@ class ChatFormat:
 
 
 def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each place whether it begins in one of the spans; both are in order."""
+    """Return for each position whether it begins in one of the spans; both are in order."""
     found, at = [], 0
     for start, _ in places:
         while at < len(spans) and start >= spans[at][1]:
@@ -315,7 +324,7 @@ def _answers_of(messages: Sequence[Message]) -> tuple[int, ...]:
 
 
 def _line_of(error: Exception) -> int | None:
-    """The line of a template at which it failed, or cannot be read."""
+    """Return the line of a template at which it failed or cannot be read."""
     line = getattr(error, "lineno", None)
     step = error.__traceback__
     while step is not None:
@@ -327,14 +336,14 @@ def _line_of(error: Exception) -> int | None:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples of conversations, and how many of them could not be used whole.
+    """Samples of conversations, with counts of those that were not used whole.
 
-    `cut` were longer than a sample, `empty` have nothing to learn (in what is left of them), and of
-    `partial` the template shows the last answer only. `altered` have answers that the template does
-    not write as they stand, `toolless` tools that it does not write, `marked` words that the
-    tokenizer reads as special tokens; each with the first's place. `joined` are those
-    with an answer that begins within a token of the template's. `unread` counts the columns that
-    have no part in conversations, and what messages have that the template does not write.
+    `cut` were longer than a sample; `empty` have nothing to learn (in the remaining part); for
+    `partial` the template marks only the last answer. `altered` have answers that the template
+    changes, `toolless` have tools that it omits, `marked` have words that the tokenizer reads as
+    special tokens; each with the place of the first. `joined` have an answer that begins within a
+    token of the template. `unread` counts columns that are not part of conversations, and keys of
+    messages that the template omits.
     """
 
     samples: RaggedSamples
@@ -352,11 +361,11 @@ class Conversations:
 def encode_all(
     chat: ChatFormat, rows: Iterable[Row], seq_len: int, part: str = ""
 ) -> Conversations:
-    """Tokens and targets, −100 on whatever is not learnt of what the assistant says.
+    """Return tokens and targets, with −100 for everything but the answers to learn.
 
-    A target is the token after: a sample of S tokens reads S and predicts S. What is longer is
-    cut at its end. `part` says in messages which rows these are. Raises BadInputError where nothing
-    is left to learn from.
+    A target is the next token: a sample of S tokens reads S and predicts S. Longer conversations
+    are cut at the end. `part` names these rows in messages. Raises BadInputError if nothing is left
+    to learn.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
     altered, toolless, marked, wordless, joined = [], [], [], [], []
@@ -397,7 +406,9 @@ def encode_all(
 
 @dataclass(frozen=True)
 class _EncodedMessages:
-    """A conversation's ids, and which of them the assistant writes; the rest as Conversations."""
+    """A conversation's ids, with those that the assistant writes; other fields as in
+    Conversations.
+    """
 
     where: str
     ids: list[int]
@@ -412,7 +423,7 @@ class _EncodedMessages:
 
 
 def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMessages]:
-    """Each conversation, in a process with limits. Raises BadInputError, naming the row."""
+    """Encode each conversation, in a process with limits. Raises BadInputError, naming the row."""
     listed, done = list(rows), 0
 
     def encode() -> Iterator[_EncodedMessages]:
@@ -448,7 +459,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
 
 
 def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:
-    """Return the keys of messages, apart from their text, that the template leaves out."""
+    """Return the keys of messages, other than their text, that the template omits."""
     keys = dict.fromkeys(
         key
         for one in talk.messages
@@ -470,7 +481,9 @@ def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[st
 def _learnt_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
-    """The spans of the answers to learn. Raises BadInputError where that cannot be told."""
+    """Return the spans of the answers to learn. Raises BadInputError if they cannot be
+    determined.
+    """
     answers = _answers_of(talk.messages)
     for number in answers:
         message = talk.messages[number]
@@ -488,7 +501,7 @@ def _learnt_spans(
 
 
 def _require_calls_written(chat: ChatFormat, talk: Conversation, number: int, where: str) -> None:
-    """Refuse a template that does not write the calls of tools in a message."""
+    """Refuse a template that omits the tool calls of a message."""
     upto = [dict(message) for message in talk.messages[: number + 1]]
     with_calls = chat.render(upto, where, talk.tools).text
     del upto[-1]["tool_calls"]
@@ -501,7 +514,7 @@ def _require_calls_written(chat: ChatFormat, talk: Conversation, number: int, wh
 
 
 def _alters(rendered: RenderedConversation, talk: Conversation) -> bool:
-    """Whether the template leaves out part of an answer to learn, but for white space."""
+    """Return whether the template omits part of an answer to learn, other than white space."""
     if rendered.answers is None:
         return len(rendered.spans) < len(_answers_of(talk.messages))
     return any(

@@ -1,4 +1,4 @@
-"""Texts and pairs of texts with a label, as GLUE's, to samples of a classifier."""
+"""Labelled texts and pairs of texts, as in GLUE, to samples for a classifier."""
 
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ class TextColumns:
 
 
 def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> TextColumns:
-    """The columns asked for, else those of a benchmark's names. Raises BadInputError."""
+    """Return the requested columns, else a known benchmark's. Raises BadInputError."""
     there = quote_names(table.columns)
     if texts is not None and len(texts) not in (1, 2):
         raise BadInputError(f"--text-fields names {len(texts)} columns; a sample has 1 or 2 texts")
@@ -69,7 +69,7 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse a first row without a column that a later one has, by which columns are known."""
+    """Refuse a first row without a column that a later one has, since it determines the columns."""
     for row in table.rows:
         name = next((name for name in wanted if name in row.values), None)
         if name is not None and name not in table.rows[0].values:
@@ -80,9 +80,9 @@ def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
 
 
 def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: bool) -> list[str]:
-    """Other columns that are known as texts or labels, where they were not asked for.
+    """Suggest other columns that look like texts or labels, for those not requested.
 
-    `texts`, `label`: whether these were named.
+    `texts`, `label`: whether the user named these.
     """
     text_names = [name for names in _TEXTS for name in names]
     known = [
@@ -102,7 +102,7 @@ def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: boo
 
 
 def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
-    """Labels that may be one, and samples without a text."""
+    """Warn about labels that may be one label, and about samples without text."""
     hints = []
     alike: dict[str, set[str]] = {}
     seen = {example.label for example in parts[0]}
@@ -137,7 +137,7 @@ def _is_number(label: str) -> bool:
 
 
 def _plain_number(label: str) -> str:
-    """A label in small letters, as the whole number that it may stand for."""
+    """Return a label in lower case, or as the whole number that it may stand for."""
     if label in ("true", "false"):
         return str(int(label == "true"))
     if not _is_number(label):
@@ -154,7 +154,7 @@ def examples_of(
 ) -> list[Example]:
     """Texts and labels of rows; numbers of `classes` become their names. Raises BadInputError.
 
-    A label of -1 is that of a test set, which has none, but for rows of -1 and 1 alone.
+    A label of -1 marks a test set without labels, unless rows have -1 and 1 only.
     """
     rows = list(rows)
     seen = {_number(row.values.get(columns.label)) for row in rows}
@@ -169,7 +169,7 @@ def examples_of(
 
 
 def _number(value: Any) -> Any:
-    """A whole number where the value is one, as it is written in a table, too."""
+    """Return a value as a whole number if it is one, also as text in a table."""
     if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
         return int(value)
     return value if isinstance(value, (str, int, float)) else None
@@ -204,17 +204,17 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
 
 
 def _is_none(value: Any) -> bool:
-    """Whether it stands for no label."""
+    """Return whether it stands for no label."""
     return value == -1 or (isinstance(value, str) and value.strip() in ("", "-", "-1"))
 
 
 def with_stored_names(
     parts: Sequence[Sequence[Example]], known: Sequence[str]
 ) -> list[list[Example]] | None:
-    """The examples with the labels of a stored classifier, None where they are of others.
+    """Return the examples with a stored classifier's labels; None if they have other labels.
 
-    The first of the `parts` decides: its labels are the classifier's own names, as they are or in
-    other letters, or numbers of its classes, as transformers takes whole numbers.
+    The first of the `parts` decides: its labels are the classifier's names, in any case, or numbers
+    of its classes, which is how transformers reads whole numbers.
     """
     if len(known) < 2:
         return None
@@ -235,9 +235,9 @@ def with_stored_names(
 
 
 def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[str, ...]:
-    """The labels in the order of their numbers, as the data says.
+    """Return the labels in the order of their numbers, as the data gives them.
 
-    What is only known from the examples is sorted. Raises BadInputError where there are fewer
+    Labels that are only known from the examples are sorted. Raises BadInputError if there are fewer
     than two, or nearly as many as examples.
     """
     seen = {example.label for example in examples}
@@ -262,11 +262,11 @@ def _by_number(name: str) -> tuple[int, int, str]:
 
 
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
-    """The tokenizer with a way to encode pairs, and a padding token.
+    """Return the tokenizer with a way to encode pairs, and a padding token.
 
-    Its own way where it has one. Else for an encoder BERT's (Devlin et al., arXiv 1810.04805, §3:
-    [CLS] A [SEP] B [SEP]), and for a decoder the end of text between the two. Saved with the
-    model, so that transformers encodes a pair in the same way.
+    Its own way is kept. Otherwise it is BERT's for an encoder (Devlin et al., arXiv 1810.04805, §3:
+    [CLS] A [SEP] B [SEP]), and the end of text between the two for a decoder. Saved with the model,
+    so that transformers encodes a pair in the same way.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):
@@ -302,7 +302,7 @@ def _gpt_pairs(tokenizer: Tokenizer) -> Any:
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples, and how many were longer than allowed and were cut."""
+    """Samples, with the number that were longer than allowed and were cut."""
 
     samples: RaggedSamples
     cut: int
@@ -315,9 +315,10 @@ def encode(
     seq_len: int,
     segments: bool,
 ) -> EncodedSamples:
-    """Token ids of the examples, the longer text of a pair cut first; `segments`: 0 and 1.
+    """Return token ids of the examples, cutting the longer text of a pair first; `segments`: 0 and
+    1.
 
-    Raises BadInputError for a label that is not among `labels`, or where no text would be left.
+    Raises BadInputError for a label that is not among `labels`, or if no text would be left.
     """
     numbers = {name: number for number, name in enumerate(labels)}
     unknown = next((example for example in examples if example.label not in numbers), None)
@@ -344,7 +345,7 @@ def encode(
 
 
 def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
-    """The encoding of a text or a pair, the longer of the two cut first, as transformers cuts."""
+    """Encode a text or a pair, cutting the longer of the two first, as transformers does."""
     inner = tokenizer.inner
     inner.enable_truncation(seq_len, strategy="longest_first", direction=tokenizer.truncation_side)
     try:

@@ -1,4 +1,4 @@
-"""Rows as conversations: who says what, what of it is learnt, and with which tools."""
+"""Rows as conversations: the speakers, the messages to learn, and the tools."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,9 +57,9 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row. `learnt` says of each whether it is an answer to learn.
+    """The messages of a row. `learnt` marks the answers to learn.
 
-    `unread` are the row's other columns, which have no part in it.
+    `unread` are the row's other columns.
     """
 
     messages: tuple[Message, ...]
@@ -69,9 +69,9 @@ class Conversation:
 
 
 def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
-    """The conversation of a row in one of the usual forms. Raises BadInputError for another.
+    """Return the conversation of a row in one of the usual forms. Raises BadInputError for others.
 
-    `roles` are names of speakers beside the usual ones, which are left as they are.
+    `roles` are further names of speakers, which are kept as they are.
     """
     values = row.values
     listed = next((name for name in _LISTS if values.get(name) is not None), None)
@@ -93,9 +93,9 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
 
 
 def describe_form(columns: Collection[str]) -> str | None:
-    """Say what rows with these columns are, and what to do, where no task of outpace learns them.
+    """Describe rows with these columns, and what to do, if no task of outpace learns from them.
 
-    None for others.
+    None for other rows.
     """
     if {"chosen", "rejected"} <= set(columns):
         return (
@@ -113,7 +113,7 @@ def describe_form(columns: Collection[str]) -> str | None:
 
 
 def _require_wanted(row: Row) -> None:
-    """Refuse an answer of which the row says that it is not wanted, as KTO's data does."""
+    """Refuse an answer that its row marks as unwanted, as KTO's data does."""
     if row.values.get("label") is False:
         raise BadInputError(
             f"{row.where} says by 'label': false that its answer is not wanted, as in data for "
@@ -159,7 +159,7 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
 
 
 def _refuse_form(row: Row) -> BadInputError:
-    """Return the error of a row that is no conversation, with what to do."""
+    """Return the error for a row that is not a conversation, with what to do."""
     values = row.values
     there = quote_names(values) or "no columns"
     if (form := describe_form(values)) is not None:
@@ -192,7 +192,7 @@ def _message_column(values: Mapping[str, Any]) -> str | None:
 
 
 def _advise(values: Collection[str]) -> str:
-    """Say what to do with rows of these columns, which are no conversations."""
+    """Say what to do with rows of these columns, which are not conversations."""
     if not _CLASSES.isdisjoint(values):
         return "To learn labels of texts, use --task classify."
     if "text" in values:
@@ -201,7 +201,7 @@ def _advise(values: Collection[str]) -> str:
 
 
 def _history(value: Any, row: Row) -> list[_Turn]:
-    """Earlier questions and answers, which are learnt as well."""
+    """Read earlier questions and answers, which are learnt as well."""
     turns: list[_Turn] = []
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -215,7 +215,7 @@ def _history(value: Any, row: Row) -> list[_Turn]:
 
 
 def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
-    """The turns below what a column says to the assistant."""
+    """Put the system prompt of a column before the turns."""
     text = _text(row.values[name], name, row)
     first = turns[0][0]
     if first["role"] != "system":
@@ -237,7 +237,7 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
 
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
-    """A message by the usual names, and whether it is to be learnt."""
+    """Read a message by the usual names, and whether it is to be learnt."""
     if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
         rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
         raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
@@ -272,7 +272,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 
 def _is_learnt(one: Message, row: Row) -> bool:
-    """Whether a message's weight has it learnt. Raises BadInputError for a fraction."""
+    """Return whether a message's weight asks to learn it. Raises BadInputError for a fraction."""
     for name in (*_WEIGHTS, _MASKED):
         value = one.get(name)
         if value is None:
@@ -311,7 +311,7 @@ def _part(part: Any, row: Row) -> str:
 
 
 def _call(call: Any, row: Row) -> Any:
-    """A call with its arguments as an object, as templates expect them; OpenAI's are JSON."""
+    """Return a call with its arguments as an object, as templates expect; OpenAI's are JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(told := function.get("arguments"), str):
         return call
@@ -327,7 +327,7 @@ def _call(call: Any, row: Row) -> Any:
 
 
 def _tools(value: Any, name: str, row: Row) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row, which some data sets keep as JSON."""
+    """Return the tools of a row, which some data sets store as JSON."""
     if isinstance(value, str):
         try:
             value = read_value(value)

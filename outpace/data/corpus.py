@@ -25,7 +25,7 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class Corpus:
-    """One split of one source or several. `weights` are None for a mixture by size."""
+    """One split of one source or several. `weights` is None for a mixture by size."""
 
     streams: tuple[Stream, ...]
     weights: tuple[float, ...] | None
@@ -54,7 +54,7 @@ def prepare(
     processes: int,
     progress: Progress = _quiet,
 ) -> Corpus:
-    """Tokenise what is not in the cache yet and open it.
+    """Tokenize whatever is not in the cache yet, and open it.
 
     `tokenizer` may be None for sources that are tokens already. Raises BadInputError for missing,
     empty, undecodable or damaged data, and for weights that do not fit the sources.
@@ -108,9 +108,9 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
 
 
 def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
-    """A split of an entry: documents by their hash, where that comes near the fraction asked for.
+    """Choose a split of an entry: documents by hash, if that comes near the requested fraction.
 
-    With few documents it may be far off; then the end of all tokens is held out.
+    With few documents it may be far off; the end of all tokens is held out then.
     """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")
@@ -136,12 +136,12 @@ def _tokens_of(source: Source, content: str, cache_dir: Path) -> Stream:
 
 
 def is_tokens(reference: str) -> bool:
-    """Whether a source is tokens already, so that it needs no tokenizer."""
+    """Return whether a source already consists of tokens and needs no tokenizer."""
     return open_source(reference).is_tokens
 
 
 def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Path) -> str:
-    """One hash of all that the sources hold."""
+    """Return one hash of the contents of all sources."""
     parts = [cached_fingerprint(open_source(s), text_field, cache_dir) for s in sources]
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 
@@ -149,10 +149,10 @@ def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Pa
 def read_documents(
     sources: tuple[str, ...], text_field: str, split: Split, eval_fraction: float
 ) -> Iterator[str]:
-    """The text of a split, for training a tokenizer; long documents come in pieces.
+    """Yield the text of a split, for training a tokenizer; long documents come in pieces.
 
-    The sources take turns, so that any beginning has about as much of each. All text, where the
-    hash puts no document in the split.
+    The sources take turns, so any beginning has about the same amount of each. If the hash puts no
+    document in the split, all text is used.
     """
     opened = [open_source(reference) for reference in sources]
     written = [source for source in opened if not source.is_tokens]
@@ -167,7 +167,7 @@ def read_documents(
 
 
 def _in_turns(streams: Sequence[Iterator[str]]) -> Iterator[str]:
-    """All texts, the next always of the stream that has given fewest characters."""
+    """Yield all texts, always from the stream that has given the fewest characters."""
     given = dict.fromkeys(range(len(streams)), 0)
     while given:
         least = min(given, key=lambda k: (given[k], k))
@@ -189,9 +189,9 @@ def _texts(source: Source, text_field: str, split: str, eval_fraction: float) ->
 
 
 def unigram_entropy(corpus: Corpus) -> float:
-    """Entropy of the corpus's token frequencies, nats: what a model that only counts achieves.
+    """Return the entropy of token frequencies in nats: the loss of a model that only counts tokens.
 
-    The sources of a mixture count by their weights, as they do in its loss.
+    The sources of a mixture count by weight, as in its loss.
     """
     weights = corpus.weights or tuple(len(stream) for stream in corpus.streams)
     shares = np.zeros(corpus.vocab_needed)

@@ -1,4 +1,4 @@
-"""Encoded samples in a cache: made once of rows, a tokenizer and a length, read ever after."""
+"""Encoded samples in a cache: made once from rows, a tokenizer and a length, then read."""
 
 import io
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def load_or_encode(
 ) -> EncodedSamples:
     """Load the samples kept under `key`, or call `encode` and keep its result.
 
-    `key` has to identify everything that the result depends on. A damaged file is replaced; where
-    the result cannot be kept, the next call encodes again.
+    `key` has to identify everything that the result depends on. A damaged file is replaced; if the
+    result cannot be stored, the next call encodes again.
     """
     path = cache_dir / "encoded" / f"{key}.npz"
     with suppress(Exception):  # of a damaged file numpy and zipfile say so in many ways
@@ -45,7 +45,7 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 
 def _read(path: Path) -> EncodedSamples:
-    """Raises for a file that is not whole; zip files have checksums."""
+    """Read a file; raises for one that is not whole, by the checksums of zip files."""
     # From memory: of a file that is none, numpy leaves it to the collector to close it.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}

@@ -1,4 +1,4 @@
-"""One process makes an entry of a cache, and the others that want it wait for it."""
+"""Locks on cache entries: one process makes an entry, the others that want it wait."""
 
 import json
 import os
@@ -18,10 +18,10 @@ _STOPPED_S = 60.0
 
 @contextmanager
 def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None]:
-    """Hold the lock file `path`; wait for who holds it, as long as it works.
+    """Hold the lock file `path`; wait for its holder as long as that works.
 
-    Raises BadInputError where that is a process of this host that is stopped (SIGSTOP, a debugger)
-    for so long: it will not end. The lock of one that is killed is free.
+    Raises BadInputError if the holder is a process of this host that stays stopped (SIGSTOP, a
+    debugger): it will not finish. The lock of a killed process is free.
     """
     lock, holder = FileLock(path), path.with_suffix(".holder")
     stopped_s = 0.0
@@ -49,7 +49,7 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
 
 
 def _stopped_holder(holder: Path) -> int | None:
-    """The process that holds a lock, where it is stopped and of this host; else None."""
+    """Return the process that holds a lock if it is stopped and on this host; else None."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         told = json.loads(holder.read_text())
         if told["host"] == socket.gethostname():

@@ -1,4 +1,4 @@
-"""Content hashes, remembered so that large files are not read again at every start."""
+"""Content hashes, cached so that large files are not read again at every start."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
 
 
 def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:
-    """The smallest and the largest id of tokens with this content hash."""
+    """Return the cached smallest and largest id of tokens with this content hash."""
     memo = cache_dir / "extents" / content
     try:
         low, high = json.loads(memo.read_text())

@@ -32,7 +32,9 @@ ALONE_CHARACTERS = 12 << 20
 
 
 class Encoders:
-    """Encodes batches of texts; `submit` returns at once. Used as a context."""
+    """Encoders of batches of texts in helper processes; `submit` returns at once. A context
+    manager.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, processes: int, alone_characters: int = ALONE_CHARACTERS
@@ -45,14 +47,14 @@ class Encoders:
         self.helped = 0  # batches that a helper encoded
 
     def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
-        """Ids of each text, in time."""
+        """Submit texts; the future gives the ids of each."""
         self._alone -= sum(map(len, texts))
         if self._processes > 1 and self._alone < 0:
             return self._pool.submit(self._encode_with_helper, texts)
         return self._pool.submit(self._tokenizer.encode_batch, texts)
 
     def _encode_with_helper(self, texts: list[str]) -> list[Tokens]:
-        """Encode in this thread's helper; one that died is not replaced."""
+        """Encode in this thread's helper; a dead one is not replaced."""
         name = threading.get_ident()
         if name not in self._helpers:
             self._helpers[name] = _Helper(self._tokenizer)
@@ -90,7 +92,7 @@ class _Helper:
             self.end()
 
     def encode(self, texts: list[str]) -> list[Tokens] | None:
-        """Ids of each text; None when the helper is gone."""
+        """Return the ids of each text; None if the helper has died."""
         if self._process is None:
             return None
         assert self._process.stdout is not None
@@ -109,14 +111,14 @@ class _Helper:
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """End the process at once, whatever it is at; a thread may wait for its answer."""
+        """End the process at once, whatever it is doing; a thread may be waiting for its answer."""
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """Let the process end; it does when it is told, and when its input ends.
+        """Let the process end, which it does when told to and when its input ends.
 
-        That may be late: processes that were forked meanwhile hold the pipe, too.
+        The latter may be late: processes that were forked in the meantime hold the pipe too.
         """
         if self._process is None:
             return
@@ -131,7 +133,7 @@ class _Helper:
 
 
 def main() -> None:
-    """A helper's life: a tokenizer, then batches, until the input ends."""
+    """Run a helper: read a tokenizer, then batches, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the helpers are what is parallel
     given, taken = sys.stdin.buffer, sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""The index of an entry of the token cache: which files it has, and what they hold."""
+"""The index of an entry of the token cache: its files and their contents."""
 
 from typing import Literal, Self
 
@@ -12,24 +12,26 @@ SPLITS = ("train", "validation")
 
 
 def shard_name(split: str, number: int) -> str:
-    """The file of a split's token ids; numbers begin at 0."""
+    """Return the name of the file of a split's token ids; numbers begin at 0."""
     return f"{split}-{number:05d}.bin"
 
 
 def documents_name(split: str) -> str:
-    """The file of the places where a split's documents begin."""
+    """Return the name of the file of positions where a split's documents begin."""
     return f"{split}-documents.npy"
 
 
 class File(Record):
-    """A file as it was written."""
+    """A file as written."""
 
     bytes: NonNegativeInt
     xxh3_128: str
 
 
 class Split(Record):
-    """Files that are read one after another; `largest` is the largest token id, −1 without any."""
+    """Files that are read one after another; `largest` is the largest token id, −1 if there is
+    none.
+    """
 
     tokens: NonNegativeInt
     largest: int
@@ -38,7 +40,7 @@ class Split(Record):
 
 
 class Misread(Record):
-    """Counts of tokens that the author may not have meant (data/misread.py)."""
+    """Counts of tokens that the author may not have intended (data/misread.py)."""
 
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0
@@ -47,7 +49,7 @@ class Misread(Record):
 
 
 class Index(Record):
-    """All of an entry; index.json."""
+    """All data of an entry; index.json."""
 
     format: Literal[1] = FORMAT
     dtype: Literal["<u2", "<u4"]

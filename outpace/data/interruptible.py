@@ -1,4 +1,4 @@
-"""Long calls of libraries, which signals interrupt."""
+"""Long library calls that signals can interrupt."""
 
 import threading
 from collections.abc import Callable
@@ -8,11 +8,11 @@ Result = TypeVar("Result")
 
 
 def call_interruptibly(work: Callable[[], Result]) -> Result:
-    """Call `work` in a thread, and wait for it so that signals are handled meanwhile.
+    """Call `work` in a thread, and wait so that signals are handled in the meantime.
 
-    Python handles a signal between its own instructions, and a library that is written in another
-    language may work for minutes within one. What a handler raises is raised here; the thread is
-    left to itself, and ends with the process.
+    Python handles a signal between its own instructions, and a library written in another language
+    may run for minutes within one. Exceptions of a handler are raised here; the thread continues by
+    itself, and ends with the process.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -1,8 +1,8 @@
-"""Work on what others wrote, in a forked process with limits on its memory and processor time.
+"""Untrusted work, in a forked process with limits on its memory and processor time.
 
-A chat template is a program, and a tokenizer's normalizers and patterns may be as well: they may
-loop without end, ask for any amount of memory, or end the process by an abort of their library.
-Nothing in this process can stop them then.
+A chat template is a program, and a tokenizer's normalizers and patterns may be too: they may loop
+forever, allocate any amount of memory, or end the process through an abort in their library.
+Nothing in the same process can stop that.
 """
 
 import faulthandler
@@ -31,13 +31,13 @@ _ITEM, _ERROR, _END = "item", "error", "end"
 
 
 class IsolatedError(BadInputError):
-    """The work took more than it may, or its process ended: the message says which."""
+    """The work exceeded a limit, or its process ended; the message says which."""
 
 
 def call_isolated(
     work: Callable[[], Result], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Result:
-    """Return what `work` returns. Raises what it raises, and IsolatedError."""
+    """Return the result of `work`. Raises what it raises, and IsolatedError."""
     (result,) = iterate_isolated(lambda: iter([work()]), cpu_limit_s, memory_limit_bytes)
     return result
 
@@ -47,9 +47,9 @@ def iterate_isolated(
 ) -> Iterator[Result]:
     """Yield the items of `work` in order from a forked process; all have to be picklable.
 
-    Each item may take `cpu_limit_s` seconds of processor time, and the process `memory_limit_bytes`
-    more memory than this one has. Raises what `work` raises, and IsolatedError. Where processes
-    cannot be forked, `work` runs in this process, without limits.
+    Each item may take `cpu_limit_s` seconds of processor time, and the process may take
+    `memory_limit_bytes` more memory than this one has. Raises what `work` raises, and
+    IsolatedError. If processes cannot be forked, `work` runs in this process, without limits.
     """
     if sys.platform != "linux":  # elsewhere a fork with threads is not safe
         yield from work()
@@ -76,7 +76,7 @@ def iterate_isolated(
 def _receive(
     here: Connection, child: int, cpu_limit_s: float, memory_limit_bytes: int
 ) -> tuple[str, object]:
-    """The next message. Raises IsolatedError where none comes."""
+    """Return the next message. Raises IsolatedError if none comes."""
     before_s = _cpu_s(child)
     while not here.poll(_WAIT_S):
         if _cpu_s(child) - before_s > cpu_limit_s:
@@ -130,7 +130,7 @@ def _work(
     parent: int,
     held: set[int | signal.Signals],
 ) -> NoReturn:
-    """Send each item from the fork, and end the fork."""
+    """Send each item from the fork, then end the fork."""
     try:
         here.close()
         faulthandler.disable()

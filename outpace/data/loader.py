@@ -1,4 +1,4 @@
-"""The micro-batches of one rank, step by step, from any step on."""
+"""The micro-batches of one rank, step by step, starting at any step."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +23,12 @@ _OWN = 0x6F776E  # sets these seeds apart from those of steps
 
 
 class Loader:
-    """Iterates over steps; an item is the list of this rank's micro-batches of that step.
+    """Iterator over steps; an item is the list of this rank's micro-batches of that step.
 
-    Slot s of a global batch goes to accumulation pass a and rank r with
-    s // micro_batch = a · data_parallel + r. So the samples of a step do not depend on the number
-    of ranks, of workers, or on where training was resumed. A rank of None reads nothing, and has
-    None for each micro-batch. Raises BadInputError where workers end, or bring no batch within
-    `timeout_s` (0: there is no limit).
+    Slot s of a global batch goes to accumulation pass a and rank r with s // micro_batch = a ·
+    data_parallel + r. So the samples of a step do not depend on the number of ranks or workers, or
+    on where training was resumed. A rank of None reads nothing, and gets None for each micro-batch.
+    Raises BadInputError if workers end, or deliver no batch within `timeout_s` (0: no limit).
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Loader:
 
 
 class _Slots:
-    """The keys of each micro-batch of one rank, in order; a batch sampler."""
+    """Batch sampler: the keys of each micro-batch of one rank, in order."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class _Slots:
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's data set, whose random numbers depend only on (seed, place in training)."""
+    """The user's data set, with random numbers that depend only on (seed, position in training)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -195,12 +194,12 @@ class _SeededDataset(Dataset[Any]):
         return len(self._dataset)
 
     def locate(self, seed: int, positions: Any) -> list[tuple[int, int]]:
-        """Place in training and index of each sample."""
+        """Return the position in training and the index of each sample."""
         indices = samples_at(seed, positions, len(self))
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """The samples, as torch's own fetcher gets them."""
+        """Return the samples, as torch's own fetcher gets them."""
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
             return self._dataset.__getitems__([index for _, index in keys])
@@ -212,7 +211,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def collate(found: Any) -> Batch:
-    """A list of samples as a batch; what a data set has made a batch itself stays as it is."""
+    """Collate a list of samples; a batch that the data set made itself stays as it is."""
     return default_collate(found) if isinstance(found, list) else found
 
 
@@ -236,7 +235,7 @@ def _each_tensor(batch: Batch, change: Any) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; asynchronously where its memory is pinned."""
+    """Move the batch to `device`; asynchronously if its memory is pinned."""
     if device.type == "cpu":
         return batch
     return _each_tensor(batch, lambda t: t.to(device, non_blocking=True))

@@ -1,4 +1,4 @@
-"""Tokens of a text that its author may not have meant."""
+"""Tokens of a text that its author may not have intended."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _SHOWN = 3
 
 
 class MisreadText:
-    """Counts names of special tokens in texts, unknown tokens, lost characters, and NULs."""
+    """Counts of special tokens' names in texts, unknown tokens, lost characters, and NULs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {number: name for name, number in tokenizer.special_tokens.items()}
@@ -28,7 +28,7 @@ class MisreadText:
         self.unknown = self.tokens = self.nuls = 0
 
     def add(self, text: str, ids: "np.ndarray[Any, np.dtype[np.uint32]]") -> None:
-        """Count those of a text and its ids."""
+        """Add the counts of a text and its ids."""
         self.tokens += len(ids)
         self.nuls += text.count("\0")
         self.specials.update(self._names[int(number)] for number in ids[self._special[ids]])
@@ -74,7 +74,7 @@ def misread_hints(
 
 
 def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
-    """Warn where many of the tokens stand for text that the tokenizer does not know."""
+    """Warn if many tokens stand for text that the tokenizer does not know."""
     if unknown <= _UNKNOWN_SHARE * tokens:
         return []
     return [
@@ -84,7 +84,7 @@ def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
 
 
 def _most(counts: Mapping[str, int]) -> str:
-    """The commonest first: "'</s>' (3 times), '<s>' (once)"."""
+    """List the most common first: "'</s>' (3 times), '<s>' (once)"."""
     first = Counter(counts).most_common(_SHOWN)
     said = ", ".join(f"{name!r} ({'once' if n == 1 else f'{n:,} times'})" for name, n in first)
     return said + (f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else "")

@@ -16,10 +16,10 @@ _BLOCK_SIZES = (1_000, 10_000, 100_000)
 
 
 def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
-    """The sample in [0, n_samples) at each of the `positions` since the start of training.
+    """Return the sample in [0, n_samples) at each of the `positions` since the start of training.
 
     Step s of a global batch G has the positions [s·G, s·G + G). Each run of `n_samples` positions
-    is a pass over all samples in an order of its own.
+    is a pass over all samples, each pass in a different order.
     """
     passes, places = np.divmod(positions, n_samples)
     found = np.empty_like(positions)
@@ -60,7 +60,8 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[Index, Index]:
     """Return the source of each position's sample, and its number within that source.
 
-    Every block of sum(counts) positions has exactly counts[k] of source k, in a shuffled order.
+    Every block of sum(counts) positions has exactly counts[k] samples of source k, in shuffled
+    order.
     """
     block_size = sum(counts)
     pattern = np.repeat(np.arange(len(counts)), counts)
@@ -78,9 +79,9 @@ def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[In
 
 
 def block_size_for(weights: tuple[float, ...]) -> int:
-    """The smallest block of a mixture that has at least ten samples of each source.
+    """Return the smallest block of a mixture that has at least ten samples of each source.
 
-    Raises BadInputError for a weight that not even the largest block can honour.
+    Raises BadInputError for a weight that even the largest block cannot represent.
     """
     least = min(weights) / sum(weights)
     for size in _BLOCK_SIZES:
@@ -95,7 +96,7 @@ def block_size_for(weights: tuple[float, ...]) -> int:
 
 
 def block_counts(weights: tuple[float, ...], block_size: int) -> tuple[int, ...]:
-    """Whole numbers in proportion to `weights` that add up to `block_size` (largest remainder)."""
+    """Return whole numbers proportional to `weights` with sum `block_size` (largest remainder)."""
     shares = np.asarray(weights, dtype=float) / sum(weights) * block_size
     counts = np.floor(shares).astype(int)
     left = block_size - int(counts.sum())

@@ -1,4 +1,4 @@
-"""Samples of different lengths as batches: padded to the longest, or to one length."""
+"""Batches of samples of different lengths: padded to the longest, or to one length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RaggedSamples:
-    """Samples one after the other: sample i has the values [starts[i], starts[i + 1]) of each.
+    """Samples stored one after the other: sample i has values [starts[i], starts[i + 1]) of each.
 
-    `values` are by name; `fill` says what a padded place has. `labels`, where a sample has one
-    target instead of one for each token.
+    `values` are by name; `fill` gives the values of padding. `labels` are set if a sample has one
+    target instead of one per token.
     """
 
     starts: Ints
@@ -79,12 +79,12 @@ class SampleLengths:
 class PaddedDataset(Dataset[Batch]):
     """Batches of samples of at most `most` tokens, padded on the right to a `multiple`.
 
-    `fixed`: every batch is padded to `most`, else to its longest sample. Large multiples make few
-    shapes, for what is prepared once for each (see `shape_multiple`). `mask` adds a
-    `padding_mask`, True for what is not padding, which encoders need and causal models do not;
-    `last` the place of each sample's last token. With `once_in` the samples come in their own
-    order, each once or only the first `most_samples`, in batches of `once_in`; the last one is
-    filled up with samples without targets.
+    `fixed`: every batch is padded to `most`, otherwise to its longest sample. Large multiples make
+    few shapes, for kernels and compiled code that are prepared once per shape (see
+    `shape_multiple`). `mask` adds a `padding_mask`, True for real tokens, which encoders need and
+    causal models do not; `last` adds the position of each sample's last token. With `once_in` the
+    samples come in their own order, each once or only the first `most_samples`, in batches of
+    `once_in`; the last batch is filled up with samples without targets.
     """
 
     samples: RaggedSamples
@@ -103,27 +103,27 @@ class PaddedDataset(Dataset[Batch]):
 
     @property
     def _sample_count(self) -> int:
-        """Number of samples used where each comes once."""
+        """Return the number of samples used if each comes once."""
         return min(len(self.samples), self.most_samples or len(self.samples))
 
     def single_pass(self, most: int, batch: int) -> "PaddedDataset":
-        """The first `most` samples, or all, each once, in batches of `batch`."""
+        """Return the first `most` samples, or all, each once, in batches of `batch`."""
         return replace(self, once_in=batch, most_samples=most)
 
     @property
     def mean_targets(self) -> int:
-        """Targets of a sample, about."""
+        """Approximate number of targets of a sample."""
         return max(1, round(self.samples.targets / len(self.samples)))
 
     def first_prompt(self) -> list[int]:
-        """The first sample's tokens up to its first target."""
+        """Return the first sample's tokens up to its first target."""
         rows = slice(0, int(self.samples.starts[1]))
         tokens, targets = (self.samples.values[name][rows] for name in ("tokens", "targets"))
         found: list[int] = tokens[: int(np.argmax(targets != IGNORED)) + 1].tolist()
         return found
 
     def locate(self, seed: int, positions: Index) -> list[int]:
-        """The sample for each position since the start of training."""
+        """Return the sample for each position since the start of training."""
         if self.once_in is None:
             found: list[int] = samples_at(seed, positions, len(self.samples)).tolist()
             return found
@@ -143,11 +143,11 @@ class PaddedDataset(Dataset[Batch]):
         return SampleLengths(lengths, np.repeat(padded, micro_batch))
 
     def __getitem__(self, index: int) -> Batch:
-        """Sample `index` as a batch of its own, without the batch's dimension."""
+        """Return sample `index` as a batch of its own, without the batch dimension."""
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        """A batch of the samples at `keys`; FILLER stands for one without a target."""
+        """Return a batch of the samples at `keys`; FILLER stands for one without a target."""
         own = self.samples.lengths[[max(key, 0) for key in keys]]
         length = self.padded_length(int(own.max()))
         filled = np.array([key == FILLER for key in keys])
@@ -177,8 +177,8 @@ def round_up(length: int, multiple: int = MULTIPLE) -> int:
 def shape_multiple(most: int, device_type: str, compiled: bool) -> int:
     """Return the multiple that lengths of at most `most` tokens are rounded up to.
 
-    On CUDA cuDNN's attention plans each new length, for 0.1 to 1 s: multiples of 64. A compiler
-    takes longer: at most `COMPILED_SHAPES` lengths.
+    On CUDA it is 64, since cuDNN's attention plans each new length for 0.1 to 1 s. A compiler takes
+    longer, so there are at most `COMPILED_SHAPES` lengths.
     """
     multiple = CUDA_MULTIPLE if device_type == "cuda" else MULTIPLE
     return round_up(-(-most // COMPILED_SHAPES), multiple) if compiled else multiple

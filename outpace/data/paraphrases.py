@@ -1,8 +1,8 @@
-"""A generated data set of sentence pairs in MRPC's form, for trying a classifier without data.
+"""A generated data set of sentence pairs in MRPC's form, to try a classifier without data.
 
 As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005) a pair has quality 1
-if both sentences say the same in other words, two thirds of all, else 0. Here, of the others, half
-say that it went the other way, which takes long to learn, and half deny it in words of their own,
+if both sentences mean the same (two thirds of all pairs), else 0. Here, half of the pairs with 0
+say that the opposite happened, which takes long to learn, and half deny it in different words,
 which is learnt at once.
 """
 
@@ -34,7 +34,7 @@ _SECOND = (
 
 
 def paraphrases(split: str) -> Iterator[Row]:
-    """The pairs of a split, always the same."""
+    """Return the pairs of a split, always the same ones."""
     draw = np.random.Generator(np.random.Philox(_SEED[split]))
 
     def choose(choices: tuple[str, ...]) -> str:

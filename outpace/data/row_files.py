@@ -52,11 +52,11 @@ def read_rows(
     columns: Sequence[str] | None = None,
     on_left_out: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[Row, int]]:
-    """Every record of a file, with the bytes of the file that it takes, about.
+    """Yield every record of a file, with the approximate number of the file's bytes that it takes.
 
-    `form` is that of the suffix where it is not given; of a Parquet file only `columns` are read.
-    A line of a table that does not have the header's columns goes to `on_left_out`; without that,
-    it is refused. Raises BadInputError with the place of whatever cannot be read.
+    `form` defaults to that of the suffix; only `columns` of a Parquet file are read. A line of a
+    table without the header's columns goes to `on_left_out`, or is refused without one. Raises
+    BadInputError with the place of anything that cannot be read.
     """
     form = form or form_of(file)
     if form == "json":
@@ -69,7 +69,7 @@ def read_rows(
 
 
 def _require_tabs(file: Path) -> None:
-    """Refuse a plain text; a .txt with tabs in its first line is a table, as of some benchmarks."""
+    """Refuse plain text; a .txt with tabs in its first line is a table, as in some benchmarks."""
     if file.suffix.lower() == ".txt":
         first = next((line for line in _lines_of(file) if line.strip()), "")
         if "\t" in first:
@@ -82,7 +82,7 @@ def _require_tabs(file: Path) -> None:
 
 
 def checked_text(text: Any, where: str, field: str) -> str:
-    """The text of a record. Raises BadInputError when it is none."""
+    """Return the text of a record. Raises BadInputError if it is not text."""
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         raise BadInputError(f"{where}: {field!r} is {kind}, not text")
@@ -98,10 +98,10 @@ def checked_text(text: Any, where: str, field: str) -> str:
 
 
 def require_text(file: Path, block: bytes) -> None:
-    """Refuse a file that begins with this block and is no UTF-8 text though it may decode.
+    """Refuse a file that begins with this block and is not UTF-8 text, though it may decode.
 
-    UTF-16 and UTF-32 without a byte order mark decode where the text is Latin, Greek or Cyrillic:
-    each of its characters has a byte that is a control character of no text.
+    UTF-16 and UTF-32 without a byte order mark decode if the text is Latin, Greek or Cyrillic: each
+    of its characters has a byte that is a control character, which no text contains.
     """
     if (kind := binary_kind(block)) is not None:
         raise BadInputError(
@@ -121,14 +121,14 @@ def require_text(file: Path, block: bytes) -> None:
 
 
 def _of_tokens(file: Path) -> str:
-    """Say how ids of tokens are named, of a file that may hold some."""
+    """Say how to name token ids, for a file that may hold some."""
     if file.suffix.lower() not in _RAW_SUFFIXES:
         return ""
     return " If it holds ids of tokens, write them with numpy's tofile into a file named .bin."
 
 
 def require_whole(file: Path, block: bytes, offset: int) -> None:
-    """Refuse a file of text that has holes of NULs; this block of it begins at `offset`."""
+    """Refuse a text file with holes of NULs; this block of it begins at `offset`."""
     if block.count(0) > max(_FEW_NULS, _NUL_SHARE * len(block)):
         raise BadInputError(_describe_nuls(str(file), block, offset))
 
@@ -143,11 +143,11 @@ def _describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
 
 
 class RepeatedKeyError(ValueError):
-    """An object of a JSON text has a key more than once; which of the values is meant is open."""
+    """An object of a JSON text has a key more than once, so its value is ambiguous."""
 
 
 def read_value(text: str) -> Any:
-    """The value that a JSON text holds. Raises ValueError, of which RepeatedKeyError is one."""
+    """Return the value of a JSON text. Raises ValueError, of which RepeatedKeyError is a kind."""
     return json.loads(text, object_pairs_hook=_object)
 
 
@@ -170,16 +170,16 @@ def _describe_repetition(names: Iterable[str], what: str) -> str:
 
 
 def _require_distinct(names: Sequence[str], where: str) -> None:
-    """Refuse a table in which two columns have one name; those without a name may be many."""
+    """Refuse a table with two columns of one name; columns without a name may be many."""
     named = [name for name in names if name.strip()]
     if len(set(named)) < len(named):
         raise BadInputError(f"{where}: {_describe_repetition(named, 'the header has the column')}")
 
 
 def nested_rows(row: Row) -> str:
-    """Describe where the rows in this one are and what to do, as the end of a sentence; or ''.
+    """Describe where the rows nested in this one are and what to do, as a sentence's end; or ''.
 
-    They are in a list of objects under a name, as in {"data": [...]}, or in columns.
+    They are a list of objects under a name, as in {"data": [...]}, or columns.
     """
     lists = {
         name: len(value)
@@ -217,7 +217,7 @@ def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:
 
 
 def first_sign(file: Path) -> str:
-    """The first character of a file that is no blank; empty where there is none."""
+    """Return the first character of a file that is not blank; empty if there is none."""
     with readable(file) as stream:
         head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
     return head[:1].decode("latin-1")
@@ -280,7 +280,7 @@ def _nested_name(file: Path) -> str:
 
 
 def _single_object(file: Path) -> tuple[Row, int] | None:
-    """The one object that a file holds over several lines; None for another file."""
+    """Return the only object of a file, written over several lines; None for other files."""
     size = file.stat().st_size
     if size > LINE_BYTES:
         return None
@@ -295,7 +295,7 @@ def _single_object(file: Path) -> tuple[Row, int] | None:
 
 
 def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
-    """The objects of a file that is one list, without holding all of it in memory."""
+    """Yield the objects of a file that is one list, without holding all of it in memory."""
     with readable(file) as stream:
         text = _Text(file, stream)
         text.skip(_SPACES)
@@ -323,7 +323,7 @@ def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 class _Text:
-    """The text of a file from a place on, read as far as it is needed."""
+    """The text of a file from an offset on, read as far as needed."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
@@ -334,7 +334,7 @@ class _Text:
         self._ended = False
 
     def _more(self) -> None:
-        """Read on, twice as much as is at hand, so that nothing is looked at too often."""
+        """Read on, twice as much as is available, so that nothing is examined too often."""
         self._lines, self._column = self._place(self._at)
         self._text, self._at = self._text[self._at :], 0
         block = self._stream.read(max(_READ_BYTES, 2 * len(self._text)))
@@ -358,7 +358,7 @@ class _Text:
         return self._text[self._at : self._at + 1]
 
     def skip(self, signs: str, most: int | None = None) -> None:
-        """Go past characters that are among `signs`."""
+        """Skip characters that are among `signs`."""
         left = most
         while (sign := self.sign()) and sign in signs and left != 0:
             self._at += 1
@@ -375,7 +375,7 @@ class _Text:
         return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
-        """The next value, and its characters. Raises BadInputError."""
+        """Read the next value, and its characters. Raises BadInputError."""
         while True:
             try:
                 found, end = self._scanner.raw_decode(self._text, self._at)
@@ -426,10 +426,10 @@ def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, i
 def _table(
     file: Path, delimiter: str, on_left_out: Callable[[str], None] | None
 ) -> Iterator[tuple[Row, int]]:
-    """Rows of a table below its header.
+    """Yield rows of a table below its header.
 
-    GLUE's tab-separated files do not quote: a quotation mark in them is one of the text. Others
-    do, as pandas writes them (see `_quotes`).
+    GLUE's tab-separated files do not quote: a quotation mark in them is part of the text. Other
+    files do, such as pandas' (see `_quotes`).
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -454,7 +454,7 @@ def _table(
 
 
 def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> None:
-    """Refuse a table with one column whose name is a list of names, divided in another way."""
+    """Refuse a table with one column whose name is a list of names with another delimiter."""
     if len(header) != 1:
         return
     for other, name in _DELIMITERS.items():
@@ -478,7 +478,7 @@ def _require_line_ends(file: Path, line: bytes) -> None:
 
 
 def _lines_of(file: Path) -> Iterator[str]:
-    """The lines of a text, with what ends them. Raises BadInputError for what is no UTF-8."""
+    """Yield the lines of a text, with their line ends. Raises BadInputError if it is not UTF-8."""
     offset = 0
     with readable(file) as stream:
         while line := stream.readline(LINE_BYTES + 1):
@@ -502,9 +502,9 @@ def _lines_of(file: Path) -> Iterator[str]:
 
 
 def _quotes(file: Path) -> bool:
-    """Whether cells between tabs that begin with a quotation mark are quoted, as CSV's are.
+    """Return whether cells between tabs that begin with a quotation mark are quoted, as in CSV.
 
-    Known by marks that are doubled within them, where every such cell is well-formed.
+    They are if quotation marks within them are doubled and every such cell is well-formed.
     """
     doubled = False
     for line in _lines_of(file):
@@ -541,5 +541,5 @@ _COLA = ["source", "label", "star", "sentence"]
 
 
 def _is_cola(first: Sequence[str]) -> bool:
-    """CoLA's files alone have no header: source, label, a star for what is wrong, sentence."""
+    """Return whether it is CoLA's, without a header: source, label, star if wrong, sentence."""
     return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")

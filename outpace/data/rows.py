@@ -1,4 +1,4 @@
-"""Rows with named columns, from JSONL, TSV, CSV, Parquet and datasets: what tasks are made from."""
+"""Rows with named columns, from JSONL, TSV, CSV, Parquet and datasets, for tasks."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Table:
 
 
 def read_tables(references: Iterable[str]) -> list[Table]:
-    """Every source, whole. Raises BadInputError for what is missing, broken or empty."""
+    """Read every source whole. Raises BadInputError if one is missing, broken or empty."""
     return [read_table(reference) for reference in references]
 
 
@@ -65,10 +65,10 @@ def _refuse_columns(source: Source) -> None:
 
 
 def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Training and validation data of what was named.
+    """Return the training and validation data of the named sources.
 
-    A folder with train.tsv and dev.tsv (or the like) is its two files, and a dataset without a
-    split is its `train` and `validation`; None where there is nothing to validate with.
+    For a folder with train.tsv and dev.tsv (or similar) these are its two files, and for a dataset
+    without a split its `train` and `validation`; None if there is no validation data.
     """
     pairs = [_split_of(reference) for reference in references]
     train = tuple(train for train, _ in pairs)
@@ -77,7 +77,7 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """Say in a sentence which files of rows in a folder are passed over beside its named splits."""
+    """Say in a sentence which files of rows in a folder are ignored besides its named splits."""
     hints = []
     for reference in references:
         if not Path(reference).is_dir():
@@ -120,7 +120,7 @@ def _find_split_file(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def _dataset_split(reference: str) -> tuple[str, str | None]:
-    """The training split and, of a dataset whose split is not named, the one to validate with."""
+    """Return the training split and, for a dataset without a named split, the validation split."""
     name, config, *split = [*reference.removeprefix("hf:").split(":"), ""][:3]
     if any(split) or reference.count(":") > 2:
         return reference, None
@@ -162,10 +162,10 @@ def _of_files(source: Source) -> Table:
 
 
 def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
-    """Split rows into those to train on and those to validate with, by hash of their contents.
+    """Split rows into training and validation rows, by hash of their contents.
 
-    Where there are too few rows for the hash to come near the fraction, the last are held out.
-    Raises BadInputError where nothing would be left for one of the two.
+    If there are too few rows for the hash to come near the fraction, the last rows are held out.
+    Raises BadInputError if one of the two would be empty.
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
@@ -184,7 +184,7 @@ def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
-    """One hash of what the rows hold, in order."""
+    """Return one hash of the contents of the rows, in order."""
     digest = xxhash.xxh3_128()
     for row in rows:
         digest.update(_content(row))
@@ -192,7 +192,7 @@ def fingerprint(rows: Iterable[Row]) -> str:
 
 
 def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
-    """Say in a sentence how many rows to validate with are learnt, too."""
+    """Say in a sentence how many validation rows are also learnt."""
     learnt = {xxhash.xxh3_128_digest(_content(row)) for row in train}
     found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learnt]
     if not found:
@@ -205,7 +205,7 @@ def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
 
 
 def nul_hints(rows: Iterable[Row]) -> list[str]:
-    """Describe how many rows have NUL characters, and the first of them."""
+    """Describe how many rows have NUL characters, with the first of them."""
     found = [row.where for row in rows if _has_nul(row.values)]
     if not found:
         return []

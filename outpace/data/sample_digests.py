@@ -1,8 +1,8 @@
-"""Digests of a few samples of a user's data set, to compare the data sets of ranks by.
+"""Digests of a few samples of a user's data set, to compare the data sets of ranks.
 
-Samples are read with torch's, NumPy's and Python's generators seeded alike, so that augmentations
-that draw from them are alike on all ranks. What hosts may have otherwise for equal data does not
-count: the last bits of decoded values, paths, the order of sets.
+Samples are read with torch's, NumPy's and Python's generators seeded equally, so augmentations that
+use them are equal on all ranks. Differences between hosts that equal data may have are ignored: the
+last bits of decoded values, paths, the order of sets.
 """
 
 import fcntl
@@ -32,14 +32,14 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of numbers: `exact` is a digest of integers, `means` are those of its blocks."""
+    """An array of numbers: `exact` is a digest of integers, `means` are the means of its blocks."""
 
     shape: tuple[int, ...]
     exact: str | None
     means: tuple[float, ...]
 
     def resembles(self, other: "Leaf") -> bool:
-        """Whether both have the same values, but for what decoders round off."""
+        """Return whether both have the same values, up to decoders' rounding."""
         if (self.shape, self.exact) != (other.shape, other.exact):
             return False
         mine, theirs = np.array(self.means), np.array(other.means)
@@ -51,13 +51,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Digest:
-    """The numbers of a sample in order; where it has none, a digest of its texts."""
+    """The numbers of a sample in order; if it has none, a digest of its texts."""
 
     leaves: tuple[Leaf, ...]
     texts: str | None
 
     def resembles(self, other: "Digest") -> bool:
-        """Whether both are of the same sample, but for what decoders round off."""
+        """Return whether both are of the same sample, up to decoders' rounding."""
         return (
             self.texts == other.texts
             and len(self.leaves) == len(other.leaves)
@@ -67,10 +67,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class SampleDigests:
-    """Digests by the index of a sample, None where it has none.
+    """Digests by the index of a sample, None for a sample without one.
 
-    `unsteady` are the indices of samples that another read with the same seeds did not give again.
-    `unread` says why none could be read.
+    `unsteady` are the indices of samples that a second read with the same seeds did not reproduce.
+    `unread` says why no sample could be read.
     """
 
     digests: Mapping[int, Digest | None]
@@ -80,7 +80,9 @@ class SampleDigests:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A rank and the first index at which its sample is not rank 0's; `most`: most are not."""
+    """A rank and the first index at which its sample is not rank 0's; `most`: most samples
+    differ.
+    """
 
     rank: int
     index: int
@@ -92,9 +94,9 @@ def digest_samples(
 ) -> SampleDigests:
     """Read the first, the last and a few samples chosen by `seed`, each twice.
 
-    Another process reads, so that what a data set keeps (generators, counters, caches, positions
-    in files) is for training as if nobody had read. Where none can be forked, nothing is read
-    unless loading processes read in training, too (`workers` > 0).
+    Another process reads, so the data set's state (generators, counters, caches, file positions) is
+    unchanged for training. If no process can be forked, nothing is read unless loading processes
+    read in training too (`workers` > 0).
     """
     indices = _choose(len(dataset), seed)
     if not workers and not forks_workers():
@@ -119,9 +121,9 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """The first rank most of whose samples are not rank 0's, else the first with such a sample.
+    """Return the first rank most of whose samples differ from rank 0's, else the first with one.
 
-    Samples that are unsteady or have no digest are not compared. None where all agree.
+    Samples that are unsteady or have no digest are not compared. None if all agree.
     """
     differences = []
     for rank, other in enumerate(found):
@@ -147,7 +149,7 @@ def _choose(count: int, seed: int) -> list[int]:
 
 
 class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
-    """The digests of two reads of each of some samples."""
+    """The digests of two reads of some samples."""
 
     def __init__(self, dataset: Any, seed: int, indices: Sequence[int]) -> None:
         self._dataset = dataset
@@ -172,7 +174,7 @@ class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
 
 
 def _separate_file_positions() -> None:
-    """Reopen each file that this process may only read: forks share positions in files."""
+    """Reopen each file that this process may only read, since forks share file positions."""
     listed = Path("/proc/self/fd")
     for path in list(listed.iterdir()) if listed.is_dir() else ():
         with suppress(OSError):
@@ -189,7 +191,7 @@ def _separate_file_positions() -> None:
 
 
 def digest_of(sample: Any) -> Digest | None:
-    """A digest of the numbers of a sample, or of its texts; None where it holds neither."""
+    """Return a digest of the numbers of a sample, or of its texts; None if it has neither."""
     try:
         values = list(_values(sample, 0))
         leaves = tuple(_leaf(value) for value in values if isinstance(value, np.ndarray))
@@ -217,7 +219,7 @@ def _leaf(array: np.ndarray[Any, Any]) -> Leaf:
 
 
 def _values(value: Any, depth: int) -> Iterator[Any]:
-    """The numbers of a sample as arrays, and its texts as bytes, in order."""
+    """Return the numbers of a sample as arrays, and its texts as bytes, in order."""
     if depth > _DEPTH or value is None:
         return
     if isinstance(value, str | PurePath | bytes | bytearray):
@@ -238,7 +240,7 @@ def _text(value: str | PurePath | bytes | bytearray) -> bytes:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """The numbers of a tensor, an array, an image or a number; None of anything else."""
+    """Return the numbers of a tensor, array, image or number; None for anything else."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu()
         plain = plain.to_dense() if plain.layout != torch.strided else plain

@@ -27,9 +27,9 @@ Batch = dict[str, torch.Tensor]
 class TokenDataset(Dataset[Batch]):
     """Sample i of a stream is its tokens [i·S, i·S + S], the last only as a target.
 
-    `locate` says which samples are used at given positions of training; `__getitems__` makes them
-    a batch: `tokens` and `targets` (B, S) int64, and `documents` (B, S) int32 if asked for.
-    Raises BadInputError when a source has less than one sample; `part` says of what it is the data.
+    `locate` gives the samples at positions of training; `__getitems__` makes them a batch: `tokens`
+    and `targets` (B, S) int64, and `documents` (B, S) int32 if requested. Raises BadInputError if a
+    source has less than one sample; `part` names the data in messages.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class TokenDataset(Dataset[Batch]):
 
     @property
     def left_over_tokens(self) -> int:
-        """Targets that are in no sample: those behind the last whole one of each source."""
+        """Targets that are in no sample: those after the last whole sample of each source."""
         targets = sum(len(stream) - 1 for stream in self._streams)
         return targets - sum(self._sizes) * self._seq_len
 
     def single_pass(self, most: int, batch: int) -> "TokenDataset":
         """Return a data set of the first `most` samples, or all, each once, in batches of `batch`.
 
-        The last one is filled up with samples without a target, so that a mean over all targets
-        does not depend on the batch.
+        The last batch is filled up with samples without targets, so a mean over all targets does
+        not depend on the batch.
         """
         found = copy.copy(self)
         found._most, found._once_in = min(most, len(self)), batch
         return found
 
     def passes(self, samples: int) -> tuple[float, ...]:
-        """Return how many passes through each source that many samples of training make."""
+        """Return how many passes over each source that many training samples make."""
         if self._counts is None:
             return (samples / len(self),) * len(self._sizes)
         whole = sum(self._counts)
@@ -106,7 +106,7 @@ class TokenDataset(Dataset[Batch]):
         )
 
     def locate(self, seed: int, positions: Index) -> list[Key]:
-        """The sample for each position since the start of training."""
+        """Return the sample for each position since the start of training."""
         if self._counts is None:
             flat = samples_at(seed, positions, sum(self._sizes))
             borders = np.cumsum(self._sizes)
@@ -124,7 +124,7 @@ class TokenDataset(Dataset[Batch]):
         return [(int(s), int(i), int(p)) for s, i, p in keys]
 
     def __getitem__(self, index: int) -> Batch:
-        """Sample `index` of all streams in order, (S,) each."""
+        """Return sample `index` of all streams in order, (S,) each."""
         borders = np.cumsum(self._sizes)
         source = int(np.searchsorted(borders, index, side="right"))
         first = int(borders[source - 1]) if source else 0
@@ -132,7 +132,7 @@ class TokenDataset(Dataset[Batch]):
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """A batch of the samples at `keys`; those of FILLER have no target."""
+        """Return a batch of the samples at `keys`; those of FILLER have no target."""
         filled = [row for row, (source, _, _) in enumerate(keys) if source == FILLER]
         keys = [(0, 0, p) if source == FILLER else (source, i, p) for source, i, p in keys]
         length = self._seq_len
@@ -154,7 +154,7 @@ class TokenDataset(Dataset[Batch]):
         return tensors
 
     def _documents(self, source: int, index: int, row: Array) -> Array:
-        """The document of each token, as recorded, else by the end of text before it."""
+        """Return the document of each token, as recorded, else by the preceding end of text."""
         stream, length = self._streams[source], self._seq_len
         if stream.document_starts is not None:
             return stream.documents(index * length, length)
@@ -164,7 +164,7 @@ class TokenDataset(Dataset[Batch]):
 
 
 class _MaskIds:
-    """Masks tokens at random, by a pure function of (seed, position)."""
+    """Random masking of tokens, as a pure function of (seed, position)."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None or tokenizer.mask_id is None:

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of where they are drawn, so that none need be saved."""
+"""Random numbers as a function of where they are drawn, so that no state need be saved."""
 
 import random
 

@@ -1,8 +1,8 @@
-"""Token shards in a cache: written once for a text and a tokenizer, mapped into memory ever after.
+"""Token shards in a cache: written once for a text and a tokenizer, then mapped into memory.
 
 An entry is a folder named after the content: for each split, files of raw little-endian token ids,
 the places where documents begin, and `index.json` with sizes and checksums, written before the
-folder gets its name. What is not whole was never there.
+folder gets its name. An entry that is not whole does not count as one.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _CHECKED_BYTES = 4 << 30
 def entry_path(
     cache: Path, content: str, tokenizer: Tokenizer, eval_fraction: float, text_field: str
 ) -> Path:
-    """The folder of an entry, whether it is there or not."""
+    """Return the folder of an entry, whether it exists or not."""
     parts = [FORMAT, content, tokenizer.fingerprint, repr(eval_fraction), text_field]
     parts += ["opened"] if tokenizer.opening_ids else []
     key = xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
@@ -65,9 +65,9 @@ def ensure_entry(
     processes: int,
     progress: Progress,
 ) -> Index:
-    """Make the entry if it is not there or not whole; return its index.
+    """Make the entry if it is missing or not whole; return its index.
 
-    Processes that want the same entry wait for each other. Raises BadInputError.
+    Processes that need the same entry wait for each other. Raises BadInputError.
     """
     index, _ = read_index(entry)
     if index is not None:
@@ -97,7 +97,7 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """The index of a whole entry, or what is wrong with one that is damaged."""
+    """Return the index of a whole entry, or what is wrong with a damaged one."""
     if not entry.is_dir():
         return None, None
     try:
@@ -209,7 +209,7 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @dataclass
 class _SplitWriter:
-    """Appends the tokens of one split to its shards. `files` are those finished, for the index."""
+    """Writer of the tokens of one split. `files` are the finished shards, for the index."""
 
     folder: Path
     split: str
@@ -266,7 +266,7 @@ class _SplitWriter:
             self.files[self.shards[-1]] = {"bytes": size, "xxh3_128": self._digest.hexdigest()}
 
     def close(self) -> dict[str, Any]:
-        """Finish the files; what the index says of this split."""
+        """Finish the files; return the index's data on this split."""
         self._flush()
         self._finish()
         name = documents_name(self.split)
@@ -284,7 +284,7 @@ class _SplitWriter:
         }
 
     def abandon(self) -> None:
-        """Close the open file, if any; what it still held is not wanted."""
+        """Close the open file, if any, and drop its buffered tokens."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

@@ -76,10 +76,9 @@ State = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Source:
-    """A data source, found. `files` are empty for datasets.
+    """A data source that was found. `files` is empty for datasets.
 
-    `left_out`: files of a folder or pattern that are of another form than most of it, or of another
-    split.
+    `left_out`: files of a folder or pattern with another form than most of it, or of another split.
     """
 
     reference: str
@@ -91,12 +90,12 @@ class Source:
 
     @property
     def is_tokens(self) -> bool:
-        """Whether it is tokens already, so that it needs no tokenizer."""
+        """Whether it already consists of tokens and needs no tokenizer."""
         return self.kind == "tokens"
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Description of the files of a folder or pattern that are not read."""
+        """Describe the files of a folder or pattern that are not read."""
         if not self.left_out:
             return ()
         names = ", ".join(file.name for file in self.left_out[:3])
@@ -109,9 +108,9 @@ class Source:
 
 
 def open_source(reference: str, *, rows: bool = False) -> Source:
-    """Find out what a --data argument means. Raises BadInputError when there is nothing there.
+    """Find the source that a --data argument names. Raises BadInputError if there is none.
 
-    `rows`: only files of records are wanted, also where others are more.
+    `rows`: only use files of records, even if there are more others.
     """
     try:
         return _source_by_kind(reference, rows)
@@ -150,7 +149,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
 
 
 def _drop_repeated(files: Iterable[Path]) -> list[Path]:
-    """The files of a pattern in order, each by its shortest path where folders link in a circle."""
+    """Return a pattern's files in order, each by its shortest path if folders link in a circle."""
     by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
 
@@ -173,7 +172,7 @@ def _of_file(reference: str, path: Path) -> Source:
 
 
 def _with_indices(files: Iterable[Path]) -> list[Path]:
-    """The .bin of each, followed by the .idx of those that have one."""
+    """Return each .bin, followed by its .idx if it has one."""
     tokens = dict.fromkeys(
         file.with_suffix(".bin") if file.suffix.lower() == ".idx" else file for file in files
     )
@@ -182,7 +181,7 @@ def _with_indices(files: Iterable[Path]) -> list[Path]:
 
 
 def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
-    """The files of a folder or pattern that are of the form that most of its bytes are."""
+    """Return the files of a folder or pattern with the form that most of its bytes have."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
     groups: dict[Kind, list[Path]] = {"tokens": [], "rows": [], "text": []}
@@ -208,7 +207,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
 
 
 def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
-    """Rows where they are asked for; else what has most bytes but for files about the data."""
+    """Choose rows if requested; else the kind with most bytes, ignoring files about the data."""
     if rows and groups["rows"]:
         return "rows"
     sizes = {
@@ -221,7 +220,7 @@ def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
 
 
 def _has_rows(file: Path) -> bool:
-    """Whether a .json begins as a list of objects, or as an object a line."""
+    """Return whether a .json begins as a list of objects, or with an object per line."""
     with readable(file) as stream:
         lines = stream.read(_SNIFFED_BYTES).removeprefix(b"\xef\xbb\xbf").split()
     head = b"".join(lines[:3])[:3]
@@ -233,7 +232,7 @@ def _has_rows(file: Path) -> bool:
 
 
 def _is_object(line: bytes) -> bool:
-    """Whether a line is a JSON object, or begins one that is longer than what was read."""
+    """Return whether a line is a JSON object, or begins one that is longer than the part read."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:
@@ -252,10 +251,10 @@ def binary_kind(head: bytes) -> str | None:
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:
-    """Return the files to validate on that are among those to train on, by all that they hold.
+    """Return the validation files that are also among the training files, by full contents.
 
-    Of very many files to validate on, the first are looked at. Empty files and indices hold nothing
-    to train on.
+    If there are very many validation files, only the first are checked. Empty files and indices
+    hold nothing to train on.
     """
     wanted = {
         file: size
@@ -277,7 +276,7 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
 
 
 def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
-    """The size of a file, and what it begins and ends with."""
+    """Return the size of a file, with its beginning and end."""
     with file.open("rb") as stream:
         begin = stream.read(_COMPARED_BYTES)
         stream.seek(max(0, size - _COMPARED_BYTES))
@@ -295,7 +294,7 @@ def require_tokens(file: Path, head: bytes) -> None:
 
 
 def row_files_below(folder: Path) -> list[Path]:
-    """Files of a folder that hold rows by their suffix, but for those about the data."""
+    """Return the files of a folder with the suffix of row files, except files about the data."""
     return [
         file
         for file in _files_below(folder)
@@ -304,7 +303,7 @@ def row_files_below(folder: Path) -> list[Path]:
 
 
 def is_held_out(file: Path) -> bool:
-    """Whether a file is named as one to validate or to test with."""
+    """Return whether a file's name marks it as validation or test data."""
     return _split_by_name([file.stem]) == "held out"
 
 
@@ -317,7 +316,7 @@ def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _split_by_name(names: Sequence[str]) -> str | None:
-    """Return the split that the last of the names tells, if any does."""
+    """Return the split that the last of the names indicates, if any."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"
@@ -327,7 +326,7 @@ def _split_by_name(names: Sequence[str]) -> str | None:
 
 
 def _of_one_split(splits: Mapping[Path, str | None]) -> list[Path]:
-    """Files without those named as held out, where others are named as training data."""
+    """Drop files named as held out if others are named as training data."""
     if "train" not in splits.values():
         return list(splits)
     return [file for file, split in splits.items() if split != "held out"]
@@ -353,7 +352,7 @@ def _state(file: Path) -> State:
 
 
 def check_unchanged(source: Source) -> None:
-    """Raises BadInputError when a file has changed since the source was found."""
+    """Raise BadInputError if a file has changed since the source was found."""
     for file, state in zip(source.files, source.states, strict=True):
         if _state(file) != state:
             raise BadInputError(
@@ -363,10 +362,10 @@ def check_unchanged(source: Source) -> None:
 
 
 def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """Files of a folder and of those it links to, in a stable order.
+    """Return the files of a folder and of those that it links to, in a stable order.
 
-    Without hidden ones, older copies that editors and merges left beside a file, and what outpace
-    itself writes: runs, and a cache of tokens.
+    Hidden files, copies left by editors and merges, and outpace's own output (runs, and a cache of
+    tokens) are omitted.
 
     `left_out`: names of folders.
     """
@@ -395,7 +394,9 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
 
 
 def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
-    """Whether a folder is a run, or a cache of tokens: with --out within the data both may be."""
+    """Return whether a folder is a run or a cache of tokens, which --out may put within the
+    data.
+    """
     if any(any(folder.glob(f"{name}/{files}")) for name, files in _CACHED.items() if name in names):
         return True
     with suppress(OSError):
@@ -405,7 +406,7 @@ def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
 
 
 def _leads_nowhere(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is a link to nothing, or to itself."""
+    """Return whether it is a link to nothing, or to itself."""
     return entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 (text at hand)
 
 
@@ -419,7 +420,9 @@ def _library_files(root: Path) -> list[Path]:
 
 
 def _decodes(path: Path) -> bool:
-    """A few files of the library are in other encodings on purpose."""
+    """Return whether a file decodes; a few files of the library are deliberately in other
+    encodings.
+    """
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -434,7 +437,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def fingerprint(source: Source, text_field: str) -> str:
-    """A hash of the contents, wherever they lie and whatever they are called."""
+    """Return a hash of the contents, independent of their location and names."""
     digest = xxhash.xxh3_128()
     if source.kind == "dataset":
         digest.update(str(open_dataset(source.reference)._fingerprint).encode())
@@ -449,7 +452,7 @@ def fingerprint(source: Source, text_field: str) -> str:
 
 
 def open_dataset(reference: str) -> Any:
-    """A Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path."""
+    """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path."""
     import datasets
 
     name, config, split = _dataset_name(reference)
@@ -477,7 +480,7 @@ def open_dataset(reference: str) -> Any:
 
 
 def _dataset_name(reference: str) -> tuple[str, str, str]:
-    """Name, configuration and split of hf:NAME[:CONFIG[:SPLIT]]; a folder's name may have colons"""
+    """Split hf:NAME[:CONFIG[:SPLIT]] into its parts; a folder's name may have colons."""
     whole = reference.removeprefix("hf:")
     if _is_saved_dataset(Path(whole)):
         return whole, "", "train"
@@ -489,9 +492,10 @@ def _dataset_name(reference: str) -> tuple[str, str, str]:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, and their numbers from 1.
+    """Yield lines that are not blank, with their numbers from 1.
 
-    Raises BadInputError for a file that cannot be read, and for a line that memory should not hold.
+    Raises BadInputError for a file that cannot be read, and for a line that is too large for
+    memory.
     """
     with readable(file) as stream:
         for number in count(1):
@@ -509,7 +513,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def readable(file: Path) -> Iterator[BinaryIO]:
-    """An open file. Raises BadInputError when it cannot be read."""
+    """Open a file. Raises BadInputError if it cannot be read."""
     try:
         with file.open("rb") as stream:
             yield stream

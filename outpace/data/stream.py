@@ -30,7 +30,7 @@ _FAULT_BYTES = 2 << 20  # at most mapped with a page that is read: a huge page
 
 
 class MappedTokens:
-    """A file of token ids, mapped into memory where it is used: pickled, it is a path only."""
+    """A file of token ids, mapped into memory where it is used; pickled, it is only a path."""
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
@@ -48,9 +48,10 @@ class MappedTokens:
         return len(self.ids)
 
     def part(self, offset: int, count: int) -> Array:
-        """Ids from the file's pages; those of before may be let go, so that few stay resident.
+        """Return ids from the file's pages; earlier pages may be dropped, so that few stay
+        resident.
 
-        Else a training would come to hold the whole file, as its peak of memory says.
+        Otherwise training would come to hold the whole file, which its memory peak would include.
         """
         found = self.ids[offset : offset + count]
         self._read_bytes += found.nbytes + _FAULT_BYTES
@@ -68,10 +69,10 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens [start, stop) of some shards put end to end.
+    """Tokens [start, stop) of some shards in sequence.
 
-    `document_starts` are places from the start of the first shard on, sorted; None where they are
-    not recorded. `extent` holds the smallest and the largest id of the shards where they are known.
+    `document_starts` are sorted positions from the start of the first shard; None if not recorded.
+    `extent` holds the smallest and the largest id of the shards, if known.
     """
 
     shards: Sequence[MappedTokens]
@@ -85,7 +86,7 @@ class Stream:
         return self.stop - self.start
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
-        """`count` tokens from place `begin` of this stream, as int64; `mapped` for few of many."""
+        """Return `count` tokens from position `begin`, as int64; `mapped` for few of many."""
         begin += self.start
         found = np.empty(count, dtype=np.int64)
         filled = 0
@@ -101,7 +102,7 @@ class Stream:
         return found
 
     def documents(self, begin: int, count: int) -> Array:
-        """The number of the document that each of those tokens belongs to, int32 from 0 on."""
+        """Return the document number of each of those tokens, int32 from 0."""
         assert self.document_starts is not None
         places = np.arange(begin, begin + count) + self.start
         numbers: Array = np.searchsorted(self.document_starts, places, side="right")
@@ -109,7 +110,7 @@ class Stream:
         return found
 
     def cut(self, begin: int, end: int) -> "Stream":
-        """The part from `begin` to `end`."""
+        """Return the part from `begin` to `end`."""
         return replace(self, start=self.start + begin, stop=self.start + end)
 
     def concatenate(self, other: "Stream") -> "Stream":
@@ -126,18 +127,19 @@ class Stream:
         return _stream((*self.shards, *other.shards), starts, extent)
 
     def blocks(self) -> Iterator[Array]:
-        """All tokens, a few at a time."""
+        """Yield all tokens, a few at a time."""
         for begin in range(0, len(self), _SCANNED_TOKENS):
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
-        """The largest token id, or one of the shards' that is larger still; −1 without tokens."""
+        """The largest token id, or a larger one of the shards; −1 without tokens."""
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
-        """The first id above `largest`, of which there is one: its file, its place there, itself.
+        """Find the first id above `largest`, which must exist: its file, its position there,
+        itself.
 
-        The shards are searched whole, also where this is a part of them.
+        The whole shards are searched, even if this is a part of them.
         """
         for shard in self.shards:
             for begin in range(0, len(shard), _SCANNED_TOKENS):
@@ -148,7 +150,7 @@ class Stream:
         raise ValueError(f"no id is above {largest}")
 
     def compute_extent(self) -> tuple[int, int]:
-        """Return the `extent`, reading all tokens where it is unknown; (0, −1) without tokens."""
+        """Return the `extent`, reading all tokens if it is unknown; (0, −1) without tokens."""
         if self.extent is not None:
             return self.extent
         extents = [(int(block.min()), int(block.max())) for block in self.blocks()]
@@ -166,7 +168,7 @@ def _stream(
 
 
 def cached_stream(entry: Path, index: Index, split: str) -> Stream:
-    """One split of a cache entry."""
+    """Return one split of a cache entry as a stream."""
     part = index.splits[split]
     shards = [MappedTokens(entry / name, index.dtype) for name in part.shards]
     starts = np.load(entry / part.documents, mmap_mode="r", allow_pickle=False)
@@ -174,9 +176,9 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
 
 
 def token_stream(files: Sequence[Path]) -> Stream:
-    """The tokens of .bin files, one after the other, each as its .idx or its contents say.
+    """Return the tokens of .bin files in sequence, each in the format of its .idx or its contents.
 
-    Raises BadInputError for a file that is no whole number of ids, or none of tokens.
+    Raises BadInputError for a file that is not a whole number of ids, or not of tokens.
     """
     streams = [
         megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)
@@ -191,10 +193,10 @@ def token_stream(files: Sequence[Path]) -> Stream:
 
 
 def _plain_stream(path: Path) -> Stream:
-    """A .bin without an index, so that nothing says where documents begin.
+    """Read a .bin without an index, so that document starts are unknown.
 
-    Ids of llm.c (a header of 256 int32: magic number, version, number of tokens), or without a
-    header as nanoGPT's, of 16 bits; of 32 or 64 where the upper bits of each such word are clear.
+    Ids have llm.c's header (256 int32: magic number, version, number of tokens), or none, as
+    nanoGPT's, with 16 bits per id; with 32 or 64 if the upper bits of each such word are clear.
     """
     size = path.stat().st_size
     with readable(path) as stream:
@@ -212,7 +214,7 @@ def _plain_stream(path: Path) -> Stream:
 
 
 def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
-    """The ids below a header of llm.c (dev/data/data_common.py there). Raises BadInputError."""
+    """Read the ids after llm.c's header (dev/data/data_common.py there). Raises BadInputError."""
     dtype, version = _LLMC_MAGIC[int(header[0])]
     found, count = (int(n) for n in header[1:3])
     if dtype is None or len(header) * 4 < _HEADER_BYTES or found != version:
@@ -231,9 +233,9 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
 
 
 def _width_of(path: Path, size: int) -> str:
-    """The type of the ids: the widest of whose words none needs its upper bits.
+    """Return the type of the ids: the widest whose upper bits no word uses.
 
-    Of 16-bit ids one after the other, every second would have to be less than 16 for that.
+    For 16-bit ids in sequence, every second one would have to be less than 16.
     """
     for dtype, least in (("<u8", 8), ("<u4", 16)):
         width = np.dtype(dtype).itemsize
@@ -246,7 +248,7 @@ def _width_of(path: Path, size: int) -> str:
 
 
 def megatron_stream(path: Path) -> Stream:
-    """A Megatron-LM .bin with its .idx (MMIDIDX, version 1). Raises BadInputError."""
+    """Read a Megatron-LM .bin with its .idx (MMIDIDX, version 1). Raises BadInputError."""
     idx = path.with_suffix(".idx")
     try:
         header = idx.read_bytes()

@@ -1,4 +1,4 @@
-"""The text of a source, document by document, the long ones in pieces."""
+"""The text of a source, document by document, with long documents in pieces."""
 
 import codecs
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ class Piece:
 
 
 def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]:
-    """All text of a source in order; documents without text are left out.
+    """Yield all text of a source in order, without empty documents.
 
-    `cut` hands long documents on in pieces that end where a tokenizer with `cuts_texts` would
-    end a token anyway. Raises BadInputError where the source cannot be read.
+    `cut` splits long documents into pieces that end where a tokenizer with `cuts_texts` would end a
+    token anyway. Raises BadInputError if the source cannot be read.
     """
     if source.kind == "dataset":
         yield from _all_in_pieces(_dataset_documents(source.reference, text_field), cut)
@@ -49,7 +49,7 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
 
 
 def _plain(file: Path, cut: bool) -> Iterator[Piece]:
-    """One document; a long one in pieces, so that it is never whole in memory."""
+    """Yield one document; a long one in pieces, so that it is never whole in memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, first, read, told = "", True, 0, 0
     with readable(file) as stream:
@@ -84,11 +84,12 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
 
 
 def _border(text: str, begin: int, end: int) -> int:
-    """The last place in [begin, end) where a text can be cut; 0 for none.
+    """Return the last position in [begin, end) where a text can be cut; 0 if there is none.
 
-    Best between two lines of which neither is blank there: tokenizers join white space across
-    lines, and some a line break with the signs that follow it, but none joins a character, one
-    line break and a letter or digit. In a text without lines, before the blank between two words.
+    The best position is between two lines that are not blank there: tokenizers join white space
+    across lines, and some join a line break with following signs, but none joins a character, one
+    line break and a letter or digit. In a text without lines, it is before the blank between two
+    words.
     """
     place = end - 1
     while (place := text.rfind("\n", begin, place)) > 0:
@@ -109,7 +110,7 @@ def _all_in_pieces(documents: Iterator[tuple[str, int]], cut: bool) -> Iterator[
 
 
 def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
-    """A document that is in memory, in pieces when it is long."""
+    """Yield a document that is in memory, in pieces if it is long."""
     begin = 0
     while cut and len(text) - begin > PIECE_BYTES:
         border = _border(text, begin + _LEAST_PIECE, begin + PIECE_BYTES)
@@ -121,7 +122,7 @@ def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
 
 
 def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    """The text of each record of a file."""
+    """Yield the text of each record of a file."""
     for number, (row, consumed) in enumerate(read_rows(file, columns=[field])):
         if field not in row.values:
             there = quote_names(row.values) or "no fields"
@@ -134,9 +135,9 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _remedy(row: Row, before: int) -> str:
-    """Tell how to read records without the field: in their own form, or by another field.
+    """Say how to read records without the field: in their own form, or by another field.
 
-    `before`: records that have it, before this one.
+    `before`: number of earlier records that have it.
     """
     if (form := describe_form(row.values)) is not None:
         return f": {form}"

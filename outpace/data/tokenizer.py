@@ -1,4 +1,4 @@
-"""Tokenizers: read from what is there, or trained on the data."""
+"""Tokenizers: read from files, or trained on the data."""
 
 import hashlib
 import json
@@ -63,13 +63,13 @@ _NEEDED = ("mask_token", "cls_token", "sep_token")
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` and the ids that data and models need of it.
+    """A `tokenizers.Tokenizer`, with the ids that data and models need.
 
-    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text
-    cut after a line break, before a letter or digit, or before the blank between two words, has
-    the ids of its parts. `chat_template` is that of conversations which came with it; of several
-    the default, `chat_templates` are all by name, and `template_file` says where they stand.
-    `config` is what a tokenizer_config.json says; `save` passes it on.
+    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text cut
+    after a line break, before a letter or digit, or before the blank between two words, has the ids
+    of its parts. `chat_template` is the template for conversations that came with it, or the
+    default of several; `chat_templates` are all by name, and `template_file` is their file.
+    `config` holds the values of tokenizer_config.json; `save` writes them again.
     """
 
     def __init__(
@@ -131,20 +131,22 @@ class Tokenizer:
 
     @property
     def opening_ids(self) -> list[int]:
-        """The bos token, where the tokenizer puts it before a text, as Llama's do; else nothing."""
+        """Return the bos token if the tokenizer puts it before a text, as Llama's do; else
+        nothing.
+        """
         bos = self._vocab.get(self._roles.get("bos_token", ""))
         added: list[int] = self.inner.encode("a").ids
         return added[:1] if added[:1] == [bos] else []
 
     @property
     def unknown_id(self) -> int | None:
-        """The token that stands for what is not in the vocabulary, where there is one."""
+        """The token for text outside the vocabulary, if there is one."""
         name = getattr(self.inner.model, "unk_token", None) or self._roles.get("unk_token")
         return self._vocab.get(name or "")
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens but that of what is unknown, by their names."""
+        """Return the ids of special tokens except the unknown one, by name."""
         added = self.inner.get_added_tokens_decoder()
         return {
             token.content: number
@@ -153,7 +155,7 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """The characters that are not lost, where others are: BPE of characters without [UNK]."""
+        """Characters that are kept, if others are lost: BPE of characters without [UNK]."""
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -169,7 +171,7 @@ class Tokenizer:
 
     @property
     def truncation_side(self) -> str:
-        """The end at which transformers cuts texts that are too long: right, or left."""
+        """The side at which transformers cuts texts that are too long: right, or left."""
         return "left" if self._config.get("truncation_side") == "left" else "right"
 
     @property
@@ -185,7 +187,9 @@ class Tokenizer:
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; none are added. A special token's name in the text becomes that token."""
+        """Return the ids of a text, with none added. A special token's name in the text becomes
+        it.
+        """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
                 (one,) = call_interruptibly(
@@ -197,7 +201,7 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Ids of many texts, the same as `encode` gives for each."""
+        """Return the ids of many texts, the same as `encode` gives for each."""
         with _refusing_panics():
             if self._words is not None:
                 return self._words.encode_batch(texts)
@@ -205,7 +209,7 @@ class Tokenizer:
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         return str(self.inner.decode(ids, skip_special_tokens=True))
 
     def save(self, directory: Path) -> None:
@@ -226,7 +230,7 @@ def _not_in_vocabulary(role: str, token: str) -> str:
 
 
 def _templates(told: Any) -> dict[str, str]:
-    """The templates that a configuration has, by name. Raises BadInputError."""
+    """Return the templates of a configuration, by name. Raises BadInputError."""
     if told is None:
         return {}
     if isinstance(told, str):
@@ -282,11 +286,11 @@ def train_tokenizer(
     masked: bool = False,
     set_pattern: Callable[[tokenizers.Tokenizer], None] | None = None,
 ) -> Tokenizer:
-    """A byte-level BPE (Radford et al. 2019, §2.2) learnt from the first 32 M characters.
+    """Train a byte-level BPE (Radford et al. 2019, §2.2) on the first 32 M characters.
 
-    `masked` adds the special tokens of masked language models, `set_pattern` replaces GPT-2's way
-    of cutting texts before anything is learnt. Deterministic. Raises BadInputError
-    when there is no text, or the vocabulary cannot hold all bytes.
+    `masked` adds the special tokens of masked language models, `set_pattern` replaces GPT-2's
+    pre-tokenization before training. Deterministic. Raises BadInputError if there is no text, or
+    the vocabulary cannot hold all bytes.
     """
     specials = [END_OF_TEXT, *(MASKED_SPECIALS if masked else ())]
     least = 256 + len(specials)
@@ -314,9 +318,9 @@ def train_tokenizer(
 
 
 def _cut_runs(text: str) -> Iterator[str]:
-    """The text, cut where it runs on for long without a blank, or with nothing else.
+    """Yield the text, cut where a run without blanks, or of blanks only, is long.
 
-    Learning takes the square of a word's length: hours for a genome or a file of base64.
+    Training time grows with the square of a word's length: hours for a genome or a base64 file.
     """
     begin = 0
     for run in _LONG_RUN.finditer(text):
@@ -345,13 +349,13 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether `tokenizers` has panicked: no Exception, of a class that cannot be imported."""
+    """Return whether it is a panic of `tokenizers`: not an Exception, and its class is private."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _refusing_panics() -> Iterator[None]:
-    """A tokenizer's rules may give up on a text, as a pattern that would look for ever."""
+    """Refuse rules of a tokenizer that give up on a text, such as a pattern that would not end."""
     try:
         yield
     except BaseException as error:
@@ -368,7 +372,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
     """Read a tokenizer from a Hugging Face directory, tokenizer.json, GPT-2's encoder.json with
     vocab.bpe (or vocab.json with merges.txt), or BERT's vocab.txt.
 
-    Raises BadInputError when there is none, or it cannot be read.
+    Raises BadInputError if there is none, or it cannot be read.
     """
     path = Path(reference)
     if path.is_dir():
@@ -398,8 +402,8 @@ def load_tokenizer(reference: str) -> Tokenizer:
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
     """Refuse a post-processor that adds other ids than its tokens have.
 
-    Left of a vocabulary that was replaced: texts would begin with another token, or with one
-    that no model has.
+    These remain from a vocabulary that was replaced: texts would begin with another token, or with
+    one that no model has.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
     vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
@@ -418,7 +422,7 @@ def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _added_ids(told: Any) -> Iterator[tuple[str, int]]:
-    """The tokens that a post-processor adds, with the ids that it gives them."""
+    """Yield the tokens that a post-processor adds, with the ids that it gives them."""
     if not isinstance(told, dict):
         return
     for step in told.get("processors") or ():
@@ -450,7 +454,7 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _require_files(path: Path) -> None:
-    """Refuse what Git LFS left in a tokenizer's place, and SentencePiece's files alone."""
+    """Refuse Git LFS pointers in a tokenizer's place, and SentencePiece files alone."""
     folder = path if path.is_dir() else path.parent
     for file in sorted(folder.glob("*.json")) if path.is_dir() else [path]:
         if file.is_file():
@@ -493,10 +497,10 @@ def _load(path: Path) -> Tokenizer | None:
 
 
 def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Cut texts as tokenizer_config.json says where its class overrules tokenizer.json with it.
+    """Cut texts as tokenizer_config.json says, if its class overrules tokenizer.json.
 
-    As transformers 4 and 5 do: BERT's classes take letters' case, accents and Chinese characters
-    from there (or their defaults), GPT-2's and RoBERTa's the blank before a text. Raises
+    This is as in transformers 4 and 5: BERT's classes take letter case, accents and Chinese
+    characters from there (or their defaults), GPT-2's and RoBERTa's the blank before a text. Raises
     BadInputError.
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
@@ -520,13 +524,13 @@ def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
 
 
 def _model_type(path: Path) -> str:
-    """The model_type of a config.json beside a tokenizer, or ''."""
+    """Return the model_type of a config.json next to a tokenizer, or ''."""
     config = path / "config.json"
     return str(read_object(config).get("model_type") or "") if config.is_file() else ""
 
 
 def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
-    """A tokenizer whose class knows how its family cuts texts, which its files do not say."""
+    """Read a tokenizer whose class defines how texts are cut, which its files do not say."""
     from transformers import AutoTokenizer
 
     try:
@@ -569,14 +573,14 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, which is written as itself or with its properties."""
+    """Return the text of a token, which is written as itself or with its properties."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's format: a JSON of tokens, and merges one a line."""
+    """Read GPT-2's format: a JSON of tokens, and one merge per line."""
     inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -586,7 +590,7 @@ def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
 
 
 def _word_pieces(vocab: Path) -> Tokenizer:
-    """BERT's format: a token a line; lower-cased unless the vocabulary has capitals."""
+    """Read BERT's format: one token per line; lower-cased unless the vocabulary has capitals."""
     known = vocab.read_text(encoding="utf-8").splitlines()
     cased = any(token != token.lower() and not token.startswith("[") for token in known)
     inner = tokenizers.Tokenizer(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))

@@ -1,9 +1,9 @@
-"""Byte-level BPE with a memory for words.
+"""Byte-level BPE with a cache of words.
 
 A byte-level tokenizer first cuts a text into words by a regular expression, then merges the bytes
-of each word, whatever stands around it. So a word that has been seen needs a look-up only. The
-cutting is done here by Python's `re`, which is several times as fast as the tokenizer's own engine
-on the texts where both are known to agree; any other text is left to the tokenizer.
+of each word, independently of its context. So a known word needs only a look-up. Texts are cut here
+by Python's `re`, which is several times as fast as the tokenizer's own engine, if both are known to
+agree on the text; any other text is left to the tokenizer.
 """
 
 import json
@@ -36,7 +36,7 @@ _ASCII_SPACES = "\t\n\x0b\x0c\r "
 
 
 class Words:
-    """Encodes as `tokenizers.Tokenizer.encode_batch_fast` does, by remembered words."""
+    """Encoder with cached words, equal to `tokenizers.Tokenizer.encode_batch_fast`."""
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: str) -> None:
         self._inner = inner
@@ -49,7 +49,7 @@ class Words:
         self._lock = threading.Lock()
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """Ids of many texts, without special tokens."""
+        """Return the ids of many texts, without special tokens."""
         cut = [self._cut(text) for text in texts]
         left = [text for text, words in zip(texts, cut, strict=True) if words is None]
         others = iter(self._inner.encode_batch_fast(left, add_special_tokens=False))
@@ -65,7 +65,7 @@ class Words:
         ]
 
     def _cut(self, text: str) -> list[str] | None:
-        """The words of a text; None where the tokenizer itself must look at it."""
+        """Return the words of a text; None if the tokenizer itself must process it."""
         if self._added is not None and self._added.search(text):
             return None
         if text.isascii():
@@ -89,7 +89,7 @@ class Words:
 
 
 def words_of(inner: tokenizers.Tokenizer) -> Words | None:
-    """The encoder by words, for tokenizers of which it is known to be exact."""
+    """Return the encoder with cached words, for tokenizers where it is known to be exact."""
     told = json.loads(inner.to_str())
     model = told["model"]
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -100,7 +100,7 @@ def words_of(inner: tokenizers.Tokenizer) -> Words | None:
 
 
 def _pattern_of(told: dict[str, Any] | None) -> Any:
-    """The regular expression that a pre-tokenizer cuts by, if that is all it does."""
+    """Return the regular expression of a pre-tokenizer, if it does nothing else."""
     if told is None:
         return None
     steps = told["pretokenizers"] if told["type"] == "Sequence" else [told]
@@ -134,7 +134,9 @@ def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> st
 
 
 class _UnicodeClasses:
-    """Characters whose category is the same today as in Unicode 3.2, so that engines agree."""
+    """Character classes limited to categories unchanged since Unicode 3.2, so that engines
+    agree.
+    """
 
     def __init__(self) -> None:
         old, now = unicodedata.ucd_3_2_0.category, unicodedata.category

@@ -1,4 +1,4 @@
-"""Processes that load data: they leave alone what they inherit, and their troubles have words."""
+"""Processes that load data: how they start, and explanations of their failures."""
 
 import errno
 import gc
@@ -28,17 +28,17 @@ _FILES = ("too many open files", "ancdata")
 
 
 def start_method() -> str | None:
-    """Return the start method of workers: a fork where that is safe and the user chose no other.
+    """Return the start method of workers: fork if that is safe and the user chose no other.
 
-    A script then needs no main guard, and the end of a worker is noticed at once. None leaves the
-    choice to Python.
+    With fork, a script needs no main guard, and the end of a worker is noticed at once. None leaves
+    the choice to Python.
     """
     chosen = cast("str | None", multiprocessing.get_start_method(allow_none=True))
     return "fork" if chosen is None and sys.platform == "linux" else None
 
 
 def forks_workers() -> bool:
-    """Whether `start_method`, or Python's own choice in its place, forks workers."""
+    """Return whether `start_method`, or Python's choice in its place, forks workers."""
     return "fork" in (start_method(), multiprocessing.get_start_method(allow_none=True))
 
 
@@ -46,9 +46,9 @@ def forks_workers() -> bool:
 def starting_workers() -> Iterator[Begin]:
     """Yield the `worker_init_fn` of a DataLoader whose workers start within the context.
 
-    They never collect what their parent had left to be collected: it may hold threads and memory
-    that a fork does not have, whose end there is a segmentation fault. Nor do collections write to
-    memory that both share.
+    Workers never collect their parent's garbage: it may hold threads and memory that a fork does
+    not have, and freeing these there is a segmentation fault. Collections do not write to shared
+    memory either.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -66,7 +66,9 @@ def starting_workers() -> Iterator[Begin]:
 
 
 def _abandon(error: OSError) -> None:
-    """End the workers of an iterator that could not start them all, whose own end would fail."""
+    """End the workers of an iterator that could not start all of them, and cannot end them
+    itself.
+    """
     step = error.__traceback__
     while step is not None:
         found = step.tb_frame.f_locals.get("self")
@@ -88,7 +90,7 @@ def _begin(collects: bool, worker: int) -> None:
 
 
 def _leave(error: BaseException, _batch: object) -> None:
-    """End this worker, whose batch is lost, so that its parent notices."""
+    """End this worker, so that its parent notices; its batch is lost."""
     codes = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES, "socket": _NO_SOCKET}
     code = codes.get(_scarce_resource(error) or "", _NOT_SENT)
     if code == _NOT_SENT:
@@ -98,7 +100,7 @@ def _leave(error: BaseException, _batch: object) -> None:
 
 
 def _scarce_resource(error: BaseException) -> str | None:
-    """Return what the error says is scarce: shared memory, open files, a short name, memory."""
+    """Return the scarce resource of an error: shared memory, open files, a short name, memory."""
     number = getattr(error, "errno", None)
     said = str(error).lower()
     if number in (errno.EMFILE, errno.ENFILE) or any(one in said for one in _FILES):
@@ -118,10 +120,10 @@ def worker_troubles(
     exit_codes: Callable[[], Sequence[int | None]] = tuple,
     elsewhere: bool = False,
 ) -> Iterator[None]:
-    """Raise a BadInputError that says what to do for what torch raises of `workers`.
+    """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
-    `exit_codes` are those of the workers, None of one that runs. `elsewhere`: not where a batch is
-    waited for; torch may say of a worker that it ended anywhere, as it hears of that by a signal.
+    `exit_codes` are those of the workers, None for a running one. `elsewhere`: not while waiting
+    for a batch; torch may report the end of a worker anywhere, since it learns of it by a signal.
     """
     try:
         yield
@@ -144,7 +146,7 @@ def worker_troubles(
 def _explain_failure(
     error: BaseException, said: str, exit_codes: Callable[[], Sequence[int | None]]
 ) -> str | None:
-    """Explain why workers brought no batch; None where the error is not about them."""
+    """Explain why workers delivered no batch; None if the error is not about them."""
     if said.startswith("DataLoader timed out"):
         limit = said.removeprefix("DataLoader timed out after ")
         return (
@@ -172,7 +174,7 @@ def _explain_failure(
 
 
 def _suggest_main_guard() -> str:
-    """Tell what a script has to do where workers run it again as they start."""
+    """Say what a script has to do if workers run it again as they start."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""
@@ -193,7 +195,7 @@ _SENTENCES = {
 
 
 def _describe_shared_memory() -> str:
-    """Describe how much shared memory there is, where that can be read."""
+    """Describe how much shared memory there is, if that can be read."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
