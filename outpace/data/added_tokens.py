@@ -97,7 +97,7 @@ def _special(value: Any) -> AddedToken | None:
 
 
 def _stored_ids(path: Path) -> dict[str, int]:
-    """Restore the ids of tokenizer.json's added tokens, which `tokenizers` may renumber."""
+    """Return the ids of tokenizer.json's added tokens, which `tokenizers` may renumber."""
     text = path.read_text(encoding="utf-8")
     begin = text.find("[", text.find('"added_tokens"'))
     if '"added_tokens"' not in text or begin < 0:

@@ -420,9 +420,7 @@ def _library_files(root: Path) -> list[Path]:
 
 
 def _decodes(path: Path) -> bool:
-    """Return whether a file decodes; a few files of the library are deliberately in other
-    encodings.
-    """
+    """Return whether a file is UTF-8; a few files of the library are not, on purpose."""
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

@@ -1,10 +1,10 @@
-"""Attention on a CPU in 16 bits, by blocks of queries whose scores stay in its caches.
+"""Attention on a CPU in 16 bits, by blocks of queries whose scores stay in the caches.
 
-torch's fused kernel for CPUs multiplies tiles of 16 bits that are too small for the processor's
-units: of a step in bf16 it takes several times what the same products take as batched ones
-(docs/development/log.md). Here they are batched, block by block, so that all scores are never there
-together and a causal block does not look at keys after it. Like the fused kernels, the backward
-computes the scores again rather than keep them (Dao et al., arXiv 2205.14135, algorithm 4).
+torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's units:
+in a step in bf16 it takes several times as long as batched products do (docs/development/log.md).
+Here they are batched, block by block, so that all scores never exist together and a causal block
+does not read keys after it. Like the fused kernels, the backward recomputes the scores instead of
+keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key,
 C head width, R rows of a block.
@@ -27,7 +27,7 @@ SCORE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """Some entries of a batch, some heads, some queries, and the keys that they may see."""
+    """Some entries of a batch, some heads, some queries, and the keys visible to them."""
 
     entries: slice
     kv_heads: slice
@@ -36,7 +36,7 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
-    """All of them: each query's scores are in one block."""
+    """Yield all blocks: each query's scores are in one of them."""
     (batch, all_heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
@@ -55,7 +55,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
 
 
 class _Parts:
-    """Rows of tensors (B, heads, length, C) that belong to a block, as one batch of matrices."""
+    """The rows of tensors (B, heads, length, C) that belong to a block, as a batch of matrices."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
@@ -79,7 +79,7 @@ class _Parts:
         return part.reshape(-1, block.keys, x.shape[3])
 
     def put_queries(self, whole: Tensor, block: _Block, part: Tensor) -> None:
-        """Write a part (n, G·R, C) where it belongs."""
+        """Write a part (n, G·R, C) to its position."""
         place = self._by_group(whole)[block.entries, block.kv_heads, :, block.queries]
         place.copy_(part.view(place.shape))
 
@@ -106,10 +106,11 @@ class _Parts:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """softmax(q · kᵀ / √C) · v, of queries (B, H, S, C), keys and values (B, K, T, C), as q.
+    """Compute softmax(q · kᵀ / √C) · v, of queries (B, H, S, C), keys and values (B, K, T, C), as
+    q.
 
-    `mask`: bool (B or 1, 1, S, T), True where a key is seen. `causal`: of as many queries as keys
-    each sees none after itself. The result lies in memory as (B, S, H, C).
+    `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: with as many queries as keys,
+    each query sees no key after itself. The result is in memory as (B, S, H, C).
     """
     parts = _Parts(q, k, mask, causal)
     out = _empty_joined(q)
@@ -126,7 +127,9 @@ def _fake_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `q`, `k` and `v` from that of the result. Sums over blocks are in fp32."""
+    """Compute gradients of `q`, `k` and `v` from that of the result. Sums over blocks are in
+    fp32.
+    """
     parts = _Parts(q, k, mask, causal)
     several = q.shape[2] > ROWS
     q_grad = _empty_joined(q)
@@ -155,7 +158,9 @@ def _made_backward(
 
 
 def _empty_joined(x: Tensor) -> Tensor:
-    """Empty, of `x`'s shape (B, heads, length, C), in memory as (B, length, heads, C)."""
+    """Return an empty tensor of `x`'s shape (B, heads, length, C), in memory as (B, length, heads,
+    C).
+    """
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 

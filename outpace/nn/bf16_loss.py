@@ -1,9 +1,9 @@
-"""Cross-entropy over the vocabulary on a CPU in bf16: logits in 16 bits, their gradient in place.
+"""Cross-entropy over the vocabulary on a CPU in bf16, with the logits' gradient in place.
 
-torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long where the
-processor has units for bf16; with whole logits autograd makes them again in fp32, and a gradient of
-each (docs/development/log.md). Here the products are of 16 bits, as autocast has them, and softmax
-is in fp32 for some rows at a time, whose gradient then takes their logits' place.
+torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long if the
+processor has units for bf16; with whole logits, autograd copies them in fp32, with a gradient for
+each copy (docs/development/log.md). Here the products are in 16 bits, as under autocast, and
+softmax is in fp32 for some rows at a time, whose gradient then replaces their logits.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 """
@@ -25,9 +25,9 @@ HEAD_ROWS = 2048
 def _low_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sum of −log softmax(hidden · weightᵀ + bias)[target], fp32, and the logits' gradient.
+    """Compute the sum of −log softmax(hidden · weightᵀ + bias)[target], fp32, and its gradient.
 
-    `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 where none. The gradient is
+    `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 for none. The gradient is
     bf16, (N, V).
     """
     logits = _logits(hidden, weight, bias)
@@ -48,14 +48,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some of its rows at a time, in bf16."""
+    """Yield some rows of the head at a time, in bf16."""
     for start in range(0, len(weight), HEAD_ROWS):
         block = slice(start, start + HEAD_ROWS)
         yield block, weight[block].to(torch.bfloat16)
 
 
 def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of losses, in fp32 or what is wider; `logits` (N, V) become its gradient."""
+    """Return the sum of losses, at least in fp32; `logits` (N, V) become their gradient."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=wide)
     counts = targets != IGNORED
@@ -90,10 +90,10 @@ def _low_loss_backward(
     bias: Tensor | None,
     trains: bool,
 ) -> list[Tensor]:
-    """The gradients of `hidden`, where it `trains` of `weight`, and of `bias`, in their dtypes.
+    """Compute gradients of `hidden`, `weight` (if it `trains`) and `bias`, in their dtypes.
 
-    `loss_grad` scales the products where they are still in fp32. The parts of `hidden`'s that
-    pieces of the head give are rounded to bf16 and added up in fp32.
+    `loss_grad` scales the products while they are still in fp32. The parts of `hidden`'s gradient
+    from pieces of the head are rounded to bf16 and summed in fp32.
     """
     scale = loss_grad.item()
     hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)

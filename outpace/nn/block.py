@@ -25,28 +25,31 @@ Mixing = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose values come from the model's `reset_parameters(seed)`, not from here."""
+    """nn.Linear whose values come from the model's `reset_parameters(seed)`."""
 
     def reset_parameters(self) -> None:
-        """Leave memory as it is: drawing values here would be thrown away."""
+        """Leave memory as it is, since values drawn here would be discarded."""
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a `Linear` and nothing else: not a subclass, split over ranks, hooked."""
+    """Return whether a module is exactly a `Linear`: no subclass, not split over ranks, no
+    hooks.
+    """
     asked = module._forward_hooks or module._forward_pre_hooks
     return type(module) is Linear and not asked and not is_spread(module.weight)
 
 
 def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
-    """The weights of linear layers (out, in), one after the other in one matrix."""
+    """Return the weights of linear layers (out, in), concatenated in one matrix."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     return torch.cat(weights) if len(weights) > 1 else weights[0]
 
 
 def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """Return what several linear layers give of `x`, one after the other, by one product.
+    """Return the concatenated outputs of several linear layers for `x`, by one product.
 
-    Joining the weights moves far less than `x` and its gradient, which are read and made once.
+    Joining the weights moves far less memory than `x` and its gradient, which are read and made
+    once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -54,10 +57,10 @@ def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Compute several linear layers of `x` by one product; return the output of each.
+    """Apply several linear layers to `x` by one product; return the output of each.
 
-    The joined weights are not kept for the backward, which joins them again: all layers' would be
-    held at once, and whole where each rank has a part of them.
+    The joined weights are not kept for the backward, which joins them again: otherwise those of all
+    layers would be held at once, and whole ones if each rank has a part.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return split_product(joined_product(x, layers), layers)
@@ -68,18 +71,18 @@ def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
 
 
 def split_product(product: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Each layer's part of a product of several."""
+    """Split the joined product of several layers into each layer's part."""
     return torch.split(product, [len(layer.weight) for layer in layers], dim=-1)
 
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
-    """The spec's norm over the hidden width."""
+    """Make the spec's norm over the hidden width."""
     kind = nn.LayerNorm if spec.norm == "layernorm" else RMSNorm
     return kind(spec.hidden, eps=spec.norm_eps)
 
 
 def activate(spec: ModelSpec, x: Tensor) -> Tensor:
-    """The spec's activation function."""
+    """Apply the spec's activation function."""
     if spec.activation == "silu":
         return F.silu(x)
     low = x.dtype in (torch.bfloat16, torch.float16) and x.requires_grad
@@ -90,10 +93,10 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """`x` in autocast's dtype where autocast is on.
+    """Return `x` in autocast's dtype if autocast is on.
 
-    Autocast casts an activation again for each matrix product that reads it; cast once before
-    several, one copy is made and one is saved for backward.
+    Autocast casts an activation again for each matrix product that reads it; a cast before several
+    products makes one copy, and one is saved for backward.
     """
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -102,14 +105,14 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32 where it is less."""
+    """Return `x`, raised to fp32 if its dtype is narrower."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def fused_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """softmax(q·kᵀ/√C)·v by torch's kernels."""
+    """Compute softmax(q·kᵀ/√C)·v with torch's kernels."""
     if sees.blocks is not None:
         if q_BHSC.dtype != torch.float64:
             mixed_BHSC = attend_by_blocks(q_BHSC, k_BKTC, v_BKTC, sees.blocks)
@@ -130,7 +133,7 @@ def fused_attention(
 def suited_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Attend as `fused_attention` does, by the package's own blocks where those are faster."""
+    """Attend as `fused_attention` does, with the package's own blocks if those are faster."""
     on_cpu = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
     if on_cpu and sees.blocks is None and dropout == 0 and q_BHSC.shape[2] > 1:
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
@@ -139,9 +142,10 @@ def suited_attention(
 
 
 class HeadNorm(nn.RMSNorm):
-    """nn.RMSNorm of each head, with its weight in the dtype of what is normalised.
+    """nn.RMSNorm of each head, with its weight in the dtype of the input.
 
-    That is fp32, also over weights of 16 bits; torch has one kernel where both are the same.
+    The input is fp32, even with weights of 16 bits; torch has a single kernel if both dtypes are
+    equal.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,8 +157,8 @@ class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads where the spec says so.
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
-    `mix` computes the values' weighted sums; a strategy may put another in its place. `joins`:
-    whether queries, keys and values are one product (None: on an accelerator).
+    `mix` computes the weighted sums of values; a strategy may replace it. `joins`: whether queries,
+    keys and values are one product (None: on an accelerator).
     """
 
     mix: Mixing
@@ -181,7 +185,9 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Attend; (B, S, D) to (B, S, D), or to (B, 1, D) where one place of each is read."""
+        """Attend; (B, S, D) to (B, S, D), or to (B, 1, D) if one position of each sample is
+        read.
+        """
         x_BSD = to_autocast_dtype(x_BSD)
         asking = x_BSD
         if read_B is not None:
@@ -194,7 +200,7 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Whether one product serves: no layer is split, adapted, quantised or listened to."""
+        """Return whether one product suffices: no layer is split, adapted, quantised or hooked."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
@@ -273,9 +279,9 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """(B, S, D) to (B, S, D), or to (B, 1, D) where only one place of each sample is read.
+        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if only one position of each sample is read.
 
-        Others are attended to then, and nothing else of them is computed.
+        The other positions are attended to then, and nothing else is computed for them.
         """
         normed = self.attention_norm(x_BSD) if self.norm_first else x_BSD
         attended = self.dropout(self.attention(normed, sees, rotary, cache, read_B))

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, so that generation computes each token once.
+"""Cache of keys and values of earlier tokens, so that generation computes each token once.
 
 Legend: B batch, K key/value heads, S new tokens, T tokens so far, C head width.
 """
@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One block's keys and values, with room for `capacity` tokens, of which `length` are there."""
+    """One block's keys and values, with room for `capacity` tokens, of which `length` are in
+    use.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -35,5 +37,5 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens seen so far."""
+        """Number of tokens so far."""
         return self.layers[0].length

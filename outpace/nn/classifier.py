@@ -1,4 +1,4 @@
-"""A transformer that classifies whole texts, with its loss and its metrics.
+"""A transformer that classifies whole texts, with its loss and metrics.
 
 Legend: B batch, S sequence, D hidden width, C classes.
 """
@@ -43,8 +43,8 @@ class Classifier(nn.Module):
 
     An encoder is read at its first token, [CLS], through a pooler with tanh (Devlin et al., arXiv
     1810.04805, §4.1, as in BertForSequenceClassification); a decoder at its last token, the only
-    one that has seen all (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification).
-    Takes the parts of `model` that it needs; the new weights are drawn from `seed`.
+    one that sees all others (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification). It
+    takes the parts of `model` that it needs; new weights are drawn from `seed`.
     """
 
     def __init__(self, model: Transformer, classes: int, seed: int = 0) -> None:
@@ -69,7 +69,7 @@ class Classifier(nn.Module):
 
     @property
     def tp_plan(self) -> Mapping[str, str]:
-        """Matrices that tensor parallelism splits, and how, by names."""
+        """Return the matrices that tensor parallelism splits, and how, by name."""
         return _TP_PLAN
 
     @property
@@ -84,7 +84,9 @@ class Classifier(nn.Module):
         padding_mask_BS: Tensor | None = None,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """Scores (B, C). `last_B`: the place of each sample's last token, for a decoder."""
+        """Return scores (B, C). `last_B`: the position of each sample's last token, for a
+        decoder.
+        """
         batch, length = tokens_BS.shape
         if self.pooler is not None or last_B is None:
             last_B = tokens_BS.new_full((batch,), length - 1 if self.pooler is None else 0)
@@ -99,8 +101,8 @@ class Classifier(nn.Module):
 class ClassificationObjective(nn.Module):
     """A classifier with its loss: what a strategy wraps.
 
-    In evaluation mode `forward` gives besides the loss's two sums those named in `sums`, which add
-    up over samples and ranks; `metrics` makes accuracy and F1 of them.
+    In evaluation mode, `forward` also returns the sums named in `sums`, which are added up over
+    samples and ranks; `metrics` computes accuracy and F1 from them.
     """
 
     def __init__(self, model: Classifier) -> None:
@@ -114,7 +116,8 @@ class ClassificationObjective(nn.Module):
         )
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Sum of the losses in nats (fp32 or fp64, with gradient), number of samples (int64).
+        """Return the sum of losses in nats (fp32 or fp64, with gradient) and the number of samples
+        (int64).
 
         `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count, and,
         for an encoder, `segments` and `padding_mask` (B, S); for a decoder `last` (B,).
@@ -135,7 +138,7 @@ class ClassificationObjective(nn.Module):
         return loss_sum, count, self._sums(scores_BC, targets_B)
 
     def _sums(self, scores_BC: Tensor, targets_B: Tensor) -> Tensor:
-        """The further sums, (K,), in the order of their names."""
+        """Return the further sums, (K,), in the order of their names."""
         valid_B = targets_B != IGNORED
         predicted_B = scores_BC.argmax(-1)
         parts = [((predicted_B == targets_B) & valid_B).sum()]
@@ -145,7 +148,7 @@ class ClassificationObjective(nn.Module):
         return torch.stack(parts)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Accuracy and F1 of the sums over all samples: F1 = 2·both / (predicted + actual)."""
+        """Return accuracy and F1 from sums over all samples: F1 = 2·both / (predicted + actual)."""
         scores = []
         for number in self._counted:
             either = sums[f"predicted_{number}"] + sums[f"actual_{number}"]

@@ -1,10 +1,9 @@
-"""Forwards compiled by torch.compile: of a whole model, or of each of its blocks.
+"""Forwards compiled by torch.compile, of a whole model or of each of its blocks.
 
-What is compiled is `forward` alone, so that hooks (of `fully_shard`, of offloading, of tensor
-parallelism) are called outside of the compiled region. Shapes are static: a batch of another shape
-is compiled again, so the data has few shapes. Evaluation and generation run eagerly
-(`without_compilation`): without gradients a forward would be a graph of its own, and what a few
-batches gain is less than compiling takes.
+Only `forward` is compiled, so hooks (of `fully_shard`, of offloading, of tensor parallelism) are
+called outside the compiled region. Shapes are static: a batch of another shape is compiled again,
+so the data has few shapes. Evaluation and generation run eagerly (`without_compilation`): a forward
+without gradients would be a separate graph, and a few batches gain less time than compiling takes.
 """
 
 import copy
@@ -28,11 +27,11 @@ _COMPILED_MOST = 64
 
 
 class Compilation:
-    """The compiled forwards of one model, which is trained eagerly if the compiler fails on it.
+    """The compiled forwards of one model, which trains eagerly if the compiler fails on it.
 
-    The first call compiles the forward and its backward, before either computes anything, so that a
-    failure of the compiler is known before any number has come from it. Then all forwards are
-    eager from there on, and `on_failure` is told why. `failure` is the reason, None where it works.
+    The first call compiles the forward and its backward before either computes anything, so a
+    failure of the compiler is known before any result is used. All forwards are eager from then on,
+    and `on_failure` is called with the reason. `failure` is the reason, None without one.
     """
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
@@ -40,11 +39,11 @@ class Compilation:
         self._on_failure = on_failure or warnings.warn
 
     def compile(self, module: nn.Module) -> None:
-        """Put the compiled forward in the place of the module's own."""
+        """Replace the module's forward by the compiled one."""
         module.forward = CompiledForward(module.forward, self)
 
     def say_failure(self) -> None:
-        """Say that forwards are eager from here on, and why."""
+        """Report that forwards are eager from here on, and why."""
         self._on_failure(
             f"torch.compile fails on this model ({self.failure}), so it is trained without. "
             "Leave the attempt out with --no-compile."
@@ -62,7 +61,7 @@ class CompiledForward:
         self._works = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward returns."""
+        """Return the result of the module's own forward."""
         if self._compilation.failure is not None:
             return self._forward(*args, **kwargs)
         with _raise_recompile_limit():
@@ -94,12 +93,14 @@ class CompiledForward:
         return self._forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The forward of the module's copy."""
+        """Return the forward of the module's copy."""
         return copy.deepcopy(self._forward, memo)
 
 
 def find_disabling_variable(environ: Mapping[str, str]) -> str | None:
-    """The variable by which torch.compile does nothing, as it is set; None where it compiles."""
+    """Return the environment variable that disables torch.compile, as it is set; None if none
+    is.
+    """
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if environ.get(name) == "1":
             return f"{name}=1"
@@ -111,7 +112,8 @@ def compile_forwards(
 ) -> Compilation:
     """Compile the forwards of modules in place; equal ones share the compiled code.
 
-    `on_failure` is told, once, why the compiler failed on one of them (None: a warning).
+    `on_failure` is called once with the reason if the compiler fails on one of them (None: a
+    warning).
     """
     compilation = Compilation(on_failure)
     for module in modules:
@@ -120,9 +122,9 @@ def compile_forwards(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a forward of the module, or of one within it, is compiled.
+    """Return whether a forward of the module, or of one within it, is compiled.
 
-    What wraps a forward, as offloading does, has it as `inner`.
+    Wrappers of a forward, such as offloading's, have it as `inner`.
     """
     forwards = [part.forward for part in module.modules()]
     forwards = [getattr(forward, "inner", forward) for forward in forwards]
@@ -130,9 +132,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function that torch.compile counts apart from others of the same code.
+    """Return a copy of a function that torch.compile counts separately from others with the same
+    code.
 
-    torch counts how often code is compiled, whoever asks for it, and gives up after a few.
+    torch counts how often code is compiled, for all callers together, and gives up after a few
+    times.
     """
     assert isinstance(function, FunctionType)
     return FunctionType(
@@ -159,7 +163,7 @@ def _raise_recompile_limit() -> Iterator[None]:
 
 @contextmanager
 def without_compilation(module: nn.Module) -> Iterator[None]:
-    """Compiled forwards are called eagerly, as what was compiled is for training."""
+    """Call compiled forwards eagerly, since compiled code is for training."""
     if not is_compiled(module):
         yield
         return
@@ -169,10 +173,10 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
-    """Keep what is compiled meanwhile in `folder` for later runs, unless the user says where.
+    """Keep compiled code in `folder` for later runs, unless the user sets another place.
 
-    Inductor's graphs and code, and Triton's kernels, each by the variable that they read. Where it
-    is not `used`, all is left as it is.
+    These are Inductor's graphs and code, and Triton's kernels, each by its environment variable.
+    Nothing changes if it is not `used`.
     """
     if not used:
         yield
@@ -188,7 +192,7 @@ def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) 
 
 
 def compile_time_s() -> float:
-    """Seconds that this process has spent in the compiler; loads none of it."""
+    """Return the seconds that this process has spent in the compiler, without loading it."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0.0
     from torch._dynamo.utils import calculate_time_spent
@@ -197,6 +201,6 @@ def compile_time_s() -> float:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what the compiler says, with the kind of its innermost error."""
+    """Return the first line of the compiler's message, with the kind of its innermost error."""
     inner: BaseException = getattr(error, "inner_exception", None) or error
     return error_summary(inner)

@@ -1,4 +1,4 @@
-"""A module in evaluation mode for a while."""
+"""Temporary evaluation mode of a module."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put every part of `module` in evaluation mode; afterwards each is in its own mode again.
+    """Put every part of `module` in evaluation mode, and restore each part's mode afterwards.
 
-    `module.train()` would also switch on what a user has put in evaluation mode for good, such as
-    a frozen BatchNorm. Parts that were added meanwhile stay as they are.
+    `module.train()` would also change parts that a user keeps in evaluation mode, such as a frozen
+    BatchNorm. Parts that were added in the meantime stay as they are.
     """
     modes = {part: part.training for part in module.modules()}
     module.eval()

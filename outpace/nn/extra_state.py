@@ -1,7 +1,7 @@
-"""Extra state of a module's parts (`get_extra_state`), in a form that files hold whole.
+"""Extra state of a module's parts (`get_extra_state`), in a form that files store whole.
 
-As it is, DCP would write the entries of a dict one by one, and read those alone that a module just
-built has too.
+Without it, DCP would write the entries of a dict one by one, and read only those that a newly built
+module has too.
 """
 
 import io
@@ -19,7 +19,7 @@ _KEY = "_extra_state"  # the last part of its name in a state dict
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name in a state dict is that of a part's extra state, not of a tensor."""
+    """Return whether a name in a state dict is a part's extra state, not a tensor."""
     return name.rpartition(".")[2] == _KEY
 
 
@@ -31,10 +31,11 @@ def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Let each extra state in a module's state dict be the bytes of torch.save; returns the dict.
+    """Convert each extra state in a module's state dict to the bytes of torch.save; return the
+    dict.
 
-    In place, as a state dict says more than its items (`_metadata`). Raises BadInputError for what
-    cannot be written.
+    This is in place, since a state dict has more than its items (`_metadata`). Raises BadInputError
+    for values that cannot be written.
     """
     for name, value in state.items():
         if is_extra_state(name):
@@ -43,9 +44,9 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Undo `pack`, in place; returns the dict. What was on a GPU is put on `device`.
+    """Undo `pack`, in place; return the dict. Values that were on a GPU are put on `device`.
 
-    What is no bytes is left as it is. Raises BadInputError for what is no plain value.
+    Anything but bytes stays as it is. Raises BadInputError for values that are not plain.
     """
     for name, value in state.items():
         if is_extra_state(name) and type(value) is bytes:
@@ -64,7 +65,9 @@ def require_plain(module: nn.Module) -> None:
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
-    """Return the value of which `pack` made bytes. Raises BadInputError for no plain value."""
+    """Return the value that `pack` made into bytes. Raises BadInputError if it is not a plain
+    value.
+    """
     place = partial(_place, device=device or torch.device("cpu"))
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)

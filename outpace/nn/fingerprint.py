@@ -1,7 +1,7 @@
-"""Whether a tensor's values are others than before, which its version does not always say.
+"""Fingerprints of tensors, to detect changes of values that their version does not count.
 
-torch counts a tensor's changes in place in `_version`; but not what its fused batch normalisation
-does to running averages, nor what goes through `.data`.
+torch counts in-place changes of a tensor in `_version`, but not those of its fused batch
+normalisation to running averages, nor changes through `.data`.
 """
 
 import torch
@@ -18,10 +18,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int | None:
-    """Another number for other values, but by a chance of about 2^-64.
+    """Return a number that differs for other values, except with probability of about 2^-64.
 
-    The same for the same bits at the same places, whatever the strides. None where there are no
-    values (meta, fake tensors, what is being compiled) or they do not lie densely (sparse tensors).
+    It is equal for equal bits at equal positions, with any strides. None if there are no values
+    (meta and fake tensors, compilation) or they are not dense in memory (sparse tensors).
     """
     has_no_data = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
     if has_no_data or tensor.layout != torch.strided or tensor.is_quantized:

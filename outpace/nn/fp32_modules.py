@@ -1,8 +1,8 @@
-"""Norms and embeddings over gathered weights of 16 bits, computed in fp32 as autocast has them.
+"""Norms and embeddings over gathered 16-bit weights, computed in fp32 as under autocast.
 
-Autocast expects weights in fp32: it casts those of products and leaves the others. Ranks that split
-parameters gather them in 16 bits (`parallel.fsdp`), which torch's norms refuse beside an input in
-fp32, and which would make a transformer's residual stream one of 16 bits from its embedding on.
+Autocast expects weights in fp32: it casts those of products and leaves the others. Ranks that shard
+parameters gather them in 16 bits (`parallel.fsdp`). torch's norms refuse these with an input in
+fp32, and a transformer's residual stream would be in 16 bits from its embedding on.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
-    """Let a model's norms and embeddings compute in fp32 under autocast, whatever their weights.
+    """Make a model's norms and embeddings compute in fp32 under autocast, with any weights.
 
-    In place; `runs_on` is the kind of device that the model computes on. Without autocast they stay
-    as they are. On a CPU, whose kernel adds an embedding's gradients up in the dtype of its
-    weights, the table itself is raised; elsewhere what is looked up in it.
+    This is in place; `runs_on` is the kind of device that the model computes on. Without autocast
+    they stay as they are. On a CPU, whose kernel sums an embedding's gradients in the dtype of its
+    weights, the table itself is raised; elsewhere its looked-up rows are.
     """
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -35,10 +35,10 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
 
 @cache
 def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
-    """A kind of modules whose forward has raised parameters.
+    """Return a class of modules whose forward has raised parameters.
 
-    Not a forward of each module's own: a compiler guards those by identity, so that no two layers
-    share what it has compiled, and gives up after a few.
+    It is not a forward for each module: a compiler guards those by identity, so layers would not
+    share compiled code, and it gives up after a few.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def _autocasts(device: torch.device) -> bool:
 
 
 def in_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32 where it has 16 bits and autocast is on."""
+    """Return `x` in fp32 if it has 16 bits and autocast is on."""
     return x.float() if x.dtype in _LOW and _autocasts(x.device) else x
 
 
@@ -63,7 +63,7 @@ def _raise_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 def _forward_with_raised(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A module's forward with its own parameters of 16 bits raised to fp32."""
+    """Call a module's forward with its own 16-bit parameters raised to fp32."""
     own = module._parameters
     low = {name: p for name, p in own.items() if p is not None and p.dtype in _LOW}
     if not low or not _autocasts(next(iter(low.values())).device):

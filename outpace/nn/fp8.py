@@ -1,8 +1,8 @@
 """Matrix products of blocks in float8, by torchao.
 
 Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433: e4m3 for weights and
-activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, found again for
-each product ("dynamic" scaling).
+activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, computed for each
+product ("dynamic" scaling).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MULTIPLE = 16  # of both sizes of a matrix, for the hardware's kernels
 
 
 def require_fp8(device: torch.device) -> None:
-    """Raises BadInputError where the device has no float8 products."""
+    """Raise BadInputError if the device has no float8 products."""
     if device.type != "cuda":
         raise BadInputError(
             f"--precision fp8 needs a GPU with float8 matrix products (NVIDIA, compute capability "
@@ -35,10 +35,10 @@ def require_fp8(device: torch.device) -> None:
 
 
 def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
-    """Put float8 products in the place of the blocks' linear layers; names and weights stay.
+    """Replace products of the blocks' linear layers by float8 products; names and weights stay.
 
-    Layers with a size that is no multiple of 16 stay as they are. `emulate` computes in fp32 what
-    the hardware would, for tests.
+    Layers with a size that is not a multiple of 16 stay as they are. `emulate` computes the
+    hardware's results in fp32, for tests.
     """
     float8 = torchao_module("float8", "--precision fp8")
     # Padding: a batch's tokens are no multiple of 16 where one place of each sample is read.

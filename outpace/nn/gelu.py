@@ -1,9 +1,9 @@
-"""GELU's tanh form on a CPU in 16 bits, with its derivative made beside it.
+"""GELU's tanh form on a CPU in 16 bits, with its derivative computed in the forward.
 
-torch's kernels compute a tanh for the value and another for the derivative, each of which takes
-as long as a product of a small model (docs/development/log.md). Here one sigmoid serves both: some
-elements at a time are computed in fp32, in the cache, and the derivative is kept in the place of
-the input, so that the backward is one multiplication.
+torch's kernels compute a tanh for the value and another for the derivative, each of which takes as
+long as a product of a small model (docs/development/log.md). Here one sigmoid serves both: some
+elements at a time are computed in fp32, in the cache, and the derivative is kept instead of the
+input, so the backward is one multiplication.
 
 Hendrycks and Gimpel, arXiv 1606.08415, §2: with w = 2·√(2/π)·(x + 0.044715·x³),
 gelu(x) = x·σ(w), and its derivative is σ(w) + σ(w)·(1 − σ(w))·(3·w − 4·√(2/π)·x).
@@ -23,7 +23,7 @@ ELEMENTS = 1 << 18  # at a time: three times as many numbers in fp32 stay in the
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu(x) and its derivative at x, both in x's dtype and shape. `x` is dense, of 16 bits.
+    """Compute gelu(x) and its derivative, both in x's dtype and shape. `x` is dense, of 16 bits.
 
     The derivative is NaN beyond 10¹³, where the cube is infinite in fp32.
     """

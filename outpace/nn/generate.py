@@ -1,4 +1,4 @@
-"""Text from a causal model, one token after the other."""
+"""Text generation with a causal model, one token at a time."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -24,14 +24,13 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> list[int]:
-    """`tokens` and what the model writes after them, up to one of `stop_ids` (left out).
+    """Return `tokens` and the model's continuation, up to one of `stop_ids` (left out).
 
-    Temperature 0, or one so low that it comes to that, takes the likeliest token; otherwise one is
-    drawn from
-    softmax(logits / temperature), of the `top_k` likeliest if given. The draw is on the CPU, the
-    same on every device that gives the same logits. When the model's positions are used up it
-    continues from the newest half of them. Raises BadInputError for models that are not causal,
-    an empty prompt, tokens outside the vocabulary, and bad sampling values.
+    Temperature 0, or one so low that it has the same effect, takes the most likely token; otherwise
+    a token is drawn from softmax(logits / temperature), of the `top_k` most likely if given. The
+    draw is on the CPU, equal on all devices with equal logits. When the model's positions are used
+    up, it continues from the newest half of them. Raises BadInputError for models that are not
+    causal, an empty prompt, tokens outside the vocabulary, and bad sampling values.
     """
     _check(model, tokens, max_new_tokens, temperature, top_k)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -80,7 +79,7 @@ def _choose(
 
 @contextmanager
 def _quiet(model: Transformer) -> Iterator[None]:
-    """No dropout, no gradients, and no compilation for lengths that change at each token."""
+    """Disable dropout, gradients, and compilation (lengths change at each token)."""
     with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 

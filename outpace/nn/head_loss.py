@@ -1,4 +1,4 @@
-"""The loss of a large vocabulary on an accelerator: padded products, logits once in memory.
+"""The loss of a large vocabulary on an accelerator: padded products, and one copy of the logits.
 
 The head's logits, a few GiB of them, are what a loss costs in memory and, beside its products, in
 time. Here they exist once, in the dtype of the products (16 bits in mixed precision), and their
@@ -55,7 +55,7 @@ Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LogitsFunctions:
-    """Functions that read and write logits (N, P), of which the first `vocab` columns count.
+    """Functions that read and write logits (N, P), whose first `vocab` columns count.
 
     `columns_N` are targets' columns, −1 where these logits have none; `counts_N`: whether a token
     has a target at all.
@@ -157,7 +157,7 @@ def _eager_loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute both by one softmax: log Σ exp is the largest logit less its log softmax."""
+    """Compute both with one softmax: log Σ exp is the largest logit minus its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
@@ -178,7 +178,7 @@ def _subtract_ones(p_RP: Tensor, columns_R: Tensor) -> None:
 
 
 def _blocks(logits_NP: Tensor) -> Iterator[slice]:
-    """Rows whose logits take `BLOCK_BYTES` in fp32."""
+    """Yield rows whose logits take `BLOCK_BYTES` in fp32."""
     rows = max(1, BLOCK_BYTES // (4 * logits_NP.shape[1]))
     for start in range(0, len(logits_NP), rows):
         yield slice(start, start + rows)
@@ -188,9 +188,9 @@ EAGER = LogitsFunctions(_eager_scores, _eager_gradient, _eager_loss_and_gradient
 
 
 class CompiledPass:
-    """A pass compiled for the shapes that it meets; eager from then on if the compiler fails.
+    """A pass compiled for each shape; eager from then on if the compiler fails.
 
-    Shapes beyond those that torch compiles one function for (8 by default) are eager, too.
+    Shapes beyond the number that torch compiles a function for (8 by default) are eager too.
     """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
@@ -200,7 +200,7 @@ class CompiledPass:
         self._too_many: set[torch.Size] = set()
 
     def __call__(self, *args: Any) -> Any:
-        """Call the compiled function, or the eager one where it cannot be compiled."""
+        """Call the compiled function, or the eager one if it cannot be compiled."""
         if self._failed or args[0].shape in self._too_many:
             return self._eager(*args)
         try:
@@ -219,20 +219,22 @@ class CompiledPass:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Asked for once there is an error: it loads the compiler."""
+    """Return the compiler's errors; called only after an error, since it loads the compiler."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 def _is_limit(error: Exception) -> bool:
-    """Whether a function has been compiled for too many shapes; torch 2.13 says it in words."""
+    """Return whether a function was compiled for too many shapes; torch 2.13 only says it in
+    words.
+    """
     text = f"{type(error).__name__} {error}".lower()
     return "recompilelimit" in text or "recompile limit" in text
 
 
 def compiled_passes() -> LogitsFunctions:
-    """Passes that torch.compile compiles at their first calls; making them loads the compiler."""
+    """Return passes that torch.compile compiles at their first calls; this loads the compiler."""
     both = CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient)
     return LogitsFunctions(
         CompiledPass(_scores, EAGER.scores),
@@ -242,7 +244,7 @@ def compiled_passes() -> LogitsFunctions:
 
 
 def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
-    """Take the targets' logits in a kernel of their own, before compiled code writes over them."""
+    """Read the targets' logits in a separate kernel, before compiled code overwrites them."""
 
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
@@ -255,12 +257,14 @@ def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
 
 
 def padded_width(vocab: int) -> int:
-    """Return the columns of logits for a vocabulary of this size."""
+    """Return the number of columns of logits for a vocabulary of this size."""
     return -(-vocab // PADDED_TO) * PADDED_TO
 
 
 def chunk_rows(rows: int, vocab: int, itemsize: int) -> int:
-    """Rows of a chunk by size alone: all, or equal parts of at most `CHUNK_BYTES` of logits."""
+    """Return the rows of a chunk by size alone: all, or equal parts of at most `CHUNK_BYTES` of
+    logits.
+    """
     row_bytes = padded_width(vocab) * itemsize
     if rows * row_bytes <= WHOLE_BYTES:
         return max(rows, 1)
@@ -278,10 +282,11 @@ def head_loss_sum(
     dtype: torch.dtype | None = None,
     passes: LogitsFunctions = EAGER,
 ) -> Tensor:
-    """Sum of −log softmax(hidden · weightᵀ + bias)[target], fp32 or wider, with gradient.
+    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], at least fp32, with
+    gradient.
 
     `dtype` is that of products and logits (None: fp32, or the operands' if wider). `kind`: "plain"
-    makes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" as their size says.
+    makes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" decides by their size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -312,9 +317,9 @@ def whole_loss_sum(
     passes: LogitsFunctions,
     combine: Combine | None = None,
 ) -> Tensor:
-    """The loss from all logits at once; columns and counts as `LogitsFunctions` has them.
+    """Return the loss from all logits at once; columns and counts are as in `LogitsFunctions`.
 
-    `combine` makes numbers of all ranks out of this rank's, where the vocabulary is split.
+    `combine` combines this rank's numbers with other ranks', if the vocabulary is split.
     """
     with torch.autocast(hidden_ND.device.type, enabled=False):
         loss: Tensor = _WholeLoss.apply(  # type: ignore[no-untyped-call]
@@ -325,9 +330,9 @@ def whole_loss_sum(
 
 @dataclass
 class _KeptTensors:
-    """Tensors that a forward leaves to its backward, each until it is used for the last time.
+    """Tensors that a forward leaves to its backward, each until its last use.
 
-    `due` are the operands whose gradients are still to be asked for, by their numbers.
+    `due` are the numbers of the operands whose gradients have not been requested yet.
     """
 
     logits: Tensor | None
@@ -341,9 +346,9 @@ class _KeptTensors:
 
 
 class _WholeLoss(torch.autograd.Function):
-    """All logits between forward and backward. Each operand's gradient is made once.
+    """The loss with all logits kept from forward to backward. Each operand's gradient is made once.
 
-    Gradients may be asked for one after the other, as schedules with split backwards do.
+    Gradients may be requested one after the other, as in schedules with split backwards.
     """
 
     @staticmethod
@@ -358,7 +363,7 @@ class _WholeLoss(torch.autograd.Function):
         passes: LogitsFunctions,
         combine: Combine | None,
     ) -> Tensor:
-        """The loss."""
+        """Compute the loss."""
         operand, head = hidden.detach().to(dtype), padded_head(weight, dtype)
         logits = _product(operand, head, bias)
         lse, own = passes.scores(logits, columns, len(weight))
@@ -373,7 +378,7 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that are asked for."""
+        """Compute the requested gradients."""
         asked = _requested_operands(ctx)
         if not asked <= ctx.kept.due:
             raise RuntimeError(
@@ -385,9 +390,9 @@ class _WholeLoss(torch.autograd.Function):
 
 
 def _requested_operands(ctx: Any) -> set[int]:
-    """The operands whose gradients autograd passes on in this run, of those that have one.
+    """Return the operands whose gradients autograd uses in this run, among those with one.
 
-    `needs_input_grad` is as the forward left it, whatever of its operands is asked for.
+    `needs_input_grad` stays as in the forward, whichever operands are requested.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)
@@ -404,7 +409,7 @@ def _is_run(node: Any) -> bool:
 def _whole_gradients(
     ctx: Any, kept: _KeptTensors, loss_grad: Tensor, asked: set[int]
 ) -> list[Tensor | None]:
-    """Return gradients of hidden states, head and bias, in their dtypes; None if not asked for."""
+    """Return gradients of hidden states, head and bias, in their dtypes; None if not requested."""
     logits = kept.logits
     assert logits is not None
     if not kept.is_gradient:
@@ -427,7 +432,7 @@ def _whole_gradients(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Some rows of logits at a time; gradients are made in the forward and scaled once."""
+    """The loss of some rows at a time; gradients are made in the forward and scaled once."""
 
     @staticmethod
     def forward(
@@ -441,7 +446,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         passes: LogitsFunctions,
     ) -> Tensor:
-        """The loss; what is due has its gradient made."""
+        """Compute the loss, and the gradients that are due."""
         head, vocab = padded_head(weight, dtype), len(weight)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
@@ -467,7 +472,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what the forward made, in its place."""
+        """Scale the gradients of the forward, in place."""
         if ctx.grads is None:
             raise RuntimeError("the chunked loss has no second backward; use the plain loss")
         hidden, weight, bias = [None if g is None else g.mul_(loss_grad) for g in ctx.grads]
@@ -495,7 +500,9 @@ def _loss_alone(
 
 
 def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """The head (P, D) in the dtype of the products, with rows of zeros; itself, if that is it."""
+    """Return the head (P, D) in the dtype of the products, with rows of zeros; or the head
+    itself.
+    """
     vocab, width = weight_VD.shape
     rows = padded_width(vocab)
     if rows == vocab:
@@ -507,7 +514,7 @@ def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Logits (N, P)."""
+    """Compute logits (N, P)."""
     if bias_V is None:
         return torch.mm(operand_ND, head_PD.t())
     bias_P = bias_V.new_zeros(len(head_PD), dtype=head_PD.dtype)
@@ -516,7 +523,9 @@ def _product(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tens
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`left` @ `right` in `dtype`, which cuBLAS writes from its fp32 sums without rounding them."""
+    """Compute `left` @ `right` in `dtype`, which cuBLAS writes from its fp32 sums without
+    rounding.
+    """
     if dtype == left.dtype:
         return torch.mm(left, right)
     if dtype != torch.float32:
@@ -527,7 +536,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """`total` with `left` @ `right` added, in fp32 or what is wider, within the product."""
+    """Add `left` @ `right` to `total`, at least in fp32, within the product."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if total is None:
         return wide_product(left, right, wide)
@@ -539,7 +548,9 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiplies_wide(operand: Tensor) -> bool:
-    """Whether its device has products of 16 bits that give fp32; traced tensors stand for such."""
+    """Return whether the device has 16-bit products with fp32 results; traced tensors count as
+    such.
+    """
     return operand.device.type == "cuda" or type(operand) is not Tensor
 
 

@@ -1,11 +1,11 @@
-"""A block that keeps the outputs of its matrix products and of attention, and computes the rest
-again in the backward, without Python for each operator.
+"""A block that keeps outputs of matrix products and attention, and recomputes the rest in the
+backward, without Python for each operator.
 
-torch's selective checkpointing asks a policy about every operator, twice. Here nothing is asked:
-what linear layers have saved for their backward is replaced by how to make it again. That is their
-input, which a norm or an activation function made, and a copy of their weight: its cast, or weights
-that were joined. What is kept are the same bytes: of the residual stream the sum within the block
-in fp32 rather than the two terms in 16 bits.
+torch's selective checkpointing asks a policy about every operator, twice. Here no policy is asked:
+tensors that linear layers save for their backward are replaced by a recipe to make them again. They
+are the input, which a norm or an activation function made, and a copy of the weight: its cast, or
+joined weights. The kept bytes are the same: of the residual stream, the sum within the block in
+fp32 instead of the two terms in 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ from outpace.nn.rotary import Tables
 
 
 class Recipe:
-    """Recipe to make a tensor again. Several readers share what it makes.
+    """Recipe to make a tensor again. Several readers share its result.
 
-    `compute` holds what it is made of, detached, or it would keep the graph alive; a backward has
-    no autocast.
+    `compute` holds its inputs, detached, since they would keep the graph alive otherwise; a
+    backward has no autocast.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -44,12 +44,12 @@ class Recipe:
         self._value: Tensor | None = None
 
     def hold(self) -> Callable[[], Tensor]:
-        """Return what makes it, once more than before."""
+        """Return a function that makes the tensor, counting one more reader."""
         self._left += 1
         return self._take
 
     def _take(self) -> Tensor:
-        """The tensor; forgotten when nothing is left to take it."""
+        """Return the tensor, and forget it after its last reader."""
         value = self._compute() if self._value is None else self._value
         self._left -= 1
         self._value = value if self._left > 0 else None
@@ -57,7 +57,7 @@ class Recipe:
 
 
 def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = None) -> Tensor:
-    """Return what linear layers give of rows (N, in), by one product of all weights."""
+    """Return the outputs of linear layers for rows (N, in), by one product of all weights."""
     made = joined_product(rows, layers)
     dtype = made.dtype
 
@@ -103,11 +103,11 @@ def can_keep_products(
     rotary: Tables | None = None,
     *more: Any,
 ) -> bool:
-    """Whether `keep_products` is for a block, as it is called.
+    """Return whether `keep_products` supports a block, as it is called.
 
-    Norms come first and no other than the two of the residual stream, linear layers are plain ones,
-    nothing is drawn, compiled or taken from a cache; and no operators for CPUs are used, which save
-    tensors of their own.
+    Norms come first, only the two of the residual stream exist, linear layers are plain ones, and
+    nothing is drawn, compiled or taken from a cache. Operators for CPUs are not used, since they
+    save their own tensors.
     """
     if not isinstance(block, Block) or torch.compiler.is_compiling():
         return False

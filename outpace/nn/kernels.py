@@ -1,4 +1,4 @@
-"""Choice of torch's attention kernel for a call on a GPU, made here and not by torch.
+"""Choice of torch's attention kernel for a call on a GPU, made here instead of by torch.
 
 Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
 
@@ -51,10 +51,10 @@ _WIDTH_MULTIPLE = 8
 
 
 def suits_flash(width: int, dropout: float) -> bool:
-    """Whether FlashAttention takes heads of this width on all GPUs that it is for.
+    """Return whether FlashAttention takes heads of this width on all GPUs that it supports.
 
-    torch's takes 256 at most, and on sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) no gradients of
-    193 to 224, nor of more with dropout (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    torch's takes at most 256, and on sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) no gradients for
+    193 to 224, nor for more with dropout (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     return width <= 192 or (224 < width <= 256 and dropout == 0)
 
@@ -62,10 +62,10 @@ def suits_flash(width: int, dropout: float) -> bool:
 def choose_kernel(
     device: str, dtype: torch.dtype, queries: int, grouped: bool, masked: bool, flash: bool = True
 ) -> Kernel:
-    """The kernel for one call; "any" leaves the choice to torch.
+    """Return the kernel for one call; "any" leaves the choice to torch.
 
-    `device`: the type of the device. `grouped`: there are fewer heads of keys than of queries.
-    `flash`: whether FlashAttention takes the heads' width.
+    `device`: the device's type. `grouped`: there are fewer key heads than query heads. `flash`:
+    whether FlashAttention supports the heads' width.
     """
     if device != "cuda":
         return "any"
@@ -81,10 +81,10 @@ def choose_kernel(
 
 @contextmanager
 def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
-    """Let torch take cuDNN's attention only where it is right with masks.
+    """Let torch use cuDNN's attention only if it is correct with masks.
 
-    For models whose attention is their own: what they give it is not known. `cudnn_version` is as
-    `torch.backends.cudnn.version()` has it.
+    This is for models with their own attention, whose arguments are unknown. `cudnn_version` is
+    that of `torch.backends.cudnn.version()`.
     """
     if cudnn_version is None or cudnn_version >= _CUDNN_WITH_MASKS:
         yield
@@ -94,17 +94,17 @@ def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
 
 
 def takes_blocks(device: str, head_dim: int, dropout: float) -> bool:
-    """Whether masks are given as blocks, to FlexAttention."""
+    """Return whether masks are passed as blocks, to FlexAttention."""
     return device == "cuda" and head_dim >= NARROWEST and dropout == 0
 
 
 def attend_by_blocks(
     q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, blocks: BlockMask
 ) -> Tensor | None:
-    """softmax(q·kᵀ/√C)·v over what is seen, (B, H, S, C), by FlexAttention.
+    """Compute softmax(q·kᵀ/√C)·v over visible keys, (B, H, S, C), by FlexAttention.
 
-    It is a kernel only where it is compiled: with what is around it, or else by itself. None where
-    the compiler fails on it.
+    It is a kernel only if compiled, with the surrounding code or else by itself. None if the
+    compiler fails on it.
     """
     grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
     if torch.compiler.is_compiling():
@@ -114,14 +114,16 @@ def attend_by_blocks(
 
 
 class _CompiledFlexAttention:
-    """Compiled once for each kind of mask; for all lengths from the second one on."""
+    """FlexAttention, compiled once for each kind of mask; for all lengths from the second one
+    on.
+    """
 
     def __init__(self, compiled: Callable[..., Tensor]) -> None:
         self._compiled = compiled
         self._fails = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Call FlexAttention; return None once the compiler has failed, which is said once."""
+        """Call FlexAttention; return None once the compiler has failed, which is reported once."""
         if self._fails:
             return None
         from torch._dynamo import config  # is loaded where something is compiled
@@ -157,7 +159,9 @@ def attend_by(
     is_causal: bool,
     dropout: float,
 ) -> Tensor:
-    """softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True where a key is seen."""
+    """Compute softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True for a visible
+    key.
+    """
     width, grouped = q_BHSC.shape[3], q_BHSC.shape[1] != k_BKTC.shape[1]
     if kernel == "any":
         return F.scaled_dot_product_attention(
@@ -181,7 +185,7 @@ def attend_by(
 def operands_for(
     kernel: Kernel, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands as a kernel takes them: keys for all heads, and widths filled up with zeros."""
+    """Return the operands that a kernel takes: keys for all heads, and widths padded with zeros."""
     repeats, missing = q_BHSC.shape[1] // k_BKTC.shape[1], -q_BHSC.shape[3] % _WIDTH_MULTIPLE
     if kernel in ("efficient", "math") and repeats > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(repeats, 1) for x in (k_BKTC, v_BKTC))

@@ -1,10 +1,10 @@
-"""Adapters of low rank beside frozen weights: LoRA, and QLoRA where these are in 4 bits.
+"""Low-rank adapters of frozen weights: LoRA, and QLoRA if these are in 4 bits.
 
 Hu et al., "LoRA", arXiv 2106.09685, §4.1: h = W x + (α/r) · B A x, with A (r × in) drawn at random
 and B (out × r) zero at the beginning. Dettmers et al., "QLoRA", arXiv 2305.14314, eq. 5.
 
-Adapters are parameters of the module whose matrix they go with, `lora_a` and `lora_b`; all others
-keep their names.
+Adapters are parameters of the module of their matrix, `lora_a` and `lora_b`; all others keep their
+names.
 """
 
 import math
@@ -33,7 +33,7 @@ PLACES: Mapping[LoraTarget, str] = {
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer, taken over from `base`, with an adapter; none where `rank` is 0."""
+    """A frozen linear layer, taken over from `base`, with an adapter; none if `rank` is 0."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
@@ -50,7 +50,7 @@ class LoraLinear(Linear):
         self.register_parameter("lora_b", b)
 
     def frozen_product(self, x: Tensor) -> Tensor:
-        """W x + b."""
+        """Compute W x + b."""
         return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,12 +61,14 @@ class LoraLinear(Linear):
         return self.frozen_product(x) + F.linear(low * self.scale, self.lora_b)
 
     def base_weight(self) -> Tensor:
-        """W, (out, in)."""
+        """Return W, (out, in)."""
         return self.weight
 
 
 class NF4Linear(LoraLinear):
-    """The same over a matrix in 4 bits. Its parts are parameters, so that ZeRO-3 shards them."""
+    """A LoraLinear over a matrix in 4 bits, whose parts are parameters so that ZeRO-3 shards
+    them.
+    """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank, scale, dropout)
@@ -79,23 +81,23 @@ class NF4Linear(LoraLinear):
         return [self.get_parameter(name) for name in PARTS]
 
     def frozen_product(self, x: Tensor) -> Tensor:
-        """W x + b."""
+        """Compute W x + b."""
         product: Tensor = NF4Product.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def base_weight(self) -> Tensor:
-        """W, (out, in), as it is computed with."""
+        """Return W, (out, in), as used in the computation."""
         return dequantize(self._parts(), self.shape, self.dtype)
 
 
 def adapt(
     model: Transformer, plan: Plan, seed: int, device: torch.device | None = None
 ) -> Transformer:
-    """Freeze a model and add the plan's adapters, in place; nothing where the plan has none.
+    """Freeze a model and add the plan's adapters, in place; do nothing without adapters.
 
-    With base nf4 the blocks' matrices are quantized, each on `device`, where it stays: so the whole
-    model need not fit there. On meta the adapters have no values: see `first_value`. Raises
-    BadInputError for a target that the model does not have.
+    With base nf4, the blocks' matrices are quantized one by one on `device`, where they stay, so
+    the unquantized model need not fit there. On meta, adapters have no values: see `first_value`.
+    Raises BadInputError for a target that the model does not have.
     """
     if plan.lora_rank is None:
         return model
@@ -117,7 +119,7 @@ def adapt(
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
-    """A transformer's matrices that adapters can go with, by name; those of absent blocks not."""
+    """Return a transformer's matrices that can have adapters, by name, without absent blocks."""
     for name, module in model.named_modules():
         for target, place in PLACES.items():
             if isinstance(module, nn.Linear) and name.endswith(f".{place}"):
@@ -152,14 +154,14 @@ def first_value(
 
 
 def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """U(−1/√in, 1/√in), as in the code that came with the paper; each from its own stream."""
+    """Draw U(−1/√in, 1/√in), as in the paper's code; each from its own stream."""
     bound = 1 / math.sqrt(shape[1])
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
     return drawn.uniform_(-bound, bound, generator=stream(seed, name))
 
 
 def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """A (r, in), B (out, r) and the scale of their product, by the name of the module."""
+    """Return A (r, in), B (out, r) and the scale of their product, by the name of the module."""
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear) and module.lora_a is not None:
@@ -169,7 +171,7 @@ def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the number of all weights, whatever their form, and of those that are trained."""
+    """Return the number of all weights, in any form, and of trained ones."""
     in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
     parts = {id(part) for module in in_4_bits for part in module._parts()}
     counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)

@@ -40,10 +40,10 @@ class LanguageModelObjective(nn.Module):
     """A transformer with its loss: what a strategy wraps.
 
     `compute_dtype` is the dtype of the head's products (None: fp32), since the chunked operator
-    does not see autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" takes
-    whichever suits their size; `runs_on` is the kind of device that it suits, where the tensors are
-    traced on another. `compiles`: whether torch.compile makes the kernels over the logits, on an
-    accelerator; `passes` are what it made, or what stands for it.
+    does not see autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
+    their size; `runs_on` is the kind of device to decide for, if tensors are traced on another.
+    `compiles`: whether torch.compile makes the kernels over the logits, on an accelerator; `passes`
+    are the compiled functions, or replacements.
     """
 
     runs_on: str | None = None
@@ -63,15 +63,15 @@ class LanguageModelObjective(nn.Module):
         self.compiles = compiles
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Sum of the losses in nats (fp32, with gradient) and the number of targets (int64).
+        """Return the sum of losses in nats (fp32, with gradient) and the number of targets (int64).
 
-        `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
-        and optionally `documents`, `segments`, `padding_mask` (B, S) and `positions`.
+        `batch` has `tokens` and `targets` (B, S), int64, −100 for no target, and optionally
+        `documents`, `segments`, `padding_mask` (B, S) and `positions`.
         """
         return self.loss_from_hidden(self.hidden_states(batch), batch["targets"])
 
     def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """The model's hidden states (B, S, D), for which targets are not needed."""
+        """Return the model's hidden states (B, S, D), which need no targets."""
         hidden_BSD: Tensor = self.model(
             batch["tokens"],
             batch.get("documents"),
@@ -82,7 +82,7 @@ class LanguageModelObjective(nn.Module):
         return hidden_BSD
 
     def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what `forward` returns, from the model's hidden states."""
+        """Compute the result of `forward` from the model's hidden states."""
         targets_N = targets_BS.flatten()
         loss_sum = linear_loss_sum(
             hidden_BSD.flatten(0, -2),
@@ -97,13 +97,13 @@ class LanguageModelObjective(nn.Module):
         return loss_sum, (targets_N != IGNORED).sum()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether it lies on an accelerator, or on what stands for one."""
+        """Return whether a tensor is on an accelerator, or traced for one."""
         return (self.runs_on or tensor.device.type) not in _CPUS
 
     def functions_for(self, device_type: str) -> LogitsFunctions:
-        """Return an accelerator's functions on logits; compiled ones are made when first asked for.
+        """Return an accelerator's functions on logits, compiling them at the first request.
 
-        A CPU, which has none of them, loads no compiler for them. Without gradients, as in
+        A CPU does not use them, so no compiler is loaded there. Without gradients, as in
         evaluations, nothing more is compiled.
         """
         eager = not self.compiles or not torch.is_grad_enabled()
@@ -124,10 +124,10 @@ def linear_loss_sum(
     runs_on: str | None = None,
     passes: LogitsFunctions = EAGER,
 ) -> Tensor:
-    """Sum over targets of −log softmax(hidden · weightᵀ + bias)[target], fp32, with gradient.
+    """Return the sum over targets of −log softmax(hidden · weightᵀ + bias)[target], with gradient.
 
-    Targets of −100 count nothing; if all are, the loss is 0. `dtype` is that of the products,
-    `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
+    The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype` is that of the
+    products, `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
     accelerator.
     """
     if (runs_on or hidden_ND.device.type) not in _CPUS:
@@ -159,19 +159,19 @@ def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def _whole_rows(vocab: int) -> int:
-    """Return for how many tokens "auto" holds all logits of 16 bits on a CPU."""
+    """Return for how many tokens "auto" holds all 16-bit logits on a CPU."""
     return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
 def prefers_chunks(rows: int, vocab: int) -> bool:
-    """Whether "auto" takes chunks for this many tokens and this vocabulary on a CPU."""
+    """Return whether "auto" uses chunks for this many tokens and this vocabulary on a CPU."""
     return rows > CHUNK_ROWS and 4 * rows * vocab > CHUNK_FROM_BYTES_CPU
 
 
 def _plain_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, low: torch.dtype | None
 ) -> Tensor:
-    """All logits at once. Products in `low`, softmax and sum in fp32 (autocast sees to that)."""
+    """Compute all logits at once: products in `low`, softmax and sum in fp32 (through autocast)."""
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
             hidden = to_fp32(hidden)
@@ -180,7 +180,7 @@ def _plain_sum(
 
 
 def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
-    """The gradients that a forward left in `ctx.grads`, in their place. Raises the second time."""
+    """Scale the gradients that a forward left in `ctx.grads`, in place. Raises the second time."""
     if ctx.grads is None:
         raise RuntimeError("the chunked loss has no second backward; use the plain loss")
     grads = [None if grad is None else grad.mul_(loss_grad) for grad in ctx.grads]
@@ -191,8 +191,8 @@ def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
 class ChunkedSum(torch.autograd.Function):
     """The sum of losses on a CPU by chunks of rows: products in bf16, fp32 sums and gradients.
 
-    Costs the three matrix products of the plain loss; the gradients are made in the forward and
-    only scaled in the backward, so a second backward raises.
+    It costs the three matrix products of the plain loss; gradients are made in the forward and only
+    scaled in the backward, so a second backward raises.
     """
 
     @staticmethod
@@ -205,7 +205,7 @@ class ChunkedSum(torch.autograd.Function):
         chunk_rows: int,
         track: bool,
     ) -> Tensor:
-        """The loss; with `track` also the gradients of all three operands."""
+        """Compute the loss; with `track` also the gradients of all three operands."""
         operands = [one.to(torch.bfloat16) for one in (weight, bias) if one is not None]
         operands = [operand.detach().requires_grad_(track) for operand in operands]
         sums = [torch.zeros_like(o, dtype=torch.float32) for o in operands if track]
@@ -225,7 +225,7 @@ class ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what the forward made."""
+        """Scale the gradients of the forward."""
         hidden, weight, *bias = _scale_once(ctx, loss_grad)
         return hidden, weight, (*bias, None)[0], None, None, None
 
@@ -233,7 +233,8 @@ class ChunkedSum(torch.autograd.Function):
 class WideChunkedSum(torch.autograd.Function):
     """`ChunkedSum` on a CPU in the dtype of its operands, fp32 or fp64.
 
-    Each chunk's gradient takes its logits' place, and the head's is added up without a second one.
+    Each chunk's gradient replaces its logits, and the head's is accumulated without a second
+    tensor.
     """
 
     @staticmethod
@@ -245,7 +246,7 @@ class WideChunkedSum(torch.autograd.Function):
         targets: Tensor,
         track: bool,
     ) -> Tensor:
-        """The loss; with `track` also the gradients of the operands that have one."""
+        """Compute the loss; with `track` also the gradients of operands that need one."""
         wanted = [track and one for one in ctx.needs_input_grad[:3]]
         hidden_grad, weight_grad, bias_grad = (
             torch.zeros_like(one) if one is not None and wants else None
@@ -268,5 +269,5 @@ class WideChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what the forward made."""
+        """Scale the gradients of the forward."""
         return *_scale_once(ctx, loss_grad), None, None

@@ -20,8 +20,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Visibility:
     """Visibility of tokens in a layer's attention: a mask, blocks, the causal flag, or nothing.
 
-    Where the flag alone says it all there is no mask, so that the fused kernel is used. `blocks`
-    are for FlexAttention, and hold (S / 128)² numbers rather than S².
+    If the flag alone suffices there is no mask, so that the fused kernel is used. `blocks` are for
+    FlexAttention, and hold (S / 128)² numbers instead of S².
     """
 
     mask: Tensor | None = None
@@ -29,7 +29,7 @@ class Visibility:
     blocks: BlockMask | None = None
 
     def of_queries(self, read_B: Tensor, keys: int) -> "Visibility":
-        """Return the mask (B, 1, 1, T) of one query of each sample, at its place of `read_B`."""
+        """Return the mask (B, 1, 1, T) of one query of each sample, at its position in `read_B`."""
         if self.mask is not None:
             mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
             return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
@@ -41,7 +41,7 @@ class Visibility:
         return Visibility(seen_BT[:, None, None])
 
     def as_mask(self) -> "Visibility":
-        """The same as a mask (B, 1, S, T), where it is blocks."""
+        """Return the same visibility as a mask (B, 1, S, T), if it is blocks."""
         if self.blocks is None:
             return self
         queries, keys = self.blocks.seq_lengths
@@ -50,7 +50,7 @@ class Visibility:
 
 
 def _mask_of(blocks: BlockMask, rows: Tensor, keys: int) -> Tensor:
-    """The mask of some queries, `rows` of shape (B or 1, 1, S, 1): (B, 1, S, T)."""
+    """Return the mask of some queries, with `rows` of shape (B or 1, 1, S, 1): (B, 1, S, T)."""
     samples = torch.arange(blocks.kv_indices.shape[0], device=rows.device)[:, None, None, None]
     columns = torch.arange(keys, device=rows.device)
     mask: Tensor = blocks.mask_mod(samples, samples, rows, columns)
@@ -67,12 +67,12 @@ def visibility(
     device: torch.device,
     by_blocks: bool = False,
 ) -> Visibility:
-    """The cheapest exact description of one layer's attention pattern.
+    """Return the cheapest exact description of one layer's attention pattern.
 
-    `window`: a token sees itself and the window − 1 before it (Mistral 7B, arXiv 2310.06825,
-    §2; without `causal` as many after it). `documents_BS`: only within equal numbers.
-    `padding_mask_BS`: True for real tokens; others are seen by none but themselves.
-    `by_blocks`: what would be a mask is blocks instead, from one whole block on.
+    `window`: a token sees itself and the window − 1 tokens before it (Mistral 7B, arXiv 2310.06825,
+    §2; without `causal` as many after it). `documents_BS`: only tokens with equal numbers see each
+    other. `padding_mask_BS`: True for real tokens; others are only visible to themselves.
+    `by_blocks`: blocks replace a mask, from one whole block on.
     """
     if window is not None and window >= keys:
         window = None
@@ -107,11 +107,11 @@ def block_mask(
     padding_mask_BS: Tensor | None,
     device: torch.device,
 ) -> BlockMask:
-    """The same pattern for FlexAttention, without S × S values: made from each block's extremes.
+    """Return the same pattern for FlexAttention without S × S values, from each block's extremes.
 
-    Blocks that are seen as a whole are told from those of which FlexAttention asks the function.
-    A block that is not seen may be among the latter, where document numbers fall and rise again or
-    two reasons leave out different parts of it: it costs time, and changes nothing.
+    Blocks that are wholly visible are separated from those for which FlexAttention calls the
+    function. An invisible block may be among the latter, if document numbers fall and rise again or
+    two reasons hide different parts of it: this costs time, and does not change the result.
     """
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK
@@ -150,7 +150,7 @@ def block_mask(
 
 
 def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
-    """Split into blocks, (B, N, 128), the last one filled up."""
+    """Split into blocks, (B, N, 128), with the last one filled up."""
     missing = count * BLOCK - x_BS.shape[1]
     filled = torch.cat((x_BS, filler_B1.expand(-1, missing)), dim=1) if missing else x_BS
     blocks: Tensor = filled.unflatten(1, (count, BLOCK))
@@ -158,7 +158,7 @@ def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
 
 
 def _list_columns(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True columns of each row; return their numbers before those of the others."""
+    """Return the number of True columns in each row, and column numbers with these first."""
     order = seen.int().argsort(dim=-1, descending=True, stable=True)
     return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -166,7 +166,7 @@ def _list_columns(seen: Tensor) -> tuple[Tensor, Tensor]:
 def _mask_function(
     causal: bool, window: int | None, documents_BS: Tensor | None, padding_mask_BS: Tensor | None
 ) -> MaskFunction:
-    """The pattern as a function of places."""
+    """Return the pattern as a function of positions."""
 
     def sees(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         allowed = row >= column if causal else (row >= 0) & (column >= 0)
@@ -182,13 +182,13 @@ def _mask_function(
 
 
 def at_places(x_BSX: Tensor, read_B: Tensor) -> Tensor:
-    """Take each sample's row at its place of `read_B`, (B, 1, X)."""
+    """Return each sample's row at its position in `read_B`, (B, 1, X)."""
     samples = torch.arange(len(read_B), device=read_B.device)
     return x_BSX[samples, read_B].unsqueeze(1)
 
 
 def positions_in_documents(documents_BS: Tensor) -> Tensor:
-    """Each token's distance from the start of its run of equal document numbers, (B, S)."""
+    """Return each token's distance from the start of its run of equal document numbers, (B, S)."""
     index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     starts = torch.ones_like(documents_BS, dtype=torch.bool)
     starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]

@@ -30,13 +30,13 @@ DTYPES: Mapping[Precision, torch.dtype | None] = {
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """`cast()` is entered around each forward; `scaler` is None unless the loss is scaled.
+    """Mixed precision of a training run: `cast()` is entered around each forward.
 
     `cast(True)` is the same within `casts_kept`.
 
-    `weights` is the dtype to keep weights in, None for as they are. `wide_gradients`: whether
-    gradients of 16 bits are to be made fp32 before their scale is taken from them. `wide_sums`:
-    whether those of several micro-batches are to be added up in fp32.
+    `scaler` is None unless the loss is scaled. `weights` is the dtype of stored weights, None to
+    keep theirs. `wide_gradients`: whether 16-bit gradients are cast to fp32 before they are
+    unscaled. `wide_sums`: whether gradients of several micro-batches are summed in fp32.
     """
 
     dtype: torch.dtype | None
@@ -48,16 +48,16 @@ class MixedPrecision:
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the optimizer is to keep the weights in fp32 too."""
+        """Return whether the optimizer also keeps the weights in fp32."""
         return self.wide_gradients or self.wide_sums
 
 
 @contextmanager
 def fp32_products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let CUDA round operands in fp32 to TF32 for their products, where a precision asks for it.
+    """Let CUDA round fp32 operands to TF32 for products, if a precision asks for it.
 
     TF32 has fp32's range and 10 bits of its 23 (NVIDIA, "A100 Tensor Core GPU Architecture", 2020).
-    Raises BadInputError on devices that have no such products.
+    Raises BadInputError on devices without such products.
     """
     if precision != "tf32":
         yield
@@ -76,16 +76,16 @@ def fp32_products(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def weights_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype in which weights are kept, None where it is the model's own."""
+    """Return the dtype in which weights are stored, None for the model's own."""
     name = WEIGHTS.get(precision)
     return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tensor]:
-    """Cast an objective's weights as `mixed` says, in their place.
+    """Cast an objective's weights as `mixed` says, in place.
 
-    Returns the weights that train as they were, in fp32, by their names in the objective's `model`,
-    where the optimizer's masters are to begin with them. Of a model without memory there are none.
+    Returns the original fp32 values of trained weights, by their names in the objective's `model`,
+    if the optimizer's master weights begin with them. A model without memory has none.
     """
     model: nn.Module = objective.model  # type: ignore[assignment]
     before = {
@@ -99,20 +99,21 @@ def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tens
 
 
 def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
-    """Whether autocast keeps the casts of weights until a forward ends: as asked, or where it pays.
+    """Return whether autocast keeps casts of weights until a forward ends: as requested, or if it
+    helps.
 
-    A transformer uses each matrix once in a forward: kept, casts save no time, and hold the memory
-    of all weights in 16 bits where backward computes them again or gathers them again.
+    A transformer uses each matrix once in a forward: kept casts save no time, and hold the memory
+    of all weights in 16 bits if backward recomputes or gathers them again.
     """
     return unknown_code if asked is None else asked
 
 
 @contextmanager
 def casts_kept() -> Iterator[None]:
-    """Autocast keeps casts of weights until this ends, over forwards whose `cast` is "kept".
+    """Make autocast keep casts of weights until this context ends, over forwards with "kept" casts.
 
-    Autocast drops them when its outermost context ends: so it is told that there is one outside of
-    all. Weights must not change in the meantime.
+    Autocast drops them when its outermost context ends, so this enters an outer context. Weights
+    must not change in the meantime.
     """
     torch.autocast_increment_nesting()
     try:
@@ -133,13 +134,13 @@ def make_mixed(
     unknown_code: bool = False,
     fully_shards: bool = False,
 ) -> MixedPrecision:
-    """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
+    """Return autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
 
     `fully_shards`: shards of weights are gathered in 16 bits, so that they, in fp32, are the master
     weights of "bf16-master" (`records.precisions.SHARD_DTYPES`).
 
-    With weights of 16 bits all is computed in their dtype, without autocast; but under it where
-    code is unknown, which may bring tensors of other dtypes to them.
+    With 16-bit weights everything is computed in their dtype, without autocast, except for unknown
+    code, which may combine them with tensors of other dtypes.
     """
     dtype = DTYPES[precision]
     if dtype is None:

@@ -1,8 +1,8 @@
 """Options of any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
-All work in place and leave parameter names as they are. Float8 products take the place of modules,
-so they come first; then checkpointing, so that the compiler sees what is recomputed, and
-offloading last, which takes what a compiled block keeps by hooks that are outside of it.
+All work in place and keep parameter names. Float8 products replace modules, so they come first;
+then checkpointing, so that the compiler sees what is recomputed; offloading is last, since its
+hooks for saved tensors are outside a compiled block.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model.
+    """Return the repeated blocks of a model.
 
-    Of all ModuleLists, and Sequentials with a class that occurs more than once, the one whose
-    members of its commonest class hold the most parameters. Members without a forward, such as
-    lists, stand for the modules in them. Raises BadInputError if there is none.
+    They are in the ModuleList, or Sequential with a repeated class, whose members of the most
+    common class hold the most parameters. Members without a forward, such as lists, stand for the
+    modules in them. Raises BadInputError if there is none.
     """
     found: list[nn.Module] = []
     for container in module.modules():
@@ -58,7 +58,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _most_common_members(container: nn.Module) -> list[nn.Module]:
-    """The members of the class that most members with parameters have."""
+    """Return the members of the class that most members with parameters have."""
     members = [child for child in container.children() if _callable(child)]
     # Each module with a parametrization has a class of its own.
     kinds = [type_before_parametrizations(child) for child in members]
@@ -67,7 +67,7 @@ def _most_common_members(container: nn.Module) -> list[nn.Module]:
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
-    """A module with parameters, or where it has no forward (lists), those in it that have."""
+    """Return a module with parameters or, if it has no forward (lists), the callable ones in it."""
     if not _size([module]):
         return []
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
@@ -85,17 +85,17 @@ def apply_checkpointing(
     blocks: Sequence[nn.Module] | None = None,
     by_policy: bool = False,
 ) -> None:
-    """Let blocks recompute their activations in the backward instead of keeping them.
+    """Make blocks recompute their activations in the backward instead of keeping them.
 
-    `mode` is that of all blocks, or of each. `blocks` are found, where they are not given.
+    `mode` is one for all blocks, or one for each. `blocks` are found if not given.
 
     Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "attention" also keeps the
     output of fused attention. "selective" keeps the outputs of matrix products too, and recomputes
-    what is cheap between them (Korthikanti et al., arXiv 2205.05198, §5, with the choice turned
-    round: fused attention keeps no scores, so its output is cheap to keep). Random numbers are
-    drawn alike again. For our own blocks "selective" needs no policy (`kept_products`), which a
-    host asks about each operator; `by_policy` says that it is asked all the same, as offloading
-    wants, which has to see all that is saved.
+    the cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, with the choice
+    turned round: fused attention keeps no scores, so its output is cheap to keep). Recomputation
+    draws the same random numbers. For outpace's own blocks, "selective" needs no policy that is
+    called for each operator (`kept_products`); `by_policy` uses it nevertheless, for offloading,
+    which has to see all saved tensors.
     """
     if mode == "none":
         return
@@ -119,8 +119,8 @@ def apply_checkpointing(
 def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
     """Return the arguments of torch's checkpoint.
 
-    Our own blocks do the same again each time, and draw nothing without dropout: the generators'
-    states need not be kept then, nor shapes be compared.
+    Outpace's own blocks repeat the same computation, and draw nothing without dropout, so the
+    generators' states need not be kept, nor shapes compared.
     """
     options: dict[str, Any] = {}
     if isinstance(block, Block):
@@ -159,7 +159,7 @@ def _run_checkpointed(
 def _without_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop caches of keys and values, to which a recomputation would add a second time."""
+    """Drop caches of keys and values, to which a recomputation would append a second time."""
     given = (*args, *kwargs.values())
     if not any(_is_cache(value) for value in given):
         return args, kwargs
@@ -170,7 +170,7 @@ def _without_caches(
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether it is a cache of a transformers model, which fills one in training too."""
+    """Return whether it is a cache of a transformers model, which fills one in training too."""
     if value is None or isinstance(value, torch.Tensor):
         return False
     kinds = type(value).__mro__
@@ -186,7 +186,7 @@ def _kept_or_checkpointed(
 
 
 def _selective_contexts(kept: frozenset[Any]) -> Contexts:
-    """Keep the outputs of these operators, which are dear to compute again."""
+    """Keep the outputs of these operators, which are expensive to recompute."""
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in kept:
@@ -222,10 +222,10 @@ def apply_options(
     scratch: Scratch | None = None,
     on_failure: Callable[[str], None] | None = None,
 ) -> None:
-    """Apply what a plan says of the blocks of a model, in the one order in which it works.
+    """Apply a plan's options to the blocks of a model, in the only order that works.
 
-    `scratch` takes what is offloaded to disk (None: the system's place for temporary files).
-    `on_failure` is told why the model is not compiled where the compiler fails on it.
+    `scratch` takes tensors that are offloaded to disk (None: the system's directory for temporary
+    files). `on_failure` is called with the reason if the compiler fails on the model.
     """
     if plan.precision == "fp8":
         apply_fp8(blocks or find_blocks(module))

@@ -1,11 +1,11 @@
 """Weights in 4 bits: NF4 with double quantization, by bitsandbytes.
 
-Dettmers et al., "QLoRA", arXiv 2305.14314, §3: each block of 64 values is scaled by its largest
-and rounded to 16 levels, the quantiles of a normal distribution; the scales themselves are kept in
-8 bits, in blocks of 256. That is 4.127 bits a value.
+Dettmers et al., "QLoRA", arXiv 2305.14314, §3: each block of 64 values is scaled by its largest and
+rounded to 16 levels, the quantiles of a normal distribution; the scales themselves are kept in 8
+bits, in blocks of 256. That is 4.127 bits per value.
 
-What a matrix becomes is kept as plain tensors, so that whatever splits, sends or copies a model's
-tensors does so with these. Blocks need not fit rows.
+A quantized matrix is stored as plain tensors, so code that splits, sends or copies a model's
+tensors handles these too. Blocks need not match rows.
 """
 
 import importlib.util
@@ -37,10 +37,10 @@ def require_nf4() -> None:
 
 @cache
 def _library() -> Any:
-    """bitsandbytes, without its advice on kernels that it would download.
+    """Return bitsandbytes, without its advice on kernels that it would download.
 
-    It keeps the levels of scales that its first call computes, for all later ones of the process.
-    Under fake tensors, as in a trace, they would come out wrong: that call is made here, of values.
+    Its first call computes the levels of scales for all later calls of the process. Under fake
+    tensors, as in a trace, they would be wrong, so that call is made here, with real values.
     """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level
@@ -56,7 +56,9 @@ def _library() -> Any:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """The PARTS of a matrix, each of one dimension, on its device. The same on every machine."""
+    """Return the PARTS of a matrix, each of one dimension, on its device. Equal on every
+    machine.
+    """
     codes, state = _library().quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -66,7 +68,7 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The matrix of this shape, from its PARTS in their order; fp64 gets what fp32 would."""
+    """Return the matrix of this shape, from its PARTS in order; fp64 gets the values of fp32."""
     codes, scales, scale_scales, scale_mean, scale_levels = parts
     # The operators that `quantize` made known, themselves: compilers and fake tensors know them.
     blocks = torch.ops.bitsandbytes
@@ -81,10 +83,10 @@ def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Te
 
 
 class NF4Product(torch.autograd.Function):
-    """x · Wᵀ of a frozen W in 4 bits, which is made again in the backward and never kept.
+    """x · Wᵀ of a frozen W in 4 bits, which is dequantized again in the backward and never kept.
 
-    bitsandbytes has the like for 16 and 32 bits; this one also computes in fp64, so that what is
-    proved is what trains.
+    bitsandbytes has one for 16 and 32 bits; this one also computes in fp64, so that the verified
+    code is the code that trains.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""RMSNorm as one operator on a CPU, where torch makes it of single ones.
+"""RMSNorm as one operator on a CPU, where torch composes it from several.
 
-Those pass over memory some fifteen times, and keep what is normalised beside the input. Here three
-passes make the value, and torch's kernel of LayerNorm's backward makes the gradients, of which only
-what the mean contributes is put right.
+Those pass over memory about fifteen times, and keep the normalised values in addition to the input.
+Here three passes make the value, and torch's kernel of LayerNorm's backward makes the gradients, of
+which only the mean's contribution is corrected.
 
 Zhang and Sennrich, arXiv 1910.07467, eq. 4: y = x / √(mean(x²) + ε) · weight.
 """
@@ -19,9 +19,10 @@ ROW_BYTES = 1 << 20  # of rows at a time: the second factor finds them in the ca
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm over the last dimension D of a dense `x` (…, D), and 1/rms of each row.
+    """Compute the norm over the last dimension D of a dense `x` (…, D), and 1/rms of each row.
 
-    As `x`; 1/rms (rows, 1) is in fp32, or fp64 where `x` is. Of 16 bits all is computed in fp32.
+    The norm has the dtype of `x`; 1/rms (rows, 1) is in fp32, or fp64 if `x` is. 16-bit values are
+    computed in fp32.
     """
     rows = _fp32_rows(x)
     factor = torch.linalg.vector_norm(rows, 2, -1, keepdim=True)
@@ -44,7 +45,7 @@ def _fake_output(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, trains: bool
 ) -> list[Tensor]:
-    """The gradient of `x`, and where it `trains` that of `weight`, in their dtypes.
+    """Compute the gradient of `x` and, if it `trains`, of `weight`, in their dtypes.
 
     With x̂ = x/rms and g = grad·weight it is (g − x̂·mean(g·x̂))/rms: LayerNorm's, of a mean of 0,
     with mean(g)/rms added again.
@@ -94,7 +95,7 @@ rms_norm = operator(_rms_norm, _fake_output, _keep, _backward)
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm by the operator above, where that can be: on a CPU, of plain dense tensors."""
+    """nn.RMSNorm by the operator above if possible: on a CPU, for plain dense tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) to (…, D)."""
@@ -105,10 +106,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Whether an operator written in Python is for these: on a CPU, dense, spread over no ranks.
+    """Return whether a Python operator supports these: on a CPU, dense, not spread over ranks.
 
-    A compiler makes one kernel of torch's own operators, and so is given those; and so are
-    torch.func's transforms, which need rules that such an operator has none of.
+    A compiler makes one kernel from torch's own operators, so it gets those; torch.func's
+    transforms get them too, since such an operator lacks the rules that they need.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

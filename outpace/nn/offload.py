@@ -1,9 +1,9 @@
-"""Offloading of what blocks save for backward, to host memory or a disk, until backward needs it.
+"""Offloading of tensors that blocks save for backward, to host memory or a disk.
 
-Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload what checkpointing keeps.
-Here it is whatever autograd saves inside of a block; with checkpointing, the block's input. A
-block's tensors leave while the next blocks are computed. In backward they come back while the block
-after them is computed.
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload checkpoints. Here it is all
+that autograd saves inside a block; with checkpointing, the block's input. A block's tensors are
+offloaded while the next blocks are computed, and come back in backward while the block after them
+is computed.
 """
 
 import weakref
@@ -29,23 +29,23 @@ _AHEAD = 2
 
 
 class Parcel(Protocol):
-    """A tensor that is kept elsewhere. Its memory there lasts as long as it."""
+    """A tensor that is stored elsewhere, whose memory there lasts as long as this object."""
 
     def prefetch(self) -> None:
-        """Begin to bring it back."""
+        """Start to bring it back."""
 
     def open(self) -> Tensor:
-        """The tensor, to be used at once. May be asked for again."""
+        """Return the tensor, for immediate use; may be called again."""
 
 
 class Storage(Protocol):
     """Storage that keeps tensors."""
 
     def keep(self, tensor: Tensor) -> Parcel:
-        """Begin to copy a tensor."""
+        """Start to copy a tensor."""
 
     def pace(self) -> None:
-        """Called once for each block, forward and backward: wait for copies that lag behind."""
+        """Wait for copies that lag behind; called once per block, forward and backward."""
 
 
 class _MappedTensor:
@@ -63,17 +63,17 @@ class _MappedTensor:
 
 
 class DiskStore:
-    """Files that are mapped: reading ahead and writing back are the kernel's."""
+    """Mapped files; reading ahead and writing back are the kernel's."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
 
     def keep(self, tensor: Tensor) -> Parcel:
-        """Copy it into a file."""
+        """Copy a tensor into a file."""
         return _MappedTensor(tensor, self._scratch)
 
     def pace(self) -> None:
-        """The kernel holds up who writes faster than the disk."""
+        """Do nothing: the kernel slows down a writer that is faster than the disk."""
 
 
 class _PinnedTensor:
@@ -108,7 +108,7 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with a stream for each direction beside the computation."""
+    """Page-locked host memory, with a stream per direction in parallel to the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -116,11 +116,11 @@ class HostStore:
         self._marks: deque[Sequence[torch.cuda.Event]] = deque()
 
     def keep(self, tensor: Tensor) -> Parcel:
-        """Begin to copy it to the host."""
+        """Start to copy a tensor to the host."""
         return _PinnedTensor(tensor, self)
 
     def pace(self) -> None:
-        """Or memory that waits to be copied, or was prefetched too early, would pile up."""
+        """Limit memory that waits to be copied, or was prefetched too early."""
         computing = torch.cuda.current_stream(self._device)
         self._marks.append([stream.record_event() for stream in (computing, self.down)])
         if len(self._marks) > _AHEAD:
@@ -129,10 +129,10 @@ class HostStore:
 
 
 class _SavedTensors:
-    """Tensors that one forward of a block has saved: each once, however many operations save it.
+    """Tensors saved by one forward of a block: each once, however many operations save it.
 
-    Not so from block to block: what a pipeline receives is written again into the same memory, of
-    which autograd's versions know nothing.
+    This does not hold between blocks: a pipeline receives into the same memory repeatedly, which
+    autograd's versions do not count.
     """
 
     def __init__(self, keeper: "Keeper", weights: set[int], before: "_SavedTensors | None") -> None:
@@ -142,7 +142,7 @@ class _SavedTensors:
         self._opened = False
 
     def put(self, tensor: Tensor) -> "Tensor | _SavedTensor":
-        """Return what brings a saved tensor back; or the tensor itself, if it stays."""
+        """Return a function that brings a saved tensor back; or the tensor itself, if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
@@ -160,7 +160,7 @@ class _SavedTensors:
         return found
 
     def open(self) -> None:
-        """Backward has come here: what the block before has saved is needed next."""
+        """Prefetch the tensors of the block before, since backward has reached this one."""
         if self._opened:
             return
         self._opened = True
@@ -170,7 +170,7 @@ class _SavedTensors:
             before.prefetch()
 
     def prefetch(self) -> None:
-        """Begin to bring all back that is still wanted."""
+        """Start to bring back all tensors that are still needed."""
         for known in self._saved.values():
             saved = known()
             if saved is not None:
@@ -178,7 +178,7 @@ class _SavedTensors:
 
 
 class _SavedTensor:
-    """A saved tensor, plain or a part of a DTensor; keeps its shelf while it is needed."""
+    """A saved tensor, plain or a part of a DTensor, which keeps its shelf while it is needed."""
 
     def __init__(self, parcel: Parcel, spec: Any, shelf: _SavedTensors) -> None:
         self.parcel, self._spec, self._shelf = parcel, spec, shelf
@@ -194,20 +194,20 @@ class _SavedTensor:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Whether a tensor has memory worth moving, and of its own."""
+    """Return whether a tensor has memory of its own that is worth moving."""
     plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
     return plain and LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 class Keeper:
-    """Keeps what blocks save in `place`."""
+    """Storage in `place` for tensors that blocks save."""
 
     def __init__(self, place: Storage) -> None:
         self.place = place
         self._last: weakref.ref[_SavedTensors] | None = None
 
     def forward(self, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, the block's forward; what it saves goes to the place."""
+        """Call `run`, the block's forward, with saved tensors stored in the place."""
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         self.place.pace()
@@ -219,7 +219,7 @@ class Keeper:
 
 
 class KeptForward:
-    """A block's forward, `inner`, of which a keeper keeps what is saved."""
+    """A block's forward, `inner`, whose saved tensors a keeper stores."""
 
     def __init__(self, keeper: Keeper, inner: Callable[..., Any], block: nn.Module) -> None:
         self.inner, self._keeper, self._block = inner, keeper, block
@@ -240,7 +240,7 @@ def _memory(parameter: Tensor) -> int:
 
 
 def require_place(where: Offload, device: torch.device) -> None:
-    """Refuse what makes no sense for activations of a device. Raises BadInputError."""
+    """Refuse a place that does not suit activations of a device. Raises BadInputError."""
     if where == "cpu" and device.type != "cuda":
         raise BadInputError(
             f"offload_activations cpu: what a {device.type} device saves lies in host memory as it "
@@ -254,7 +254,7 @@ def require_place(where: Offload, device: torch.device) -> None:
 
 
 def offload_activations(blocks: Sequence[nn.Module], place: Storage) -> None:
-    """Let each block keep what it saves in `place`. Exact: the values are copied."""
+    """Make each block keep its saved tensors in `place`. Exact: the values are copied."""
     keeper = Keeper(place)
     for block in blocks:
         block.forward = KeptForward(keeper, block.forward, block)

@@ -1,7 +1,7 @@
-"""Operators of torch that are written in Python, so that tracing and compiling see them as one.
+"""Operators of torch written in Python, which tracing and compiling treat as one.
 
-As `torch.library.custom_op`, which loads torch's compiler at its first call: half a second of a
-run's start.
+They replace `torch.library.custom_op`, which loads torch's compiler at its first call: half a
+second of a run's start.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _LIBRARY = Library("outpace", "DEF")
 
 @dataclass(frozen=True)
 class Operator:
-    """`overload` is what torch calls; `code` is what that runs on a CPU."""
+    """An operator: `overload` is called by torch; `code` is its implementation on a CPU."""
 
     overload: torch._ops.OpOverload
     code: Callable[..., Any]
@@ -33,10 +33,10 @@ def operator(
     keep: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Operator:
-    """`outpace::` with the name (less its _), arguments and results of `code`.
+    """Register `outpace::` with the name (without its _), arguments and results of `code`.
 
-    It writes into none of its arguments. `made` gives results without values. `keep` and
-    `backward` are as in `torch.library.register_autograd`.
+    It does not write to its arguments. `made` returns results without values. `keep` and `backward`
+    are as in `torch.library.register_autograd`.
     """
     short = code.__name__.strip("_")
     name = f"outpace::{short}"

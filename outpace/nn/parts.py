@@ -19,7 +19,7 @@ class Part:
 
 
 class AbsentModule(nn.Module):
-    """Stand-in for a module that is elsewhere: hands on its first argument."""
+    """Stand-in for a module that is on another rank: returns its first argument."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         """Return what it was given."""
@@ -27,10 +27,10 @@ class AbsentModule(nn.Module):
 
 
 def take_part(model: Transformer, part: Part) -> Transformer:
-    """A transformer of this part's modules, which it shares with `model`.
+    """Return a transformer of this part's modules, which it shares with `model`.
 
-    Parameters keep their names. Called with hidden states (B, S, D) in place of tokens where the
-    part is not the first. A tied embedding is in the last part too, as its head.
+    Parameters keep their names. A part other than the first is called with hidden states (B, S, D)
+    instead of tokens. A tied embedding is also in the last part, as its head.
     """
     with torch.device("meta"):
         taken = Transformer(model.spec)

@@ -1,11 +1,11 @@
 """Normal random values that are a pure function of a seed, a name and an index.
 
 A value is computed from its index alone (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", SC 2011), so that every device, and every rank that holds a part of a tensor, draws the same
-values where they will live. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014, fig. 17): each 16 of its 64 name one of 65,536
-quantiles of the normal distribution, out to 4.3 deviations. All of it is integer arithmetic and a
-look-up, which are the same on all devices.
+3", SC 2011), so every device, and every rank that holds a part of a tensor, draws the same values
+in place. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014, fig. 17): each 16 of its 64 name one of 65,536 quantiles of the normal
+distribution, out to 4.3 deviations. All of it is integer arithmetic and a look-up, which are the
+same on all devices.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _AT_ONCE_CPU, _AT_ONCE = 1 << 18, 1 << 26
 
 
 def stream_key(seed: int, name: str) -> int:
-    """The key of a stream of its own for each name, 64 bits as a signed number."""
+    """Return the key of a separate stream for each name, 64 bits as a signed number."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
@@ -41,8 +41,8 @@ def stream_key(seed: int, name: str) -> int:
 def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -> Tensor:
     """Fill `out` (contiguous) with values `start`, `start` + 1, … of N(0, std²) of a stream.
 
-    In place, on the device where it is, and in fp32 before it is rounded to another dtype. Returns
-    it. What has no values to fill (meta, fake tensors) stays as it is.
+    It is filled in place, on its device, and in fp32 before rounding to another dtype. Returns it.
+    Tensors without values (meta, fake tensors) stay as they are.
     """
     if out.is_meta or isinstance(out, FakeTensor):
         return out
@@ -59,25 +59,27 @@ def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -
 
 
 def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """(count,) int64: words `first`, `first` + 1, … of SplitMix64 with this state."""
+    """Return (count,) int64: words `first`, `first` + 1, … of SplitMix64 with this state."""
     return mix(torch.arange(first + 1, first + 1 + count, device=device).mul_(GAMMA).add_(key))
 
 
 def mix(state: Tensor) -> Tensor:
-    """SplitMix64's words of its states, int64; in place."""
+    """Turn states into SplitMix64's words, int64; in place."""
     state = _xor_shifted(state, 30).mul_(_FIRST)
     state = _xor_shifted(state, 27).mul_(_SECOND)
     return _xor_shifted(state, 31)
 
 
 def _xor_shifted(state: Tensor, places: int) -> Tensor:
-    """The exclusive or with itself, shifted to the right as an unsigned number."""
+    """Return the exclusive or with itself, shifted to the right as an unsigned number."""
     return state.bitwise_xor_((state >> places).bitwise_and_((1 << (64 - places)) - 1))
 
 
 @cache
 def _quantiles(device: torch.device) -> Tensor:
-    """The normal distribution's quantiles at the middles of equal shares, fp32, ascending."""
+    """Return the normal distribution's quantiles at the middles of equal shares, fp32,
+    ascending.
+    """
     with unset_fake_temporarily(), torch.device("cpu"):
         shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
         below = torch.special.ndtri(shares)

@@ -1,7 +1,7 @@
-"""Buffers that a block's forward changes, where the backward runs the forward again.
+"""Buffers that a block's forward changes, if the backward runs the forward again.
 
 A recomputation has to see the buffers (running averages, counters) that the forward saw, and must
-not move them a second time.
+not update them a second time.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferKeeper:
-    """Keeps what a block's forward changes of its buffers, from the first forward on."""
+    """Keeper of the buffers that a block's forward changes, from the first forward on."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
@@ -30,11 +30,11 @@ class BufferKeeper:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there is anything to keep."""
+        """Return whether there are buffers to keep."""
         return bool(self._places)
 
     def change_once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that changes buffers when it is called first, and not when it is recomputed."""
+        """Return a forward that changes buffers when first called, but not when recomputed."""
         before: dict[_Place, Tensor] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class BufferKeeper:
     def _recompute(
         self, before: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Recompute on copies of the buffers as they were before the forward."""
+        """Recompute with copies of the buffers as they were before the forward."""
         now = {place: _buffer_at(place) for place in before}
         for (part, name), buffer in before.items():
             part._buffers[name] = buffer.clone()

@@ -1,7 +1,7 @@
-"""Saved tensors of a linear product, replaced by how to make them again.
+"""Saved tensors of a linear product, replaced by functions that make them again.
 
-`torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor that is saved while it
-is entered. Here only the one tensor is asked for, once the product is made.
+`torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor saved within it. Here
+only one tensor is replaced, after the product.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,12 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Let the backward of `product`, which `F.linear` made of rows, call what makes its operands.
+    """Make the backward of `product`, which `F.linear` made from rows, call functions for its
+    operands.
 
-    None leaves an operand as it is. An operand must have been saved, as an input is whose weight
-    trains, and a weight whose input has a gradient. All stays as it is where torch makes a product
-    otherwise than of plain tensors, or others' hooks have what is saved (checkpoints, offloading).
+    None leaves an operand as it is. An operand must have been saved: an input if the weight trains,
+    a weight if the input has a gradient. Nothing changes if torch makes the product in another way
+    than for plain tensors, or if other hooks hold saved tensors (checkpoints, offloading).
     """
     node = product.grad_fn
     name = _INPUTS.get(type(node).__name__)
@@ -37,7 +38,7 @@ def remake_operands(
 
 
 def has_hooks() -> bool:
-    """Whether what autograd saves goes to hooks, beside which torch takes no others."""
+    """Return whether saved tensors go to hooks, with which torch accepts no others."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

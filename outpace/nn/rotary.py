@@ -38,10 +38,10 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotary_tables(spec: ModelSpec, positions: Tensor) -> Tables:
-    """Cosines and sines for `positions` of shape (S,) or (B, S).
+    """Return cosines and sines for `positions` of shape (S,) or (B, S).
 
-    Each comes back as (1 or B, 1, S, C) in fp32, the sine with its first half negated, so that
-    a rotation is x·cos + swapped(x)·sin.
+    Each has shape (1 or B, 1, S, C) in fp32, with the first half of the sine negated, so that a
+    rotation is x·cos + swapped(x)·sin.
     """
     with torch.autocast(positions.device.type, enabled=False):
         frequencies = rotary_frequencies(spec, positions.device)
@@ -53,13 +53,13 @@ def rotary_tables(spec: ModelSpec, positions: Tensor) -> Tables:
 
 
 def tables_at(tables: Tables, read_B: Tensor) -> Tables:
-    """Return the tables of one place of each sample, (B, 1, 1, C)."""
+    """Return the tables of one position of each sample, (B, 1, 1, C)."""
     cos, sin = (at_places(of[:, 0].expand(len(read_B), -1, -1), read_B) for of in tables)
     return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def rotate(x_BHSC: Tensor, tables: Tables) -> Tensor:
-    """Turn each pair (x_i, x_{i+C/2}) by its position's angle; computed and returned in fp32."""
+    """Rotate each pair (x_i, x_{i+C/2}) by its position's angle; computed and returned in fp32."""
     cos, sin = tables
     first, second = x_BHSC.chunk(2, dim=-1)
     return x_BHSC * cos + torch.cat((second, first), dim=-1) * sin

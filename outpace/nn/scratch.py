@@ -1,15 +1,13 @@
-"""Memory in files on a disk, for what a run can do without for a while: mapped, and nameless.
+"""Memory-mapped, nameless files on a disk, for tensors that are not needed for a while.
 
-Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, keep such tensors in files that they
-read and write themselves. Here the files are mapped: a tensor is used where it lies, the kernel
-reads ahead what is prefetched and writes back in the background, and as long as the machine has
-memory to spare the pages stay in its cache and no disk is waited for. They count as the process's
-memory only from their use until they are released, and never as anonymous memory, which is what a
-memory limit cannot take back.
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, keep such tensors in files with
+explicit reads and writes. Here the files are mapped: a tensor is used in place, the kernel reads
+ahead and writes back in the background, and as long as the machine has free memory, pages stay in
+its cache without waiting for a disk. They count as the process's memory only from their use until
+their release, and never as anonymous memory, which a memory limit cannot reclaim.
 
-The files have no names (O_TMPFILE, or removed as soon as they are open), so that whatever becomes
-of the process its scratch is gone with it: nothing can be left behind or be mistaken for a
-checkpoint.
+The files have no names (O_TMPFILE, or removed as soon as they are open), so they disappear with the
+process, however it ends: nothing can be left behind or be mistaken for a checkpoint.
 """
 
 import ctypes
@@ -44,11 +42,11 @@ class Region:
     nbytes: int
 
     def prefetch(self) -> None:
-        """Let the kernel read it in, in the background."""
+        """Let the kernel read it ahead, in the background."""
         self.mapping.madvise(mmap.MADV_WILLNEED, self.start, self.nbytes)
 
     def release(self) -> None:
-        """Take it out of this process's memory. Its values stay: in the kernel's cache, or on disk.
+        """Release this process's memory of it. Its values stay in the kernel's cache, or on disk.
 
         The next use finds them again, with a page fault.
         """
@@ -56,9 +54,10 @@ class Region:
 
 
 class Scratch:
-    """Gives out memory in files in `directory` (None: the system's for temporary files).
+    """Allocator of memory in files in `directory` (None: the system's for temporary files).
 
-    `taken_bytes`: of the disk, now and at most, since what is given back is used again.
+    `taken_bytes`: space taken on the disk, which does not shrink, since freed regions are used
+    again.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -87,7 +86,7 @@ class Scratch:
         return Region(mapping, used, pages)
 
     def give_back(self, region: Region) -> None:
-        """Take a region back that is not used any more."""
+        """Take back a region that is no longer used."""
         region.release()
         self._idle[region.nbytes].append(region)
 
@@ -127,7 +126,7 @@ class Scratch:
         )
 
     def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """Copies of plain tensors, side by side in one region, for good."""
+        """Copy plain tensors into one region, side by side and permanently."""
         begins, total = [], 0
         for tensor in tensors:
             begins.append(total)
@@ -143,7 +142,7 @@ class Scratch:
         return self._placed.get(tensor.data_ptr())
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """A copy of a plain tensor in a region that is given back when nothing uses it any more."""
+        """Copy a plain tensor into a region that is freed after its last use."""
         region = self.take(max(tensor.nbytes, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False

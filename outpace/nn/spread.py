@@ -1,4 +1,4 @@
-"""A tensor that may be spread over ranks: its part here, the whole, a part of the whole."""
+"""Tensors that may be spread over ranks: the local part, the whole, a part of the whole."""
 
 import math
 import sys
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
-    """Whether it is a DTensor. Where there is none torch's module of them stays out.
+    """Return whether it is a DTensor, without loading torch's module of them.
 
-    It takes half a second to load. Plain tensors, of which a step asks many times, are told first.
+    The module takes half a second to load. Plain tensors, for which a step calls this often, are
+    recognised first.
     """
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return False
@@ -28,18 +29,18 @@ def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
 
 
 def has_spread(kinds: Iterable[type]) -> bool:
-    """Whether any of these types is a DTensor's."""
+    """Return whether any of these types is a DTensor's."""
     spread = _dtensor()
     return spread is not None and any(issubclass(kind, spread) for kind in kinds)
 
 
 def _dtensor() -> "type[DTensor] | None":
-    """The class, where its module is loaded: not, or not wholly, is nowhere yet."""
+    """Return the DTensor class if its module is fully loaded, else None."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, sharing its memory."""
+    """Return the part of a tensor on this rank, which shares its memory."""
     if not is_spread(tensor):
         return tensor
     part: Tensor = tensor.to_local()
@@ -48,7 +49,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor. Collective over the ranks that hold a part of it."""
+    """Return the whole tensor. Collective over the ranks that hold a part of it."""
     if not is_spread(tensor):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -62,17 +63,17 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def splits(placement: "Placement", dim: int) -> bool:
-    """Whether a placement splits a tensor along `dim`, at one stretch or in strides.
+    """Return whether a placement splits a tensor along `dim`, contiguously or in strides.
 
-    torch's `is_shard` does not count the latter, in which a tensor lies that was split twice.
+    torch's `is_shard` does not count the latter, which results from splitting a tensor twice.
     """
     return getattr(placement, "dim", None) == dim
 
 
 class RowSplit(NamedTuple):
-    """Split of a tensor's rows over the ranks of one axis of its mesh, as many to each.
+    """Split of a tensor's rows over the ranks of one axis of its mesh, equally many for each.
 
-    This rank's `begin` at a row; the last ones may have fewer rows than `rows`, or none.
+    This rank's rows start at `begin`; the last ranks may have fewer than `rows` rows, or none.
     """
 
     group: dist.ProcessGroup
@@ -81,7 +82,7 @@ class RowSplit(NamedTuple):
 
 
 def split_rows(tensor: Tensor) -> RowSplit | None:
-    """Return how a tensor's rows are split; None where it is split otherwise, or whole."""
+    """Return how a tensor's rows are split; None if it is whole or split otherwise."""
     if not is_spread(tensor) or not tensor.dim():
         return None
     from torch.distributed.tensor import Shard
@@ -97,9 +98,9 @@ def split_rows(tensor: Tensor) -> RowSplit | None:
 
 @torch.no_grad()
 def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return whole tensors of those of one dtype that have `split_rows` over the same ranks.
+    """Gather tensors of one dtype that have `split_rows` over the same ranks.
 
-    By one message; each has memory of its own. Collective.
+    One message is used; each result has memory of its own. Collective.
     """
     split = [rows for tensor in tensors if (rows := split_rows(tensor)) is not None]
     group, ranks = split[0].group, split[0].group.size()
@@ -132,7 +133,9 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def as_spread(part: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A part as that of a tensor of `shape`, spread as `like` is; itself where that is not."""
+    """Return a part as one of a tensor of `shape`, spread like `like`; itself if that is not
+    spread.
+    """
     if not is_spread(like):
         return part
     from torch.distributed.tensor import DTensor

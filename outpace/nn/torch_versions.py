@@ -1,8 +1,8 @@
 """Differences between the versions of torch that outpace runs on, 2.11 to 2.15.
 
-Each function does on every version what the newest torch does, or says that a version cannot. No
-other module asks torch for its version, or whether it has a name; `tests/nn/test_torch_versions.py`
-reads them all for that.
+Each function behaves on every version as on the newest torch, or reports that a version cannot. No
+other module checks torch's version or the presence of a name in it;
+`tests/nn/test_torch_versions.py` checks that.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ VERSION = str(torch.__version__)
 
 
 def torch_release(version: str = VERSION) -> tuple[int, int]:
-    """The release (major, minor) of a version such as `2.11.0+cu130`."""
+    """Return the release (major, minor) of a version such as `2.11.0+cu130`."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
@@ -31,7 +31,7 @@ def all_gather_single(
 ) -> Any:
     """Gather equal parts of all ranks in one tensor; work to wait for with `async_op`.
 
-    torch has it by this name since 2.13, which warns of the old one.
+    torch has this name since 2.13, which warns about the old one.
     """
     if hasattr(dist, "all_gather_single"):
         return dist.all_gather_single(output, part, group=group, async_op=async_op)
@@ -43,7 +43,7 @@ def reduce_scatter_single(
 ) -> Any:
     """Sum a tensor over ranks and keep one of equal parts; work to wait for with `async_op`.
 
-    torch has it by this name since 2.13, which warns of the old one.
+    torch has this name since 2.13, which warns about the old one.
     """
     if hasattr(dist, "reduce_scatter_single"):
         return dist.reduce_scatter_single(output, whole, group=group, async_op=async_op)
@@ -51,10 +51,10 @@ def reduce_scatter_single(
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add the product of two tensors of 16 bits to `total` in fp32, within cuBLAS's product.
+    """Add the product of two 16-bit tensors to `total` in fp32, within cuBLAS's product.
 
-    Fake tensors, of which nothing is added up, have no such operator before torch 2.13: they take
-    the product alone, of the same work and memory.
+    Fake tensors have no such operator before torch 2.13, so they compute only the product, with the
+    same work and memory.
     """
     if torch_release() < (2, 13) and type(total) is not Tensor:
         return torch.mm(left, right, out_dtype=torch.float32, out=total)
@@ -62,18 +62,18 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def compiler_reads_before_it_writes() -> bool:
-    """Whether compiled code reads an input by index before it writes over it (torch 2.13).
+    """Return whether compiled code reads an indexed input before it overwrites it (torch 2.13).
 
-    Before, Inductor moves the gather behind the write where a reduction uses what was gathered:
-    the loss of 300 tokens was 1,814 for 1,504 with torch 2.11 on a CPU.
+    Before, Inductor moves the gather after the write if a reduction uses the gathered values: the
+    loss of 300 tokens was 1,814 for 1,504 with torch 2.11 on a CPU.
     """
     return torch_release() >= (2, 13)
 
 
 def without_buffers() -> dict[str, Any]:
-    """Return the arguments by which DistributedDataParallel sends no buffers before a forward.
+    """Return the arguments with which DistributedDataParallel sends no buffers before a forward.
 
-    torch 2.13 has another name for it, and warns of the old one.
+    torch 2.13 has another name for it, and warns about the old one.
     """
     known = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -81,14 +81,17 @@ def without_buffers() -> dict[str, Any]:
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """The groups of parameters that a module's FSDP state gathers; a list since torch 2.12."""
+    """Return the groups of parameters that a module's FSDP state gathers; a list since torch
+    2.12.
+    """
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
-    """A LaunchConfig that ends workers after `shutdown_timeout_s` where torch can be told (2.12).
+    """Return a LaunchConfig that ends workers after `shutdown_timeout_s` if torch supports it
+    (2.12).
 
     Before, `PContext.close` has a default of 30 s, which its caller may replace.
     """
@@ -100,9 +103,9 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
 
 
 def stage_votes() -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements that keep stages from a vote on shapes: (owner, name, function).
+    """Yield replacements that stop stages from voting on shapes: (owner, name, function).
 
-    They do since torch 2.12.
+    Stages vote since torch 2.12.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -111,9 +114,10 @@ def stage_votes() -> Iterator[tuple[Any, str, Any]]:
 
 
 def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
-    """Give zeros to inputs of a pipeline's stage that have no gradient, to be sent.
+    """Give zeros to inputs of a pipeline stage without gradients, so that these can be sent.
 
-    torch does it itself since 2.13. Before, the stage raised, and the one before waited for ever.
+    torch does it itself since 2.13. Before, the stage raised, and the previous stage waited
+    forever.
     """
     gradients = stage.bwd_cache.get(micro_batch)
     if gradients is None or stage.is_first or hasattr(stage, "_get_grad_send_meta"):
@@ -126,7 +130,7 @@ def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
 
 
 def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
-    """Return the functions that give the flight recorders of this process as JSON.
+    """Return the functions that dump this process's flight recorders as JSON.
 
     Builds with NCCL have a second one, for its collectives.
     """

@@ -12,7 +12,9 @@ CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def torchao_module(name: str, asked: str) -> Any:
-    """`torchao.NAME`. Raises BadInputError, for what was `asked`, where it is not installed."""
+    """Return `torchao.NAME`. Raises BadInputError, naming what was `asked`, if it is not
+    installed.
+    """
     if find_spec("torchao") is None:
         raise BadInputError(
             f"{asked} needs torchao, which is not installed. Install it with pip install "

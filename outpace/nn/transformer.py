@@ -30,7 +30,7 @@ class Embedding(nn.Embedding):
 
 
 class Embeddings(nn.Module):
-    """Tokens, and where the spec has them positions, segments and a norm."""
+    """Embeddings of tokens and, if the spec has them, positions and segments, with a norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, tokens_BS: Tensor, positions: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """(B, S) token numbers, (S,) or (B, S) positions, to (B, S, D)."""
+        """Map (B, S) token numbers and (S,) or (B, S) positions to (B, S, D)."""
         x_BSD: Tensor = self.tokens(tokens_BS)
         if self.segments is not None:
             if segments_BS is None:
@@ -58,7 +58,7 @@ class Embeddings(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """Layer of BERT before it predicts masked tokens (Devlin et al., arXiv 1810.04805)."""
+    """Layer of BERT before its prediction of masked tokens (Devlin et al., arXiv 1810.04805)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class HeadTransform(nn.Module):
 
 @torch.no_grad()
 def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Tensor:
-    """Give a parameter its first value, in place and where it lies. Returns it.
+    """Fill a parameter with its initial value, in place. Returns it.
 
     N(0, 0.02) from the parameter's own stream of `seed`, so that it depends on no device, rank or
     order. Biases are 0, norms 1, and the projections into the residual stream are divided by
@@ -94,7 +94,9 @@ def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Te
 def initial_value(
     spec: ModelSpec, seed: int, name: str, shape: Sequence[int], device: torch.device | None = None
 ) -> Tensor:
-    """A parameter's first value (see `fill_initial`) in fp32, by default in host memory."""
+    """Return a parameter's initial value (see `fill_initial`) in fp32, by default in host
+    memory.
+    """
     room = torch.empty(shape, dtype=torch.float32, device=device or "cpu")
     return fill_initial(room, spec, seed, name)
 
@@ -102,7 +104,9 @@ def initial_value(
 def drawn_transformer(
     spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype
 ) -> "Transformer":
-    """A transformer of random weights that never lie anywhere else, nor in another dtype."""
+    """Return a transformer with random weights, drawn directly on their device and in their
+    dtype.
+    """
     if device.type == "cpu" and dtype == torch.float32:
         return Transformer(spec, seed)  # without the meta device, whose `empty_like` loads sympy
     with torch.device("meta"):
@@ -115,11 +119,11 @@ def drawn_transformer(
 class Transformer(nn.Module):
     """A transformer with its head. Parameters are fp32; autocast lowers the computation.
 
-    Weights are a pure function of (spec, seed). On the meta device none are drawn: give real
-    memory with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
-    `blocks_of_masks`: whether masks are given as blocks where the device has a kernel for them,
-    which is compiled; else they are S × S values. `runs_on`: the kind of device to choose for,
-    where it is not that of the tensors.
+    Weights are a pure function of (spec, seed). On the meta device none are drawn: allocate memory
+    with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
+    `blocks_of_masks`: whether masks are blocks if the device has a (compiled) kernel for them; else
+    they are S × S values. `runs_on`: the kind of device to choose for, if it is not that of the
+    tensors.
     """
 
     head_bias: nn.Parameter | None
@@ -141,13 +145,13 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Give all weights their first values, where they lie."""
+        """Set all weights to their initial values, in place."""
         for name, parameter in self.named_parameters():
             fill_initial(parameter, self.spec, seed, name)
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """(V, D); the token embedding's own when tied."""
+        """Weight of the head, (V, D); the token embedding's if tied."""
         owner = self.embed.tokens if self.head is None else self.head
         weight: nn.Parameter = owner.weight  # type: ignore[assignment]
         return weight
@@ -162,15 +166,14 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (B, S, D), ready for `logits`.
+        """Return hidden states (B, S, D), ready for `logits`.
 
-        `documents_BS`: number of the document of each token; attention stays within equal
-        numbers, and positions count from each document's start. `padding_mask_BS`: True for
-        real tokens. `cache`: holds the tokens before these; is extended. `positions`: (S,) or
-        (B, S), where they do not count from 0, or `tokens_BS` are hidden states of a part of the
-        sequence. `read_B`: the one place of each sample whose hidden state is wanted, which alone
-        the last block computes, (B, 1, D). Raises BadInputError for sequences longer than the
-        model's positions.
+        `documents_BS`: number of the document of each token; attention stays within equal numbers,
+        and positions count from each document's start. `padding_mask_BS`: True for real tokens.
+        `cache`: holds the previous tokens, and is extended. `positions`: (S,) or (B, S), if they do
+        not count from 0, or `tokens_BS` are hidden states of a part of the sequence. `read_B`: the
+        only position of each sample whose hidden state is needed and computed by the last block,
+        (B, 1, D). Raises BadInputError for sequences longer than the model's positions.
         """
         past = 0 if cache is None else cache.length
         length = tokens_BS.shape[1] if positions is None else positions.shape[-1]
@@ -199,7 +202,7 @@ class Transformer(nn.Module):
         return hidden_BSD
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next (or masked) token, (…, V), from hidden states (…, D)."""
+        """Return scores of the next (or masked) token, (…, V), from hidden states (…, D)."""
         return F.linear(hidden, self.head_weight, self.head_bias)
 
     def _visibilities(
@@ -210,7 +213,7 @@ class Transformer(nn.Module):
         device: torch.device,
         by_blocks: bool,
     ) -> dict[int | None, Visibility]:
-        """Make what the layers see, once for each window that occurs."""
+        """Return the visibility for each layer, made once per distinct window."""
         windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
         causal = self.spec.causal
         given = documents_BS, padding_mask_BS
@@ -234,12 +237,14 @@ class Transformer(nn.Module):
 
 
 def hold_masks(module: nn.Module) -> None:
-    """Give transformers within it masks of S × S values, so that nothing is compiled for them."""
+    """Make transformers within it use masks of S × S values, so that nothing is compiled for
+    them.
+    """
     for part in module.modules():
         if isinstance(part, Transformer):
             part.blocks_of_masks = False
 
 
 def stream(seed: int, name: str) -> torch.Generator:
-    """A generator of its own for each parameter."""
+    """Return a separate generator for each parameter."""
     return torch.Generator("cpu").manual_seed(stream_key(seed, name) % (1 << 64) >> 1)

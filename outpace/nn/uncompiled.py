@@ -15,7 +15,7 @@ import torch
 
 
 def leave_alone(method: Callable[..., Any]) -> None:
-    """A method under torch's `_disable_dynamo` is called without the compiler."""
+    """Let a method under torch's `_disable_dynamo` be called without the compiler."""
     plain = unwrap(method)
     if plain is not method:
         plain.__dict__.setdefault("__dynamo_disable", plain)
