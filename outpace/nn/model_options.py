@@ -28,6 +28,7 @@ from outpace.nn.kept_products import can_keep_products, keep_products
 from outpace.nn.offload import DiskStore, HostStore, offload_activations, require_place
 from outpace.nn.recomputed_buffers import BufferKeeper
 from outpace.nn.scratch import Scratch
+from outpace.nn.torch_versions import without_saved_tensor_hooks
 from outpace.records.compiled import compiled_region
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Checkpointing, Plan
@@ -128,7 +129,8 @@ def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, An
     if mode == "full":
         return options
     kept = _ATTENTION if mode == "attention" else _SELECTED
-    return {**options, "context_fn": partial(_selective_contexts, kept)}
+    contexts = {"context_fn": partial(_selective_contexts, kept)}
+    return {**options, **contexts, **without_saved_tensor_hooks()}
 
 
 def _draws(block: Block) -> bool:

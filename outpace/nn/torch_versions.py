@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -78,6 +79,15 @@ def without_buffers() -> dict[str, Any]:
     known = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: False}
+
+
+def without_saved_tensor_hooks() -> dict[str, Any]:
+    """Return the arguments by which hooks see nothing of what selective checkpointing keeps.
+
+    That is the only behavior before torch 2.15, which warns unless it is asked for.
+    """
+    name = "respect_saved_tensors_hooks"
+    return {name: False} if name in signature(checkpoint).parameters else {}
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:

@@ -124,6 +124,7 @@ def test_what_it_is_not_for_is_left_to_torch(x):
         torch.testing.assert_close(made, F.rms_norm(x, [8], norm.weight, 1e-6))
 
 
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
 def test_it_is_compiled_as_torchs_own():
     norm, x = RMSNorm(16, eps=1e-6), torch.randn(4, 16)
     seen = []

@@ -15,7 +15,7 @@ DIFFERENT = {
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter_single", "reduce_scatter_tensor",
     "linear_cross_entropy", "LinearCrossEntropyOptions", "LaunchConfig", "loss_kwargs",
     "_fsdp_param_group", "_fsdp_param_groups", "_warmup_backward_result", "shutdown_timeout",
-    "_get_grad_send_meta",
+    "_get_grad_send_meta", "respect_saved_tensors_hooks",
 }  # fmt: skip
 
 

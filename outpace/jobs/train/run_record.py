@@ -14,6 +14,7 @@ from outpace.interop.training_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
 from outpace.jobs.train.context import Job
+from outpace.nn.torch_versions import VERSION
 from outpace.probing.hardware.versions import changes, commit, variables, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, RunInfo
@@ -224,7 +225,7 @@ def _unused_gpus(job: Job) -> list[str]:
     if visible is not None:
         why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
     elif torch.version.cuda is None:
-        why = f"this torch ({torch.__version__}) is built without CUDA"
+        why = f"this torch ({VERSION}) is built without CUDA"
     else:
         why = "outpace doctor says what it sees of them"
     return [
