@@ -62,7 +62,10 @@ def memory(result: dict[str, Any]) -> str:
         table(head, rows)
         + f"\nOf {told['ran']:,} layouts that ran, {len(told['ran_but_said_not_to_fit'])} are said "
         f"not to fit; of {told['ran_out']} that ran out of memory, "
-        f"{len(told['ran_out_but_said_to_fit'])} are said to fit.\n"
+        f"{len(told['ran_out_but_said_to_fit'])} are said to fit. "
+        + "Not judged, with the number of rows: "
+        + "; ".join(f"{why} ({count:,})" for why, count in told["unjudged"].items())
+        + ".\n"
     )
 
 

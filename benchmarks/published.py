@@ -459,10 +459,15 @@ def _sharded(row: Row) -> Plan:
         level = 1
     strategy = f"zero{level}" if level else "ddp" if row["sharding"] == "none" else "single"
     axis = "dp_replicate" if strategy == "ddp" else "dp_shard"
+    # Ranks that share out experts gather the rest alone (fms-acceleration's plugin for scattermoe).
+    shared: dict[str, Any] = {}
+    if row.optional("ep", 1) > 1:
+        strategy, shared = "3d", {"zero": level, "ep": row.number("ep")}
     return Plan.parse(
         {
             "strategy": strategy if ranks > 1 else "single",
             axis: ranks if ranks > 1 else 1,
+            **shared,
             "micro_batch": row.number("micro_batch"),
             "compile": row["compile"] == "True",
             **checkpointing(_recomputation(row["recompute"])[0]),

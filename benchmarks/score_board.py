@@ -28,7 +28,8 @@ def score(table: Sequence[Row], predict: Callable[[Row], Any]) -> dict[str, Any]
     """Return everything of some rows. `predict`: a row's step, or UnstatedError."""
     left_out = Counter[tuple[str, str]]()
     times = [one for row in table if (one := _time(row, predict, left_out)) is not None]
-    sizes = [one for row in table if (one := _memory(row)) is not None]
+    unjudged = Counter[str]()
+    sizes = [one for row in table if (one := _memory(row, unjudged)) is not None]
     groups = regrets(times, {row.id: row.layouts for row in table})
     return {
         "rows_of_file": len(table),
@@ -36,7 +37,7 @@ def score(table: Sequence[Row], predict: Callable[[Row], Any]) -> dict[str, Any]
                      for (source, why), count in sorted(left_out.items())],
         **tables(times),
         "memory_kinds": memory_kinds(sizes, ("chip", "stack", "mlp", "trained")),
-        "labels": labels(sizes),
+        "labels": labels(sizes) | {"unjudged": dict(sorted(unjudged.items()))},
         "regret": groups,
         "rows": times,
         # Those that tell of nothing but that what ran is said to fit are left out.
@@ -100,23 +101,32 @@ def _time(
     }  # fmt: skip
 
 
-def _memory(row: Row) -> dict[str, Any] | None:
-    """Return what a row's first layout takes; None where nothing is known of it."""
+def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
+    """Return what a row's first layout takes; None where nothing is known of it.
+
+    Rows that ran, or ran out of memory, and are not judged are counted by why.
+    """
     out = row["outcome"] == "OOM"
     try:
         if row.measured_bytes is None and not out and row.measured_s is None:
             return None
         question = published.question(row)
-        if question.adapters is not None:  # memory of adapters is not of these columns
+        if question.adapters is not None:
+            unjudged["adapters, of whose memory there is no formula"] += 1
             return None
         found = published.plans(row)
         # What is left open was chosen by somebody so that it fits; recipes have ways of their own
         # to save memory (activations on the host, moments of 16 bits) that tables leave out.
-        if len(found) > 1 or (row.framework.recipes and not row["recompute"]):
+        if row.framework.recipes and not row["recompute"]:
+            unjudged["of recipes whose recomputation is not stated"] += 1
+            return None
+        if len(found) > 1:
+            unjudged["of layouts that are not stated whole"] += 1
             return None
         held = published.columns(row, found, question.outline.layers, times=False)
         kind = kind_of(row)
     except UnstatedError:
+        unjudged["that cannot be asked"] += 1
         return None
     traits, fused = published.traits(row), not published.keeps_scores(row)
     needs = memory.reserved_bytes(question.outline, question.seq_len, held,
@@ -260,7 +270,7 @@ def show(board: dict[str, Any]) -> None:
     told = board["labels"]
     print(f"\nfits: {len(told['ran_but_said_not_to_fit'])} of {told['ran']} that ran are said not "
           f"to fit; {len(told['ran_out_but_said_to_fit'])} of {told['ran_out']} that ran out of "
-          "memory are said to fit")  # fmt: skip
+          f"memory are said to fit; not judged: {told['unjudged']}")  # fmt: skip
     for one in regret_by_source(board["regret"]):
         print(f"regret {one['source']:<28} {one['groups']:4} groups mean {one['mean']:.1%} "
               f"p95 {one['p95']:.1%} right {one['right']:.0%} any {one['of_any']:.1%}")  # fmt: skip
