@@ -78,13 +78,13 @@ def train_once(
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float = math.inf,
 ) -> Measurement | RunFailure:
-    """Train in processes of their own with settings by way of a file; or why it failed."""
+    """Train in separate processes with settings from a file; return why it failed, if it did."""
     code, said = _run(words_of(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
 
 
 def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
-    """The command that trains in `run`, where nothing is then; writes its settings to `config`."""
+    """Return the command that trains in the empty folder `run`; write its settings to `config`."""
     if run.is_symlink():
         run.unlink()  # and nothing of what it leads to
     elif run.exists():
@@ -107,7 +107,9 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 
 def _require_left(run: Path) -> None:
-    """Raises BadInputError where a process still trains there: it would be measured beside it."""
+    """Raise BadInputError if a process still trains there, since it would disturb the
+    measurement.
+    """
     (past,) = mark_running([read(run)])
     if past.row.state == "going on":
         raise BadInputError(
@@ -139,7 +141,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
 
 
 def _figure(metric: str, said: str, log: Path) -> float | str:
-    """Return the metric's last value; or, in words, why it cannot be compared."""
+    """Return the metric's last value, or a sentence on why it cannot be compared."""
     found = re.findall(metric, said)
     try:
         value = float(found[-1])
@@ -152,7 +154,7 @@ def _figure(metric: str, said: str, log: Path) -> float | str:
 
 
 def check_metric(metric: str) -> None:
-    """Raises BadInputError unless it is a regular expression with one group."""
+    """Raise BadInputError unless it is a regular expression with one group."""
     try:
         groups = re.compile(metric).groups
     except re.error as error:
@@ -172,9 +174,9 @@ def _limit_s(experiment: Experiment) -> float:
 def _run(
     words: list[str], environment: Mapping[str, str], limit_s: float = math.inf
 ) -> tuple[int | None, str]:
-    """Exit code and all that was said; None where it did not end within the limit.
+    """Run a command; return its exit code and all output. None: not finished within the limit.
 
-    Nothing of it is left behind where we are stopped.
+    No process of it remains if this process is stopped.
     """
     running = ProcessTree(words, environment)
     try:
@@ -193,7 +195,7 @@ def _last_message(said: str, code: int) -> str:
 
 
 def _error(lines: list[str], code: int) -> str | None:
-    """The one that `--json` ends with: of a traceback the last line, else the first."""
+    """Return the error of `--json` output; for a traceback its last line, else the first line."""
     written = [line for line in lines if line.startswith('{"error"')]
     with suppress(ValueError, KeyError, TypeError, IndexError):
         told = str(json.loads(written[-1])["error"]).strip().splitlines()
@@ -207,12 +209,12 @@ def _label(experiment: Experiment, arm: Arm, number: int) -> str:
 
 
 def safe(name: str) -> str:
-    """A file's name: no separators, and no longer than file systems take."""
+    """Return a valid file name: no separators, and not longer than file systems allow."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name)[:80].lstrip(".") or "arm"
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Flat settings as TOML, which JSON's strings, numbers and lists are, without escapes."""
+    """Write flat settings as TOML: JSON's strings, numbers and lists are TOML, without escapes."""
     known = {name: value for name, value in values.items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in known.items()]
     return "\n".join([*lines, ""])

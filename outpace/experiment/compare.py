@@ -1,8 +1,7 @@
-"""Arms in alternating rounds until a verdict is clear, or what may be spent is spent.
+"""Arms in alternating rounds until a verdict is clear, or the budget is spent.
 
-Every round runs each arm once in processes of its own, in an order that is drawn: what differs from
-one start to the next (where memory lies, which cores) is part of the noise, so that nothing is
-claimed of it.
+Every round runs each arm once in processes of its own, in random order: differences between starts
+(memory addresses, cores) are part of the noise, so no verdict rests on them.
 """
 
 import random
@@ -29,7 +28,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class ComparisonEnd:
-    """All outcomes, and why there are no more."""
+    """All outcomes, and why the comparison ended."""
 
     outcomes: tuple[Outcome, ...]
     stopped: str
@@ -43,7 +42,9 @@ def compare(
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ComparisonEnd:
-    """Rounds after those of `before`. `told` hears of every run, and what may be said since."""
+    """Run rounds after those of `before`. `told` is called with every run and the current
+    verdicts.
+    """
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
     for number in range(begin, experiment.rounds):
@@ -76,7 +77,7 @@ def _format_end(rounds: int) -> str:
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
     """Compare each arm with the first, by the rounds in which both ran.
 
-    That some difference is claimed though there is none has probability ALPHA, of all arms.
+    The probability of any false difference, over all arms, is at most ALPHA.
     """
     of: dict[str, dict[int, float]] = {arm.name: {} for arm in experiment.arms}
     for one in outcomes:
@@ -93,7 +94,7 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
 
 
 def clear(one: Verdict, within: float) -> bool:
-    """A difference whose size is known well enough, or none that matters."""
+    """Return whether a difference is known precisely enough, or is too small to matter."""
     if one.low is None or one.high is None or one.slowdown is None:
         return False
     if max(abs(one.low), abs(one.high)) <= within:
@@ -102,7 +103,7 @@ def clear(one: Verdict, within: float) -> bool:
 
 
 def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Drop the outcomes of an unfinished last round: its arms did not run side by side."""
+    """Drop the outcomes of an unfinished last round, whose arms did not run side by side."""
     last = max((one.round for one in outcomes), default=-1)
     before = [one for one in outcomes if one.round < last]
     ran = {one.arm for one in outcomes if one.round == last}

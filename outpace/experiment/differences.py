@@ -1,4 +1,4 @@
-"""Differences between finished runs: settings, plan, program, machine; where they show."""
+"""Differences between finished runs: settings, plan, program, machine; and where they show."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _LOST = 0.1  # share of a run's time in slow steps, from which on it is told
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
-    """Sentences: what the runs differ in, which part of a step differs, and what slow steps cost.
+    """Return sentences on what differs between runs, in which part of a step, and on slow steps.
 
     `runs` are folders by their arms' names, in the order of `results`.
     """
@@ -49,7 +49,7 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _differs_clearly(name: str, values: Sequence[str]) -> bool:
-    """Whether the values are others, and more so than an idle machine's load is."""
+    """Return whether the values differ by more than the load of an idle machine does."""
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]
         return max(loads) - min(loads) >= 1
@@ -116,7 +116,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
 
 
 def _other_processes(runs: Mapping[str, Path]) -> list[str]:
-    """Say how many cores other processes used: this slows a run that waits for its threads."""
+    """Say how many cores other processes used, which slows a run that waits for its threads."""
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE

@@ -1,4 +1,4 @@
-"""Facts that determined an arm's runs, and which of them differ between arms unintentionally."""
+"""Facts that determined an arm's runs, and those that differ between arms unintentionally."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return, by name, facts that a comparison must hold still, except variables `asked` for."""
+    """Return, by name, facts that a comparison must hold fixed, except variables `asked` for."""
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -105,7 +105,7 @@ def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
 
 
 def _clocks(run: Path) -> dict[str, str]:
-    """Means over the training, in words. Of the moment, too."""
+    """Return mean and present clocks during training, in words."""
     loads = _loads(run)
     found = {"clock of cores": _mean_hz([load.host.clock_hz for load in loads]),
              "clock of devices": _devices_hz(loads)}  # fmt: skip
@@ -129,7 +129,7 @@ def _mean_hz(values: Sequence[float | None]) -> float | None:
 
 
 def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """A sentence where devices had other clocks in one arm than in another."""
+    """Return a sentence if devices had other clocks in one arm than in another."""
     seen: dict[str, list[float]] = {}
     for one in outcomes:
         hz = None if one.run is None else _devices_hz(_loads(folder / one.run))
@@ -143,12 +143,12 @@ def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """An arm's, those that changed with an arrow between."""
+    """Describe an arm's facts, with an arrow between values that changed."""
     return {name: " → ".join(values) for name, values in facts.items()}
 
 
 def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
-    """Return sentences on facts that differ between runs although nobody asked for it."""
+    """Return sentences on facts that differ between runs unintentionally."""
     told = []
     for name, asked in _ASKED.items():
         values = {arm: own[name] for arm, own in facts.items() if name in own}
@@ -166,7 +166,7 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
 
 
 def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
-    """Names of that in which two runs do not train the same numbers, computed in other ways."""
+    """Return the names of facts by which two runs compute the same training differently."""
     mine, its = _numbers(one), _numbers(other)
     return [name for name in mine if mine[name] != its[name]]
 
@@ -190,7 +190,7 @@ def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
 
 
 def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
-    """Say whether the stored result is found again, and which facts have changed since."""
+    """Say whether the stored result is reproduced, and which facts have changed since."""
     lines = [f"beside what was stored ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)
@@ -209,7 +209,7 @@ def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
 
 
 def _changed_facts(stored: Comparison, now: Comparison) -> list[str]:
-    """Return facts that have changed; for commands only where they ran is known."""
+    """Return facts that have changed; for commands only if the place where they ran is known."""
     then = {arm.arm: arm.facts for arm in stored.arms}
     pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]

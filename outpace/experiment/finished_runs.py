@@ -1,4 +1,4 @@
-"""Runs that are over, as arms of a comparison: blocks of their steps in the place of rounds."""
+"""Finished runs as arms of a comparison: blocks of their steps take the place of rounds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ NOT_IN_TURN = (
 
 
 def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
-    """An arm for each run, with the settings in which they differ. Raises BadInputError."""
+    """Return an arm for each run, with the settings that differ. Raises BadInputError."""
     for run in runs:
         if not (run / RUN_FILE).is_file():
             raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")
@@ -43,7 +43,7 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
 
 
 def _repeat_settings(record: RunRecord) -> dict[str, Any]:
-    """Return settings that train the same again, even if a launcher had started the processes."""
+    """Return settings that repeat the training, even if a launcher had started the processes."""
     given = record.settings.model_dump(mode="json", exclude=set(OF_A_RUN))
     world = record.plan.world_size
     return given | ({"nproc": world} if world > 1 else {})

@@ -1,8 +1,7 @@
-"""Idle time of a pipeline: measured, by the closed form, and by simulating its schedule.
+"""Idle time of a pipeline: measured, by the closed form, and by simulation of its schedule.
 
-Either stages compute, or they wait for a set time instead, in the same schedule with the same sends
-and receives. Stages that wait need no core, so more of them than the machine has cores show the
-schedule and nothing else.
+Stages either compute or wait for a set time, in the same schedule with the same sends and receives.
+Waiting stages need no core, so even more stages than cores show only the effect of the schedule.
 """
 
 import time
@@ -34,7 +33,7 @@ Batch = dict[str, Tensor]
 
 
 class _Pause(torch.autograd.Function):
-    """Hands on what it is given; waits before it does."""
+    """Function that returns its input after a wait."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -49,9 +48,10 @@ class _Pause(torch.autograd.Function):
 
 
 class WaitingBlock(nn.Module):
-    """Block that only waits, for as long as a stage is to take.
+    """Block that only waits, for the time that a stage is set to take.
 
-    The gradients of inputs and of weights are made apart, as a schedule may ask for them apart.
+    Gradients of inputs and of weights are computed separately, since a schedule may request them
+    separately.
     """
 
     def __init__(self, stage_time: StageTime) -> None:
@@ -60,7 +60,7 @@ class WaitingBlock(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """`x`, later."""
+        """Return `x` after the wait."""
         given = self.stage_time
         passed: Tensor = _Pause.apply(x, given.forward_s, given.inputs_s)  # type: ignore[no-untyped-call]
         own: Tensor = _Pause.apply(self.weight, 0.0, given.weights_s)  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class WaitingBlock(nn.Module):
 def waiting_pipeline(
     strategy: Strategy, microbatches: int, times: Sequence[StageTime], groups: Groups
 ) -> tuple[Layout, Batch]:
-    """A pipeline with a stage for each of `times`, and a batch for it."""
+    """Return a pipeline with a stage for each of `times`, and a batch for it."""
     ranks = groups.ranks.world_size
     spec = ModelSpec.parse(
         {"family": "llama", "layers": len(times), "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16,
@@ -91,7 +91,9 @@ def waiting_pipeline(
 
 @dataclass(frozen=True)
 class StepObservation:
-    """Observation of one step: its duration, and each action's time by its place in the orders."""
+    """Observation of one step: its duration, and each action's time by its position in the
+    orders.
+    """
 
     makespan_s: float
     seconds: Mapping[Action, float]
@@ -101,7 +103,7 @@ class StepObservation:
 def watch(
     layout: Layout, batch: Batch, todo: Sequence[Sequence[Action]], groups: Groups
 ) -> StepObservation:
-    """Take a step and see what each rank did when. Every rank of the job calls this."""
+    """Run a step and record the times of each rank's actions. Every rank of the job calls this."""
     marks: list[tuple[str, float]] = []
     given = StepHooks(
         scale=lambda loss_sum: loss_sum / batch["targets"].numel(),
@@ -129,7 +131,7 @@ def _action_times(
 ) -> dict[Action, float]:
     """Return how long each action took: the time between two communications, in their order.
 
-    The first stage needs no gradients of its inputs: torch has nothing to do there.
+    The first stage needs no gradients of its inputs, so torch computes none.
     """
     spans: list[float] = []
     for (before, begin_s), (part, end_s) in pairwise(marks):
@@ -148,8 +150,8 @@ def _action_times(
 class Idleness:
     """Shares of a step in which ranks wait: measured, by formula, and simulated.
 
-    `simulated` with the stages' set times, where there are any; `replayed` with those that the step
-    itself took, so that what is left between it and the measured one is the cost of sending.
+    `simulated` uses the stages' set times, if any; `replayed` uses the times of the measured step,
+    so its difference from the measured share is the cost of sending.
     """
 
     measured: float
@@ -166,7 +168,7 @@ def judge(
     todo: Sequence[Sequence[Action]],
     times: Sequence[StageTime],
 ) -> Idleness:
-    """A step that was seen, beside what it should have been. `times` may be unknown: ()."""
+    """Compare an observed step with its expectation. `times` may be unknown: ()."""
     microbatches = len({action.microbatch for order in todo for action in order})
     played: Timeline | None = None
     if times:
@@ -182,7 +184,9 @@ def judge(
 
 
 def expected_time_s(action: Action, times: Sequence[StageTime]) -> float:
-    """A stage's time; on the first, whose inputs need no gradients, all in the weights' part."""
+    """Return a stage's time; the first needs no gradients of inputs, so all is in the weights'
+    part.
+    """
     whole = times[action.stage]
     if action.stage == 0 and action.kind in ("I", "W"):
         return 0.0 if action.kind == "I" else whole.seconds("B")

@@ -1,4 +1,4 @@
-"""Outcomes to a comparison: medians, verdicts, what differs, whether losses agree."""
+"""Comparison of outcomes: medians, verdicts, differences, agreement of losses."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ def judge(
 
 
 def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison:
-    """Compare runs that are over. Raises BadInputError."""
+    """Compare finished runs. Raises BadInputError."""
     experiment = arms_of(runs, price)
     ended = ComparisonEnd(tuple(outcomes_of(runs, experiment)), "the runs are over")
     words = ["outpace", "compare", "--runs", *map(str, runs)]
@@ -52,5 +52,5 @@ def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison
 
 
 def _drop_intentions(differing: Sequence[str]) -> list[str]:
-    """Drop differences that "nobody asked for": of finished runs nobody asked anything."""
+    """Drop findings of unintended differences: of finished runs, no difference was intended."""
     return [one for one in differing if "which nobody asked for" not in one]

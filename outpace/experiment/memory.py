@@ -7,10 +7,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts the bytes that forwards keep for backwards while it is entered.
+    """Count of the bytes that forwards keep for backwards while it is entered.
 
-    `live_bytes` now and `peak_bytes` at most. Each storage counts once, however many tensors are
-    views of it; those in `apart` (weights) count nothing.
+    `live_bytes` is the present count and `peak_bytes` the largest. Each storage counts once,
+    however many tensors are views of it; those in `apart` (weights) do not count.
     """
 
     def __init__(self, apart: Iterator[torch.Tensor]) -> None:
@@ -27,7 +27,7 @@ class SavedBytes(saved_tensors_hooks):
         return kept.tensor
 
     def hold(self, tensor: torch.Tensor, change: int) -> None:
-        """One holder of the tensor's storage more (1) or fewer (-1)."""
+        """Count one more (1) or one fewer (-1) holder of the tensor's storage."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         if place in self._apart:
@@ -42,7 +42,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 class _KeptTensor:
-    """A tensor that the graph holds; tells its account when the graph lets go of it."""
+    """A tensor held by the graph, which tells its account when the graph releases it."""
 
     def __init__(self, tensor: torch.Tensor, account: SavedBytes) -> None:
         self.tensor = tensor.detach()

@@ -1,8 +1,8 @@
-"""Numbers of a custom model in one process, and under a plan; for one rank of either.
+"""Numbers of a custom model in one process and under a plan, on one rank of either.
 
 The reference is a plain loop: the whole global batch at once, torch's clipping and SGD with
-momentum. With SGD a parameter moves in proportion to its gradient, so that what passes as a
-gradient passes as a parameter, and a factor that is wrong does not cancel.
+momentum. With SGD a parameter moves in proportion to its gradient, so a tolerance of gradients
+holds for parameters too, and a wrong factor does not cancel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,9 +62,10 @@ Spoil = Callable[[Layout], None]
 
 @dataclass(frozen=True)
 class ModuleTrial:
-    """A user's module and what it is trained on: a global batch for each step, of `samples`.
+    """A user's module with its training data: a global batch per step, of `samples`.
 
-    `double`: whether to compute in float64. `spoil` plants a fault in a layout, to see it caught.
+    `double`: whether to compute in float64. `spoil` plants a fault in a layout, to test its
+    detection.
     """
 
     custom: CustomModel
@@ -74,9 +75,9 @@ class ModuleTrial:
     spoil: Spoil = lambda layout: None
 
     def begin(self) -> CustomObjective:
-        """The module with its loss, in the dtype of the trial; once in a process.
+        """Return the module with its loss, in the dtype of the trial; once per process.
 
-        In the modes of its parts: training, too, takes a module as it is given.
+        Its parts keep their modes, since training also uses a module as given.
         """
         if self.double:
             torch.set_default_dtype(torch.float64)  # of what the forward makes by itself
@@ -84,7 +85,7 @@ class ModuleTrial:
         return CustomObjective(self.custom)
 
     def batch(self, step: int) -> Any:
-        """The global batch of a step, counted from 1."""
+        """Return the global batch of a step, counted from 1."""
         return tree_map(self._wide, self.batches[step - 1])
 
     def _wide(self, leaf: Any) -> Any:
@@ -123,10 +124,10 @@ def optimizer_settings() -> TrainSettings:
 def reference(
     trial: ModuleTrial, shares: int = 1, pieces: int = 1, pipeline: bool = False
 ) -> ReferenceCourse:
-    """Train in one process. A global batch goes through in `pieces` of each of its `shares`.
+    """Train in one process. A global batch is processed in `pieces` of each of its `shares`.
 
-    Buffers are those that the first share leaves behind, as those of a rank 0 are. `pipeline`:
-    moving averages of batch normalisations are of all pieces of a step, as a pipeline keeps them.
+    Buffers are those after the first share, as on rank 0. `pipeline`: moving averages of batch
+    normalisations are over all pieces of a step, as in a pipeline.
     """
     objective = trial.begin()
     module = trial.custom.module
@@ -166,7 +167,7 @@ def reference(
 
 
 def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Forward and backward of sums; returns the sum of losses and the number of targets."""
+    """Run forward and backward of sums; return the sum of losses and the number of targets."""
     first, *others = cut(batch, shares) if shares > 1 else [batch]
     totals = torch.zeros(2, dtype=torch.float64)
     for share in others:
@@ -184,7 +185,7 @@ def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
 
 
 def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run `_pass`, after which there is more in gradients, and nothing else has changed.
+    """Run `_pass`, and keep only its gradients.
 
     Buffers, counters, and parameters that the forward moves are each rank's own.
     """
@@ -217,10 +218,10 @@ def _step(
 class RankFindings:
     """Findings of one rank, on its own tensors or on those of all ranks.
 
-    `whole` and `cut` are the differences from the two references, by (kind, name, step); `held`
-    are the gradients that this rank has in the first step. `unmatched` says why a tensor cannot be
-    compared with one process's. `attributes` are those that steps have changed before the
-    checkpoint, which has none of them.
+    `whole` and `cut` are the differences from the two references, by (kind, name, step); `held` are
+    the gradients on this rank in the first step. `unmatched` says why a tensor has no counterpart
+    in one process. `attributes` are those that steps changed before the checkpoint, which does not
+    contain them.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -232,7 +233,7 @@ class RankFindings:
 
 
 class PlannedRun:
-    """A rank of a plan on its way through the trial; what it does is told to `at`."""
+    """A rank of a plan during the trial; `at` is called with its progress."""
 
     def __init__(
         self,
@@ -285,7 +286,7 @@ class PlannedRun:
         )
 
     def train(self) -> None:
-        """All steps from the beginning, with a checkpoint on the way."""
+        """Run all steps from the beginning, with a checkpoint in between."""
         begin = kept_attributes(self.layout.objective)
         for step in range(1, STEPS + 1):
             self._take(step, "")
@@ -301,7 +302,7 @@ class PlannedRun:
         self._checkpointer.close()
 
     def resume(self) -> None:
-        """The steps after the checkpoint, from it."""
+        """Resume from the checkpoint and run the remaining steps."""
         self._at("reading the checkpoint")
         folder = self._folder / "checkpoints" / f"step-{SAVED_STEP}"
         self._checkpointer.load(folder, *self.layout.checkpoint_state(self._optimizer))
@@ -333,7 +334,7 @@ class PlannedRun:
                 self._note(name, kind + when, step, wanted, tensors)
 
     def _run_step(self, step: int, share: list[Any]) -> RawStep:
-        """Run it. Raises BadInputError where micro-batches need what a forward has written to."""
+        """Run a step. Raises BadInputError if micro-batches need values that a forward wrote."""
         versions = {name: p._version for name, p in self.layout.named_parameters()}
         try:
             return self._stepper.run(step, LR, share, lambda: False)
@@ -346,7 +347,7 @@ class PlannedRun:
             raise BadInputError(said) from error
 
     def _share(self, batch: Any) -> list[Any]:
-        """This rank's passes of a global batch."""
+        """Return this rank's passes of a global batch."""
         plan = self._plan
         number = plan.data_rank(self._ranks.rank) or 0
         share = cut(batch, plan.data_parallel)[number] if plan.data_parallel > 1 else batch
@@ -354,7 +355,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _look(self) -> None:
-        """Keep gradients, whole: of those in parts all ranks have to have one."""
+        """Keep whole gradients; for sharded ones, every rank must have a part."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said: list[dict[str, bool]] = [{}] * self._ranks.world_size
@@ -368,7 +369,7 @@ class PlannedRun:
             self._gradients[name] = whole(gradient).clone()
 
     def _compare_state(self, when: str) -> None:
-        """Parameters and buffers as an exported model has them; on rank 0."""
+        """Compare parameters and buffers in an exported model's form; on rank 0."""
         self._at(f"gathering the model{when}")
         model = self.layout.whole_model(self._ranks.rank == 0)
         if model is None or self._ranks.rank:
@@ -390,7 +391,7 @@ class PlannedRun:
         wanted: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Note how far each tensor is from a reference's."""
+        """Record the difference of each tensor from a reference's."""
         noted = self.found.whole if which == "whole" else self.found.cut
         of = scales(wanted, self._floor)
         for name, tensor in tensors.items():
@@ -408,5 +409,5 @@ def _fail(sentence: str) -> None:
 
 
 def parameter_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """The dtypes of a module's floating-point and complex parameters."""
+    """Return the dtypes of a module's floating-point and complex parameters."""
     return floating_dtypes(module.parameters())

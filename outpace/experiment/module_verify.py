@@ -1,7 +1,7 @@
-"""`outpace.verify`: a custom model under every strategy, against one process.
+"""`outpace.verify`: a custom model under every strategy, compared with one process.
 
-Each plan has processes of its own, forked from this one, and a time limit: one that hangs or
-crashes is a result like any other.
+Each plan has its own processes, forked from this one, and a time limit: a hang or a crash is a
+result too.
 """
 
 import pickle
@@ -83,18 +83,18 @@ def verify(
     sync_batchnorm: bool = False,
     time_limit_s: float = DEFAULT_LIMIT_S,
 ) -> Certificate:
-    """Prove that strategies train your module as one process does, or say where they differ.
+    """Prove that strategies train your module as one process does, or report where they differ.
 
     `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
-    have to be shared by all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as
-    `outpace.parallelize` takes them. `plans` are plans, or names of strategies for `nproc`
-    processes; None: every strategy that takes a custom model.
+    have to be shared by all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as for
+    `outpace.parallelize`. `plans` are plans, or names of strategies for `nproc` processes; None:
+    every strategy that supports a custom model.
 
-    Runs on the CPU of this host, in processes forked from this one, which have `time_limit_s` for
-    each plan. `module` stays as it is, and is trained in the mode in which it is, as by
-    `outpace.parallelize`. Compared are loss, gradients, their norm, and weights and
-    buffers after three steps of SGD with momentum, also after a resume: in float64 where the
-    module computes in it. Raises BadInputError; what differs is in the certificate.
+    It runs on the CPU of this host, in processes forked from this one, with `time_limit_s` for each
+    plan. `module` stays unchanged, and is trained in its present mode, as by `outpace.parallelize`.
+    The loss, the gradients and their norm are compared, and weights and buffers after three steps
+    of SGD with momentum, also after a resume; in float64 if the module supports it. Raises
+    BadInputError; differences are in the certificate.
     """
     custom = build_custom_model(
         lambda: CustomModel(
@@ -114,7 +114,7 @@ def verify_custom(
     name: str | None = None,
     spoil: Spoil = lambda layout: None,
 ) -> Certificate:
-    """Verify what `build_custom_model` returns, as `verify` does. `spoil` plants a fault."""
+    """Verify the result of `build_custom_model`, as `verify` does. `spoil` plants a fault."""
     _check(custom.module)
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
@@ -173,7 +173,7 @@ def _on_cpu(batch: Any) -> Any:
 
 
 def _host_copy(custom: CustomModel) -> CustomModel:
-    """Return the model on the CPU; itself if it is there already, as forks copy it anyway."""
+    """Return the model on the CPU; itself if it is already there, since forks copy it anyway."""
     if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
         return custom
     import copy
@@ -184,7 +184,7 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 def _plans(
     asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
 ) -> tuple[list[Plan], dict[str, str]]:
-    """The plans to judge, and what was left out although all were asked for."""
+    """Return the plans to judge, and those left out although all were requested."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
@@ -221,7 +221,9 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
 
 
 def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
-    """A strategy on all ranks; with two accumulation steps where the samples allow it."""
+    """Return a strategy's plan for all ranks, with two accumulation steps if the samples allow
+    it.
+    """
     sizes = fill_axes(strategy, nproc, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if samples % shares:
@@ -240,9 +242,9 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
 
 
 def plan_like(plan: Plan) -> Plan:
-    """A run's plan without what rounds more, or is not in the trial.
+    """Return a run's plan without additional rounding and without parts that the trial lacks.
 
-    With micro-batches of at most two samples, for the global batch of a trial is small.
+    Micro-batches have at most two samples, since the global batch of a trial is small.
     """
     changed = {"precision": "fp32", "compile": False, "compress_gradients": "none",
                "optimizer": "sgd", "optimizer_in_backward": False,
@@ -256,7 +258,7 @@ _WHOLE: _Cut = (1, 1, False)
 
 
 class _Bench:
-    """Runner of plans and their references; all results lie in `folder`."""
+    """Runner of plans and their references; all results are in `folder`."""
 
     def __init__(self, trial: ModuleTrial, folder: Path, limit_s: float) -> None:
         self._trial, self._folder, self._limit_s = trial, folder, limit_s
@@ -265,9 +267,9 @@ class _Bench:
         self._floor = DOUBLE.floor
 
     def settle(self) -> tuple[ComparisonLimits, list[str]]:
-        """Run the whole batch in one process, in float64 if that can be; what is allowed then.
+        """Run the whole batch in one process, in float64 if possible; return the tolerances.
 
-        Raises BadInputError where one process cannot do it.
+        Raises BadInputError if one process cannot run it.
         """
         notes = []
         end = self._reference(_WHOLE)
@@ -328,7 +330,7 @@ class _Bench:
         return self._folder / f"job-{next(self._numbers)}"
 
     def judge(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
-        """Run a plan, and say how it compares."""
+        """Run a plan, and return its comparison."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
         averages = plan.pp > 1 and bool(batch_norms(self._trial.custom.module))
@@ -356,13 +358,17 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Whether there is one for this cut: a module may not be able to train on so little."""
+        """Return whether this cut has a reference: a module may not be able to train on so
+        little.
+        """
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()
 
     def _fails_cut(self, way: _Cut) -> bool:
-        """Whether the plain module, which trains on the whole batch, fails on these parts of it."""
+        """Return whether the plain module, which trains on the whole batch, fails on these parts of
+        it.
+        """
         return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
 
     def _paths(self, names: Mapping[str, _Cut]) -> dict[str, Path]:
@@ -414,7 +420,7 @@ def _on_rank(
     floor: float,
     rank: ForkedRank,
 ) -> None:
-    """One rank's part of a plan, in its own process."""
+    """Run one rank's part of a plan, in its own process."""
     references = {
         name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
     }
@@ -506,7 +512,7 @@ CUT = (
 
 
 def _explain_cut(facts: ReferenceFacts) -> str:
-    """Return what to know where one process that cuts the batch alike computes the same."""
+    """Explain a difference if one process with the same cut of the batch computes the same."""
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
@@ -539,7 +545,7 @@ def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
 def _worst(
     several: Iterator[dict[tuple[str, str, int], float | None]],
 ) -> dict[tuple[str, str, int], float | None]:
-    """Keep the largest deviation that any rank found of each tensor."""
+    """Keep the largest deviation of each tensor over all ranks."""
     merged: dict[tuple[str, str, int], float | None] = {}
     for one in several:
         for key, off in one.items():
@@ -549,7 +555,7 @@ def _worst(
 
 
 def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, int, int, float]:
-    """Sorts first what the others may follow from."""
+    """Return a sort key that puts possible causes of other differences first."""
     kind, _, step = key
     resumed = kind.endswith(" after resuming")
     kind = kind.removesuffix(" after resuming")
@@ -559,7 +565,7 @@ def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, in
 def _known_cause(
     plan: Plan, facts: ReferenceFacts, listed: Sequence[tuple[str, str, int]]
 ) -> str | None:
-    """Return the cause that was seen in one process already; None where nothing was."""
+    """Return a cause that one process already showed; None if there was none."""
     if listed[0][0].endswith(" after resuming"):
         state = facts.state if plan.world_size == 1 else facts.state_of_ranks
         return explain_state_after_resume(state) if state.found else None

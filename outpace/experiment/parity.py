@@ -1,9 +1,8 @@
-"""The proof that a plan computes what a single process does: same batches, same numbers.
+"""Proof that a plan computes the same as a single process: same batches, same numbers.
 
 The reference is a plain loop over the whole global batch at once: no layout, no micro-batches, no
-collectives, torch's own clipping and AdamW. It shares the model's code with what is proved, and
-nothing else. Every rank runs it for itself, then runs its part of the plan, and compares what it
-holds.
+collectives, torch's own clipping and AdamW. It shares only the model's code with the plan. Every
+rank runs the reference, then its part of the plan, and compares its tensors.
 """
 
 import math
@@ -52,7 +51,7 @@ LIMIT = 0.05  # far below the norm of every step, so that clipping is always act
 
 @dataclass(frozen=True)
 class Trial:
-    """Training that the reference and every plan run alike."""
+    """A training that the reference and every plan run equally."""
 
     spec: ModelSpec
     steps: int = 3
@@ -79,7 +78,9 @@ class Trial:
         return 2 * self.steps * self.lr * LIMIT
 
     def batches(self) -> list[Batch]:
-        """A global batch for each step; the ends of samples are padding, unevenly, if any is."""
+        """Return a global batch for each step; the ends of samples are padding, unevenly, if any
+        is.
+        """
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         made = []
@@ -93,7 +94,9 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """The model with its loss, the same on every rank, before its weights are lowered."""
+        """Return the model with its loss, the same on every rank, before its weights are
+        lowered.
+        """
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
         with torch.no_grad():  # large enough for every part to matter
@@ -106,7 +109,7 @@ class Trial:
 
     @torch.no_grad()
     def _begin_adapters(self, model: Transformer) -> None:
-        """Away from B = 0, where A's gradient is zero and A · x without effect."""
+        """Move adapters away from B = 0, where A's gradient is zero and A · x has no effect."""
         for name, (_, b, _) in adapters(model).items():
             drawn = torch.empty(b.shape, dtype=torch.float32)
             b.copy_(drawn.normal_(0.0, 0.2, generator=stream(self.seed, f"{name}.lora_b")))
@@ -118,9 +121,9 @@ class Trial:
         name: OptimizerName = "adamw-for-loop",
         wide_values: dict[str, Tensor] | None = None,
     ) -> torch.optim.Optimizer:
-        """Make the optimizer; by default AdamW's for-loop, which has no kernels of its own.
+        """Make the optimizer; by default AdamW's for-loop, which has no special kernels.
 
-        With `wide_values` it steps fp32 copies of the parameters, which begin with them.
+        With `wide_values` it steps fp32 copies of the parameters, which start with these values.
         """
         settings = TrainSettings(lr=self.lr, clip=self.clip)
         masters = bool(wide_values)
@@ -140,12 +143,12 @@ class Trace:
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """Return the names of everything held after a step."""
+        """Return the names of all tensors held after a step."""
         return {f"{kind} {name}" for kind, held in self.steps[0].items() for name in held}
 
 
 def reference(trial: Trial, plan: Plan) -> Trace:
-    """Train on one process, each global batch at once."""
+    """Train on one process, with each global batch at once."""
     objective = trial.objective(plan)
     mixed = make_mixed(plan.precision, trial.device, True)
     wide_values = lower_weights(objective, mixed)
@@ -185,9 +188,9 @@ def _step_of(
 def _state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies of all parameters and of the optimizer's moments, whole. Collective.
+    """Return whole copies of all parameters and of the optimizer's moments. Collective.
 
-    Of parameters that are rounded from fp32 copies these, on the ranks that have them.
+    For parameters rounded from fp32 copies, these copies are returned on ranks that have them.
     """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
@@ -210,9 +213,10 @@ def train_under_plan(
     wire: CollectiveCounter,
     spoil: Callable[[Layout], None] = lambda layout: None,
 ) -> Trace:
-    """Train under the plan, this rank's part.
+    """Train this rank's part under the plan.
 
-    `wire` counts the last step, since the first may build buckets. `spoil` plants a fault.
+    `wire` counts the last step, since the first may build buckets. `spoil` plants a fault in the
+    layout.
     """
     device = trial.device
     objective = trial.objective(plan)
@@ -268,20 +272,20 @@ def train_under_plan(
 def _checkpoint_parts(
     layout: Layout, optimizer: torch.optim.Optimizer
 ) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
-    """Return this rank's parameters and optimizer, if a checkpoint would have them from it."""
+    """Return this rank's parameters and optimizer, if a checkpoint would take them from it."""
     model, holder = layout.checkpoint_state(optimizer)
     return (() if model is None else layout.named_parameters()), holder
 
 
 class Use:
-    """Copies of parameters as a step's first forward finds them: gathered, if they are sharded."""
+    """Copies of parameters as used by a step's first forward: gathered, if they are sharded."""
 
     def __init__(self, wire: CollectiveCounter) -> None:
         self.found: dict[str, Tensor] = {}
         self._wire = wire
 
     def watch(self, model: Transformer) -> None:
-        """Look at each module's own parameters when it is entered."""
+        """Copy each module's own parameters when it is entered."""
         for name, module in model.named_modules():
             if name and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._look, name))
@@ -294,7 +298,7 @@ class Use:
             self._keep(own, parameter)
 
     def _look_at_head(self, model: Transformer) -> None:
-        """The loss reads the head's weights without entering a module."""
+        """Copy the head's weights, which the loss reads without entering a module."""
         tied = model.head is None
         self._keep("embed.tokens.weight" if tied else "head.weight", model.head_weight)
         if model.head_bias is not None:
@@ -308,7 +312,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of a step, and how far it is from the reference's."""
+    """A tensor of a step, and its distance from the reference's."""
 
     step: int
     kind: str
@@ -320,12 +324,12 @@ class Difference:
 
     @property
     def cause(self) -> tuple[int, int, float]:
-        """Sorts first what the others may follow from."""
+        """Sort key that puts possible causes of other differences first."""
         return self.step, KINDS.index(self.kind), -self.relative
 
 
 def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[Difference]:
-    """Every tensor that `found` holds against the reference's, relative to its scale."""
+    """Compare every tensor in `found` with the reference's, relative to its scale."""
     for number, (wanted, held) in enumerate(zip(expected.steps, found.steps, strict=True), 1):
         for kind, tensors in held.items():
             scales = _scales(kind, wanted[kind], expected.steps[0]["used parameter"], allowed)
@@ -342,7 +346,9 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
 
 
 def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
-    """The largest difference from what is known of a number that `tensor` may be rounded from."""
+    """Return the largest difference from the interval of numbers that `tensor` may be rounded
+    from.
+    """
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
     if roundoff:
@@ -353,7 +359,7 @@ def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
 def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
-    """Return what each difference of a kind is measured by: see Tolerance."""
+    """Return the scale of each kind of difference: see Tolerance."""
     if kind == "loss":  # none of the targets may be missing
         return {"mean": float(known["mean"]), "tokens": 1.0}
     # The largest is one of numbers: weights in 4 bits are codes.

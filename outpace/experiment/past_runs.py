@@ -1,4 +1,4 @@
-"""The runs that lie in folders, whole or not: what can be read of each, without torch."""
+"""Runs in folders, whole or not: everything that can be read without torch."""
 
 import json
 import os
@@ -31,9 +31,9 @@ _OF_RECORD = (
 
 @dataclass(frozen=True)
 class PastRunFolder:
-    """A run's folder; `record` and `result` are None where it has none that can be read.
+    """A run's folder; `record` and `result` are None if there is none that can be read.
 
-    `failure`: why it ended before its last step, where that could still be written down.
+    `failure`: why it ended before its last step, if that could still be written.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class PastRunFolder:
     failure: Failure | None = None
 
     def value(self, name: str) -> Any:
-        """A figure, or a field of its plan or settings; None where it is not known."""
+        """Return a figure, or a field of its plan or settings; None if unknown."""
         kind = field_owner(name)
         record = self.record
         owners: dict[type[Record], Record | None] = {
@@ -57,7 +57,7 @@ class PastRunFolder:
 
 
 def field_owner(name: str) -> type[Record] | None:
-    """The record that has what runs are asked for by this name: results before what was asked."""
+    """Return the record with the field of this name: results before settings."""
     for kind in (PastRun, Plan, Measurement, RunRecord, TrainSettings):
         if name in kind.model_fields and (kind is not RunRecord or name in _OF_RECORD):
             return kind
@@ -65,18 +65,18 @@ def field_owner(name: str) -> type[Record] | None:
 
 
 def field_names() -> list[str]:
-    """All names that runs may be asked for."""
+    """Return all field names that runs have."""
     names = [*PastRun.model_fields, *Plan.model_fields, *Measurement.model_fields, *_OF_RECORD]
     return list(dict.fromkeys([*names, *TrainSettings.model_fields]))
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, or what is left of one."""
+    """Return whether a folder holds a run, or the remains of one."""
     return (folder / RUN_FILE).exists() or (folder / METRICS_FILE).exists()
 
 
 def find(folders: Iterable[Path]) -> list[PastRunFolder]:
-    """Every run in these folders and below them, newest first; of unknown time last."""
+    """Find every run in these folders and below, newest first; those with unknown time last."""
     # Path.resolve raises where a link leads in a circle.
     found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
     runs = mark_running(found.values())
@@ -89,7 +89,7 @@ def count(folders: Iterable[Path]) -> int:
 
 
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
-    """Folders of runs, and folders that cannot be looked into. A run holds no other runs."""
+    """Yield folders of runs, and folders that cannot be read. A run holds no other runs."""
     troubles: list[OSError] = []
     for folder in folders:
         for place, below, files in os.walk(folder, onerror=troubles.append):
@@ -101,7 +101,7 @@ def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
 
 
 def read(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
-    """A run as its files have it; what cannot be read is said in its row, and raises nothing."""
+    """Read a run from its files; problems are reported in its row, and nothing is raised."""
     if trouble is not None:
         return PastRunFolder(
             folder, _damaged_run(folder, f"cannot be looked into: {trouble.strerror}")
@@ -141,7 +141,7 @@ def _damaged_run(folder: Path, why: str) -> PastRun:
 def result_of(
     folder: Path, record: RunRecord, on_change: OnChange | None = None
 ) -> Measurement | None:
-    """None where the run was not finished, or goes further now than it did then."""
+    """Return the result; None if the run was not finished, or has been continued since."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None
@@ -160,7 +160,7 @@ def _of_result(result: Measurement) -> dict[str, Any]:
 
 
 def _of_steps(folder: Path, on_change: OnChange) -> dict[str, Any]:
-    """Medians over the latest steps."""
+    """Return medians over the latest steps."""
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}
@@ -177,10 +177,10 @@ def _of_steps(folder: Path, on_change: OnChange) -> dict[str, Any]:
 
 
 def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepRecord]:
-    """The newest steps that are written down; of a last line that is cut short nothing.
+    """Return the newest recorded steps, ignoring an incomplete last line.
 
-    Raises BadInputError for lines that are no steps, and for those that were changed since they
-    were written, which are left out where `on_change` takes that sentence.
+    Raises BadInputError for lines that are not steps, and for lines changed after they were
+    written, which are left out if `on_change` accepts that sentence.
     """
     steps: list[StepRecord] = []
     try:
@@ -222,7 +222,7 @@ def _mark_if_running(one: PastRunFolder, open_now: set[Path]) -> PastRunFolder:
 
 
 def asked_settings(record: RunRecord) -> dict[str, Any]:
-    """Return the settings that a user, a file or a plan gave, and that are not the default."""
+    """Return the settings given by a user, a file or a plan that differ from the default."""
     fields = TrainSettings.model_fields
     return {
         name: value
@@ -232,14 +232,14 @@ def asked_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> Sequence[Path]:
-    """Whole ones, newest first."""
+    """Return whole checkpoints, newest first."""
     whole = (folder / "checkpoints").glob("step-*/complete.json")
     steps = [path.parent for path in whole if path.parent.name[5:].isdecimal()]
     return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file and folder in a run's, by name."""
+    """Return the bytes of each file and folder of a run, by name."""
     try:
         return {path.name: _bytes(path) for path in sorted(folder.iterdir())}
     except OSError:

@@ -1,4 +1,4 @@
-"""A command in processes of its own: what it says, how it ends, and that nothing is left of it."""
+"""A command in its own processes: its output, its end, and the removal of all its processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ _REST_S = 2.0  # for what it started to end after it
 
 
 class ProcessTree:
-    """A command that runs, with all that it starts."""
+    """A running command, with all processes that it starts."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
         # A file, not a pipe: a pipe that nobody empties stops what writes to it, and one that a
@@ -39,7 +39,7 @@ class ProcessTree:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while it runs."""
         return self._process.poll()
 
     def wait(self, until_s: float) -> int | None:
@@ -50,7 +50,7 @@ class ProcessTree:
         return self.exit_code
 
     def pause(self) -> None:
-        """Stop it with all that it started, until `go_on`."""
+        """Stop the command and all its processes, until `unpause`."""
         self._send(signal.SIGSTOP)
 
     def unpause(self) -> None:
@@ -65,10 +65,10 @@ class ProcessTree:
             self._process.send_signal(number)
 
     def end(self) -> str:
-        """End it if it still runs, with all that it started; returns what it said, once.
+        """End it and all its processes if it still runs; return its output, once.
 
-        Asked first, then at once. Workers of a launcher have sessions of their own, so that a
-        signal to the group does not reach them.
+        Processes are asked to end first, then killed. Workers of a launcher have their own
+        sessions, so a signal to the group does not reach them.
         """
         started: set[psutil.Process] = set()
         try:

@@ -30,7 +30,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of a run, by the samples that it had trained on, and what it was made of."""
+    """Losses of a run, by the number of samples trained on, and the facts that determined it."""
 
     record: RunRecord
     losses: Mapping[int, float]
@@ -39,7 +39,7 @@ class Curve:
 def results(
     experiment: Experiment, folder: Path, outcomes: Sequence[Outcome], facts: Facts
 ) -> list[ArmResult]:
-    """Medians over each arm's runs, and its verdict against the first."""
+    """Return medians over each arm's runs, and its verdict against the first."""
     found = verdicts(experiment, outcomes)
     rows = []
     for arm in experiment.arms:
@@ -96,13 +96,13 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
 
 
 def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Medians over runs, where these have as many ranks."""
+    """Return medians over runs, if these have equally many ranks."""
     alike = len(set(map(len, runs))) == 1
     return tuple(round(median(ranks)) for ranks in zip(*runs, strict=True)) if alike else ()
 
 
 def _idle_share(run: Measurement) -> float | None:
-    """Return the idle share that the run's ranks saw; on devices, the time without computation."""
+    """Return the ranks' idle share in a run; on devices, the time without computation."""
     busy = _on_devices(run)
     return run.idle_share if busy is None else 1 - busy
 
@@ -118,7 +118,7 @@ def _on_cores(run: Measurement) -> float | None:
 
 
 def _other_cores(run: Measurement) -> float | None:
-    """Cores of all hosts that other processes kept busy; None where they were few."""
+    """Return the cores on all hosts that other processes used; None if few."""
     used = [load.host.disturbing_cores for load in run.utilisation]
     known = [cores for cores in used if cores is not None]
     return sum(known) if known else None
@@ -130,9 +130,9 @@ def _median(values: Iterable[T | None]) -> float | None:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, in order; a last one that is cut short is left out.
+    """Return the lines of a run's metrics, in order, without an incomplete last one.
 
-    Raises BadInputError where a line is no step.
+    Raises BadInputError if a line is not a step.
     """
     path = run / METRICS_FILE
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -156,7 +156,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold."""
+    """Return whether it is a number that a float can hold."""
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
 
 
@@ -174,7 +174,7 @@ def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) ->
 
 
 def losses_in_words(found: Mapping[str, Curve]) -> str | None:
-    """Whether curves agree with the first as they must, or differ as they may."""
+    """Say whether curves agree with the first as they must, or differ as they may."""
     if len(found) < 2:
         return None
     first, *others = found

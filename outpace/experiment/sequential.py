@@ -1,4 +1,4 @@
-"""Verdicts on paired ratios that stay valid however often one looks, and whenever one stops.
+"""Verdicts on paired ratios that are valid at any time, however often one looks.
 
 Two arms run side by side, round after round, in an order that is drawn. Where they are equally
 fast, either is the faster of a round with probability 1/2, whatever the noise is like and however
@@ -24,7 +24,7 @@ from outpace.records.evidence import log_evidence
 def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
     """Return an interval for the distribution's median, valid at any time with probability 1 − α.
 
-    Infinite where there are too few to say.
+    It is infinite if there are too few values.
     """
     ordered, count = sorted(values), len(values)
     outside = 0  # so many below an end, and the median is not there
@@ -42,10 +42,10 @@ def verdict(
     level: float,
     in_turn: bool = True,
 ) -> Verdict:
-    """Judge by how much what took `times` is slower than what took `against`, round by round.
+    """Judge how much slower `times` are than `against`, round by round.
 
-    A difference is claimed where E reached 1/`alpha` at any time; the interval is that of `level`.
-    Of blocks of runs that were not made in turn nothing is claimed.
+    A difference is claimed if E reached 1/`alpha` at any time; the interval is that of `level`.
+    Nothing is claimed for blocks of runs that did not alternate.
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
     slower = _claim(logs, alpha) if in_turn else None
@@ -64,7 +64,7 @@ def verdict(
 
 
 def _claim(logs: Sequence[float], alpha: float) -> bool | None:
-    """Whether most rounds were slower when E first reached 1/`alpha`; None: it never did."""
+    """Return whether most rounds were slower when E first reached 1/`alpha`; None: it never did."""
     decided = slower = 0
     for log in logs:
         if log == 0:  # ties say nothing of either

@@ -1,4 +1,4 @@
-"""One strategy of several in the same job: what a step of it costs each rank."""
+"""One of several strategies in the same job: the cost of its step on each rank."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made
 
 @dataclass(frozen=True)
 class StepDuration:
-    """A step on this rank: its time, and for how long its main thread computed."""
+    """A step on this rank: its time, and the computing time of its main thread."""
 
     seconds: float
     busy_s: float
@@ -36,8 +36,9 @@ class StepDuration:
 class StepCost:
     """Cost of a step of a strategy on this rank.
 
-    `sent_bytes` and `collectives` as `CollectiveCounter` counts them. `peak_bytes` of tensors
-    at any time, `left_bytes` between two steps: weights, optimizer state, buffers.
+    `sent_bytes` and `collectives` are those that `CollectiveCounter` counts. `peak_bytes` is the
+    largest size of all tensors, `left_bytes` their size between two steps: weights, optimizer
+    state, buffers.
     """
 
     sent_bytes: int
@@ -49,7 +50,7 @@ class StepCost:
 def plans(
     strategy: Strategy, course: SyntheticTraining, ranks: Ranks, machine: Machine
 ) -> Iterator[Plan | str]:
-    """Yield the plans that `outpace train` makes of a strategy's name, or the reason for a refusal.
+    """Yield the plans that `outpace train` makes from a strategy's name, or why it refuses.
 
     Half of the ranks are parameter servers, since one server and three workers could not share a
     global batch of a power of two; the other of their two ways comes second.
@@ -77,9 +78,9 @@ def plans(
 
 
 class StrategyRun:
-    """Plan that is laid out and ready to take steps. Ranks that it leaves out do nothing.
+    """A plan that is laid out and ready for steps. Ranks outside of it do nothing.
 
-    Every rank of the job must make one and call it in the same order.
+    Every rank of the job must create one and call it in the same order.
     """
 
     def __init__(self, plan: Plan, course: SyntheticTraining, groups: Groups) -> None:
@@ -103,7 +104,7 @@ class StrategyRun:
         )
 
     def step(self) -> StepDuration:
-        """Take one step, which all ranks begin together."""
+        """Take one step, which all ranks start together."""
         dist.barrier(self._groups.control)
         began_s, busy_s = time.perf_counter(), thread_busy_s()
         self._steps.step()

@@ -1,4 +1,4 @@
-"""Trials of the tuner: short trainings by a plan, alone or in turn with others."""
+"""Trials of the tuner: short trainings with a plan, alone or in turn with others."""
 
 import math
 import time
@@ -30,9 +30,9 @@ _PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Trials:
-    """Runner of trials: common settings, the tuning's folder, and the memory that there is.
+    """Runner of trials: common settings, the tuning's folder, and the available memory.
 
-    `host_bytes`: what processes may have together where no limit is given; None: all that there is.
+    `host_bytes`: memory for all processes together if no limit is given; None: all memory.
     """
 
     given: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Trials:
     host_bytes: int | None = None
 
     def run(self, number: int, chosen: NextTrial) -> PlanTrial:
-        """Train by a plan for a few steps, with limits of time and memory."""
+        """Train with a plan for a few steps, with limits of time and memory."""
         expected_s = chosen.proposal.step_time_s
         steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
         one, began_s = self._prepare(number, chosen), time.monotonic()
@@ -53,7 +53,7 @@ class Trials:
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
     def race(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
-        """Train by several at once, which take turns; all of them must fit together."""
+        """Train with several plans that take turns; all of them must fit in memory together."""
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
             entrant.steps(_TURNS) * chosen.proposal.step_time_s
@@ -70,7 +70,7 @@ class Trials:
         ]  # fmt: skip
 
     def _prepare(self, number: int, chosen: NextTrial) -> TurnTraining:
-        """A training in the trial's folder, where its plan is then."""
+        """Prepare a training in the trial's folder, which then has its plan."""
         where, plan = self.folder / _trial_folder(number, chosen), chosen.proposal.plan
         where.mkdir(parents=True, exist_ok=True)
         plan.save(where / _PLAN_FILE)
@@ -111,9 +111,9 @@ class Trials:
 def fit_together(
     plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
-    """Whether ranks by all of these plans fit at once, by the peaks of their trials.
+    """Return whether ranks of all these plans fit at once, by the peaks of their trials.
 
-    `host_bytes`: what those on the processor may have; None: each rank has a device.
+    `host_bytes`: memory for ranks on the processor; None: each rank has a device.
     """
     peaks = {one.plan.model_dump_json(): one.peak_memory_bytes for one in trials}
     known = [(plan, peak) for plan in plans if (peak := peaks.get(plan.model_dump_json()))]
@@ -130,7 +130,7 @@ def _trial_folder(number: int, chosen: NextTrial) -> Path:
 
 
 def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
-    """Return the times of one that ran in turn; none if it failed."""
+    """Return the times of a training that ran in turn; none if it failed."""
     if isinstance(one.result, RunFailure):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]
@@ -141,10 +141,10 @@ def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
 
 
 def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
-    """Seconds of a step of each, told from turns: what changes in between changes for all.
+    """Return seconds per step of each, from turns: changes in between affect all of them.
 
-    Of a turn what a quarter of its steps stay below, as a share of what all take in it; of these
-    shares the median. None where a turn is missing.
+    It is the median over turns of the first quartile of a turn's steps, as a share of all
+    trainings' in that turn. None if a turn is missing.
     """
     count = max((len(one.turns) for one in several), default=0)
     whole = [one for one in several if len(one.turns) == count and all(one.turns)]
@@ -158,5 +158,5 @@ def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
 
 
 def quarter(took_s: Sequence[float]) -> float:
-    """A quarter of them took no longer."""
+    """Return the first quartile: a quarter of the values is not larger."""
     return sorted(took_s)[len(took_s) // 4]

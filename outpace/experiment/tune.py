@@ -1,4 +1,4 @@
-"""The planner proposes, short trainings decide, and each of them makes the planner know better."""
+"""Tuning: the planner proposes, short trainings decide, and each improves the predictions."""
 
 import math
 import time
@@ -24,7 +24,7 @@ DEFAULT_WHY = "what outpace train does by itself"
 
 @dataclass(frozen=True)
 class Limits:
-    """Trials at most, seconds after which none begins, and what it must be able to win by."""
+    """Largest number of trials, seconds after which none starts, and the smallest useful gain."""
 
     trials: int = 8
     budget_s: float = 600.0
@@ -32,7 +32,7 @@ class Limits:
 
 
 class StepPredictor(Protocol):
-    """Predicts with what trials have told; see `jobs.planning.proposer.Proposer`."""
+    """Predictor that uses the results of trials; see `jobs.planning.proposer.Proposer`."""
 
     @property
     def default(self) -> Plan: ...
@@ -42,7 +42,7 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True)
 class NextTrial:
-    """Plan to try next, and why; `first_s` was predicted of it before any trial."""
+    """Plan to try next, and why; `first_s` is its prediction before any trial."""
 
     why: str
     proposal: TuningProposal
@@ -57,7 +57,7 @@ Race = Callable[
 
 @dataclass(frozen=True)
 class TuningEnd:
-    """All trials, and why there are no more."""
+    """All trials, and why the tuning ended."""
 
     trials: tuple[PlanTrial, ...]
     stopped: str
@@ -72,7 +72,9 @@ def tune(
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningEnd:
-    """Trials after those of `before`: the default, what may be fastest, then what is close."""
+    """Run trials after those of `before`: the default, candidates for the fastest, then close
+    ones.
+    """
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
         left = limits.trials - len(trials)
@@ -97,7 +99,7 @@ def tune(
 
 
 def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> NextTrial | None:
-    """None: nothing is worth it."""
+    """Return the next trial; None if none is worth it."""
     if not trials:
         return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
     one = _best_untried(planner, trials, within)
@@ -113,7 +115,7 @@ def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextT
 def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[NextTrial]:
     """Return what to run in turn: the fastest, those close to it, and the default if it has room.
 
-    None where the last trials were that, or nothing is to be told apart.
+    None if the last trials were these, or there is nothing to distinguish.
     """
     if not trials or trials[-1].raced:
         return []
@@ -133,7 +135,7 @@ def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -
 def _best_untried(
     planner: StepPredictor, trials: Sequence[PlanTrial], within: float
 ) -> TuningProposal | None:
-    """Return the untried plan with the largest expected gain, among those that may win enough."""
+    """Return the untried plan with the largest expected gain, among those that may gain enough."""
     tried = {_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
@@ -145,12 +147,12 @@ def _best_untried(
 
 
 def _least_s(one: TuningProposal) -> float:
-    """The lower end of what holds 90 %."""
+    """Return the lower end of the interval that holds 90 %."""
     return one.step_time_s * math.exp(-_SURE * one.spread)
 
 
 def _expected_gain(one: TuningProposal, best_s: float) -> float:
-    """Return by how much a plan shortens the best time on average, which may be not at all.
+    """Return by how much a plan shortens the best time on average, which may be 0.
 
     As a logarithm: "expected improvement" of Jones, Schonlau & Welch, "Efficient Global
     Optimization of Expensive Black-Box Functions" (1998), equation 15.
@@ -169,12 +171,12 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
-    """Return step times by plan (as JSON): of its last trial that did not fail."""
+    """Return step times by plan (as JSON), from its last trial that did not fail."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
 def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
-    """Return the final trials in turn that came to their end; none if that is only one."""
+    """Return the finished final trials in turn; none if there is only one."""
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
     return done if len(done) > 1 else []
@@ -183,8 +185,8 @@ def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
 def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     """Summarise trials by the fields of `Tuning`: the fastest, the default, the gain.
 
-    The fastest is among those that ran in turn at the end, else among all: only these shared the
-    machine equally.
+    The fastest is chosen among those that ran in turn at the end, which shared the machine equally;
+    else among all.
     """
     race = _finished_finals(trials)
     times = step_times_s(race or trials)

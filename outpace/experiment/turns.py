@@ -1,7 +1,7 @@
-"""Several trainings at once that take turns, so that what changes on a machine changes for all.
+"""Several trainings at once that take turns, so that changes of the machine affect all.
 
-Each is stopped and continued by signals (SIGSTOP, SIGCONT): nothing of a training knows of it. The
-step in which one is stopped is not counted. All of them are in memory together.
+Each is stopped and continued by signals (SIGSTOP, SIGCONT), without its knowledge. The step in
+which it is stopped is not counted. All of them are in memory together.
 """
 
 import subprocess
@@ -41,7 +41,9 @@ for one in started:
 
 @dataclass(frozen=True)
 class TurnTraining:
-    """A training: its settings but for the number of steps, its directory, its settings' file."""
+    """A training: its settings except the number of steps, its directory, and its settings'
+    file.
+    """
 
     given: Mapping[str, Any]
     run: Path
@@ -70,7 +72,7 @@ class TurnResult:
 def train_in_turn(
     trainings: Sequence[TurnTraining], turns: int, limit_s: float
 ) -> list[TurnResult]:
-    """Train all of them, one at a time once they are warm, in another order each turn.
+    """Train all of them, one at a time once they are warm, with a new order in each turn.
 
     `limit_s`: for all of it. If one fails, the others continue.
     """
@@ -87,7 +89,7 @@ def train_in_turn(
 
 
 def _warm(started: Sequence["_Process"], until_s: float) -> None:
-    """Let all of them start together, each until it is warm."""
+    """Start all of them together, and wait until each is warm."""
     left = list(started)
     while left and time.monotonic() < until_s:
         for one in left:
@@ -101,14 +103,14 @@ def _warm(started: Sequence["_Process"], until_s: float) -> None:
 
 @dataclass
 class _Process:
-    """Training that runs, is stopped, or has ended; and its turns, as ranges of its steps."""
+    """A training that runs, is stopped, or has ended; and its turns, as ranges of its steps."""
 
     training: TurnTraining
     running: ProcessTree
     turns: list[tuple[int, int]] = field(default_factory=list)
 
     def take_turn(self, last: bool, until_s: float) -> None:
-        """Let it run for its steps and stop it again; in the last turn, let it end."""
+        """Let it run for its steps and stop it again; in the last turn, let it finish."""
         if self.running.exit_code is not None:
             return
         begin = (
@@ -123,7 +125,7 @@ class _Process:
         self.turns.append((begin, self.steps_done()))
 
     def steps_done(self) -> int:
-        """Count its steps by its metrics."""
+        """Count its steps in its metrics."""
         path = self.training.run / METRICS_FILE
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 

@@ -1,4 +1,4 @@
-"""`outpace verify`: every strategy against a single process, in the processes of one job."""
+"""`outpace verify`: every strategy compared with a single process, in the processes of one job."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ from outpace.training.collective_counter import CollectiveCounter
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
-    """All that has made trainers wrong before: tied weights, grouped queries, unequal stages.
+    """Return a spec with all past sources of errors: tied weights, grouped queries, unequal stages.
 
-    As small as the plans allow: one layer more than the stages makes these unequal, and tensor
-    parallelism shares the keys' heads.
+    It is as small as the plans allow: one layer more than stages makes these unequal, and tensor
+    parallelism splits the keys' heads.
     """
     plans = list(plans)
     kv_heads = max([2, *(plan.tp for plan in plans)])
@@ -56,7 +56,7 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
 
 
 def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
-    """Return a spec with the sizes of `tiny_spec`, and all else as in `spec`."""
+    """Return a spec with the sizes of `tiny_spec`, and everything else as in `spec`."""
     tiny = tiny_spec(plans)
     grouped = spec.kv_heads < spec.heads
     sizes = {
@@ -75,7 +75,9 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """A run's layout, with the trial's micro-batches and nothing that rounds more or is drawn."""
+    """Return a run's layout, with the trial's micro-batches, without more rounding or
+    randomness.
+    """
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
     parts = plan.pp_microbatches
     if samples % parts:
@@ -94,10 +96,10 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 
 
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
-    """All that a strategy's name stands for on `world_size` ranks.
+    """Return all plans of a strategy's name on `world_size` ranks.
 
-    Parameter servers that step the optimizer and that don't, and workers of two devices; for 3d
-    each choice of axes with two ranks on each.
+    They include parameter servers that step the optimizer and that do not, and workers with two
+    devices; for 3d each choice of axes with two ranks on each.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):
@@ -118,7 +120,7 @@ def plan_for(
     precision: Precision = "fp64",
     asked: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
-    """A strategy on all ranks, with two accumulation steps."""
+    """Return a strategy's plan on all ranks, with two accumulation steps."""
     # As many servers as workers, so that both share.
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
@@ -144,8 +146,8 @@ def verify(
 ) -> Certificate:
     """Prove each plan; every rank of the job calls this and gets the same certificate.
 
-    `spoil` plants a fault in each layout, to see it caught. `skipped` says why strategies are left
-    out.
+    `spoil` plants a fault in each layout, to test its detection. `skipped` says why strategies are
+    left out.
     """
     for plan in plans:
         if plan.compress_gradients != "none":
@@ -222,7 +224,7 @@ def _judge(
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> ParityVerdict:
-    """Combine what all ranks found into one verdict. `traffic` is what was sent, and by formula."""
+    """Combine all ranks' findings into one verdict. `traffic` has bytes sent, and by formula."""
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
     first = min(wrong, key=lambda difference: difference.cause, default=None)

@@ -1,1 +1,1 @@
-"""Optimizers by name: what a plan says, built over the parameters of a layout."""
+"""Optimizers by name: those that a plan names, built over the parameters of a layout."""

@@ -2,8 +2,8 @@
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
 algorithms 4 and 5, in the form of torch.optim.Adafactor: the learning rate is the upper bound of
-the relative step. torch's own asks DTensors for operations that they do not have, and reads numbers
-back from the device for each parameter.
+the relative step. torch's own needs operations that DTensors do not have, and reads numbers back
+from the device for each parameter.
 """
 
 from collections.abc import Hashable
@@ -22,11 +22,11 @@ MEANS = ("variance", "row_var", "col_var")  # of squares, by their names in a st
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's settings and states; sums over rows and columns are over the ranks that have them.
+    """Adafactor with torch's settings and states; sums over rows and columns are over their ranks.
 
-    `compiled`: parameters that are not spread are stepped by kernels that torch.compile makes.
-    `together`: small parameters of one shape are stacked and stepped as one, as a GPU wants it;
-    those that are compiled are not: inductor fails on stacks.
+    `compiled`: parameters that are not spread are stepped by kernels of torch.compile. `together`:
+    small parameters of one shape are stacked and stepped as one, which is faster on a GPU; compiled
+    ones are not, since inductor fails on stacks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Adafactor(torch.optim.Adafactor):
         self._together = together
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Zeros: means of squares over the columns and over the rows of a matrix."""
+        """Return zeros: means of squares over the columns and over the rows of a matrix."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if parameter.ndim < 2:
             return {**state, "variance": torch.zeros_like(parameter)}
@@ -50,7 +50,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective where tensors are spread."""
+        """Update every parameter that has a gradient. Collective if tensors are spread."""
         if not self._together:
             step_each(self, lambda parameter, _: self.initial_state(parameter), self._update)
             return
@@ -97,7 +97,7 @@ class Adafactor(torch.optim.Adafactor):
     def _update_stacked(
         self, parameters: list[nn.Parameter], states: list[dict[str, Any]], group: dict[str, Any]
     ) -> None:
-        """Step parameters of one shape, in copies that are one tensor of all."""
+        """Step parameters of one shape, in copies stacked in one tensor."""
         gradient = torch.stack([local(p.grad) for p in parameters])  # type: ignore[arg-type]
         names = [name for name in MEANS if name in states[0]]
         held = [[local(p) for p in parameters]]
@@ -112,7 +112,7 @@ class Adafactor(torch.optim.Adafactor):
 def _numbers(
     step: Tensor, parameter: Tensor, group: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
-    """Return what `step_tensor` computes with: the numbers of a step and the constants."""
+    """Return the arguments of `step_tensor`: the numbers of a step and the constants."""
     least = group["eps"][0] or torch.finfo(parameter.dtype).eps
     numbers = (
         step ** group["beta2_decay"],
@@ -123,7 +123,7 @@ def _numbers(
 
 
 def _kind(parameter: nn.Parameter, count: float) -> Hashable:
-    """Return what parameters have in common that are stepped as one; None for a single number."""
+    """Return the common properties of parameters stepped as one; None for a single number."""
     gradient = parameter.grad
     if gradient is None or not parameter.ndim:
         return None
@@ -141,9 +141,10 @@ def step_tensor(
 ) -> None:
     """Update this rank's part of a parameter, `weight`, in place.
 
-    Of several like it, where it has one dimension more, in front. `means` are the running means of
-    squares: of all elements, or over columns and over rows. `numbers`: 1 − β̂₂, the bound of the
-    relative step, what is left of a weight when it decays. `constants`: ε₁, ε₂ and d of the paper.
+    `weight` may stack several equal parameters in an additional first dimension. `means` are the
+    running means of squares: of all elements, or over columns and over rows. `numbers`: 1 − β̂₂,
+    the bound of the relative step, and the factor of weight decay. `constants`: ε₁, ε₂ and d of the
+    paper.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants
@@ -174,7 +175,7 @@ def _estimate(
 
 
 def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
-    """`running`, of which the share `new` becomes `value`; in place."""
+    """Replace the share `new` of `running` by `value`; in place."""
     return running.mul_(1 - new).add_(value * new)
 
 
@@ -187,7 +188,7 @@ def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
-    """`value` added up over the ranks that `of` is split over along one of `dims`; in place."""
+    """Sum `value` over the ranks that split `of` along one of `dims`; in place."""
     if is_spread(of):
         for axis, placed in enumerate(of.placements):
             if any(splits(placed, dim) for dim in dims):
@@ -196,7 +197,7 @@ def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
 
 
 def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
-    """Zeros of the parameter's shape with 1 in `dim`, spread as it is along the others."""
+    """Return zeros of the parameter's shape with 1 in `dim`, spread as it is along the others."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)
     if not is_spread(parameter):

@@ -1,4 +1,4 @@
-"""Optimizers by name, with the usual groups: matrices decay, vectors (biases, norms) do not."""
+"""Optimizers by name, with the usual groups: matrices have weight decay, vectors do not."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -35,12 +35,12 @@ def make_optimizer(
     wide_values: dict[str, Tensor] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer asked for, over the parameters that train.
+    """Make the requested optimizer, over the parameters that train.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
-    `master_weights` puts fp32 copies of the parameters into the optimizer; `wide_values` are this
-    rank's parts of those with which they begin, by name, and are used up. `compiled`: steps that
-    are many single operators are made few kernels by torch.compile, where that is for one of them.
+    `master_weights` adds fp32 copies of the parameters to the optimizer; `wide_values` are this
+    rank's parts of their initial values, by name, and are consumed. `compiled`: torch.compile turns
+    steps with many single operators into few kernels, if the optimizer supports it.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
@@ -55,7 +55,7 @@ def make_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, without a word to its compiler at each step, which would load it."""
+    """torch's AdamW, without the query to torch's compiler at each step, which would load it."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -67,7 +67,7 @@ _PLAIN_STEP = unwrap(torch.optim.Adam.step)
 
 
 def leave_compiler_out() -> None:
-    """Let torch's optimizers not load its compiler."""
+    """Prevent torch's optimizers from loading its compiler."""
     for method in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         leave_alone(getattr(torch.optim.Optimizer, method))
 
@@ -86,9 +86,9 @@ def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: floa
 
 
 def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
-    """A group's parameters that one operator can step: whole ones, parts of ranks, complex ones.
+    """Split a group into parameters that one operator can step: whole, sharded and complex ones.
 
-    Raises BadInputError for complex parameters of an optimizer that has none.
+    Raises BadInputError for complex parameters if the optimizer does not support them.
     """
     kinds: dict[tuple[bool, bool], dict[str, Any]] = {}
     for parameter in group["params"]:
@@ -139,9 +139,9 @@ def _build(
 
 
 def steps_together(groups: Groups) -> bool:
-    """Whether parameters are stepped by operators over all of them: on a GPU, where all are alike.
+    """Return whether parameters are stepped by operators over all of them: on a GPU, if alike.
 
-    Plain tensors and those that are spread over ranks do not go into one operator, nor do complex.
+    Plain tensors, tensors spread over ranks, and complex ones cannot share an operator.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     on_gpu = all(p.device.type == "cuda" and not p.is_complex() for p in parameters)
@@ -149,7 +149,7 @@ def steps_together(groups: Groups) -> bool:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
-    """Tell an optimizer which step comes, from 1 (what it draws depends on it), and its rate."""
+    """Tell an optimizer the next step, from 1 (its random numbers depend on it), and its rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         if "number" in group:
@@ -157,7 +157,7 @@ def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Step one parameter only, as a step of all would."""
+    """Step only one parameter, as a step of all would."""
     groups = optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -169,9 +169,9 @@ def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Non
 
 @torch.no_grad()
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that have not been updated yet the state from which they begin.
+    """Give parameters that have not been updated yet their initial state.
 
-    So that a checkpoint has the state of all. torch's own way is a step with lr 0, which counts.
+    This gives a checkpoint the state of all. torch's own way is a step with lr 0, which is counted.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

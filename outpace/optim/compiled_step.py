@@ -1,8 +1,9 @@
-"""Steps of parameters, each as one compiled function, for a GPU: single operators pass over memory.
+"""Steps of parameters as compiled functions, for a GPU, where single operators each pass over
+memory.
 
-Numbers that change from step to step are given as tensors, so nothing is compiled again for them. A
-function is compiled for each kind of tensors (dtypes, values that share a scale); how many there
-are of them is dynamic, so a model has few kinds.
+Numbers that change from step to step are passed as tensors, so nothing is recompiled for them. A
+function is compiled for each kind of tensors (dtypes, values that share a scale); their number is
+dynamic, so a model has few kinds.
 """
 
 import warnings
@@ -18,7 +19,7 @@ from outpace.records.errors import error_summary
 
 
 class CompiledStep:
-    """`function`, compiled for each kind of arguments; itself where the compiler fails on it.
+    """`function`, compiled for each kind of arguments; eager if the compiler fails on it.
 
     Tensors among the arguments may differ between calls of a kind in the first of their dimensions.
     """

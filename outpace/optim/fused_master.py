@@ -1,14 +1,14 @@
 """AdamW over fp32 master weights, as one kernel for all parameters of a group.
 
-torch's fused AdamW takes gradients of the masters' dtype, so that a step over weights of 16 bits is
-five passes over memory: gradients are made fp32, multiplied by what clips them, AdamW, and the
-weights are rounded from the masters. Here each number is read and written once: 28 bytes of a
-parameter with its moments rather than 46. On an H200 a step of GPT-2 launched 51 such kernels,
+torch's fused AdamW takes gradients of the masters' dtype, so a step over 16-bit weights is five
+passes over memory: gradients are cast to fp32 and multiplied by the clipping factor, AdamW runs,
+and the weights are rounded from the masters. Here each number is read and written once: 28 bytes
+per parameter with its moments instead of 46. On an H200 a step of GPT-2 launched 51 such kernels,
 which took 1.9 of 29.7 ms.
 
 The arithmetic is torch's (Loshchilov & Hutter, ICLR 2019, algorithm 2, in fp32). The kernel is
-Triton's: addresses of all tensors lie in a table on the device, and each program takes a piece of
-one of them.
+written in Triton: addresses of all tensors are in a table on the device, and each program processes
+a piece of one of them.
 """
 
 import math
@@ -38,7 +38,7 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Addresses of some parameters' tensors, and how they are cut; on the device."""
+    """Addresses of some parameters' tensors, and their split into pieces; on the device."""
 
     addresses: Addresses  # gradients' change; weights' where they are given other memory
     gradient_table: Tensor  # (tensors,) int64
@@ -49,14 +49,14 @@ class _Table:
 
 
 class FusedMasterAdamW:
-    """Steps master weights and rounds weights from them, on a CUDA device, where Triton is."""
+    """Step of master weights, and of weights rounded from them, on a CUDA device with Triton."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, ...], _Table] = {}
         self._runs: bool | None = None  # whether Triton makes the kernel here, once that is known
 
     def forget(self) -> None:
-        """States lie elsewhere from here on."""
+        """Forget addresses, since states have moved."""
         self._tables.clear()
 
     def step(
@@ -67,11 +67,11 @@ class FusedMasterAdamW:
         factor: Tensor | None,
         addresses: Addresses,
     ) -> bool:
-        """One step of parameters of a group, which lie with their gradients at `addresses`.
+        """Take one step of a group's parameters, whose gradients are at `addresses`.
 
         `states` have "master", "exp_avg", "exp_avg_sq" and "step", all on the device. `factor` (one
-        number in fp32 there) multiplies the gradients. False where Triton cannot make the kernel,
-        as without a C compiler: nothing has been done then, which is said once.
+        fp32 number there) multiplies the gradients. Returns False if Triton cannot build the
+        kernel, as without a C compiler: nothing was done then, which is reported once.
         """
         if self._runs is False:
             return False
@@ -145,9 +145,9 @@ class FusedMasterAdamW:
 def gradient_addresses(
     group: dict[str, Any], parameters: Sequence[nn.Parameter]
 ) -> Addresses | None:
-    """Return the addresses of parameters and gradients, if the kernel is for these; else None.
+    """Return the addresses of parameters and gradients if the kernel supports them; else None.
 
-    It is for plain CUDA tensors, and an AdamW that is fused.
+    It supports plain CUDA tensors, and a fused AdamW.
     """
     if not group.get("fused") or group.get("amsgrad") or group.get("maximize"):
         return None
@@ -159,16 +159,18 @@ def gradient_addresses(
 
 
 def addresses_of(parameters: Sequence[nn.Parameter]) -> Addresses | None:
-    """Return where parameters and gradients lie; None if the kernel does not take them so."""
+    """Return the addresses of parameters and gradients; None if the kernel does not support
+    them.
+    """
     weights = aligned_addresses(parameters)
     gradients = aligned_addresses([p.grad for p in parameters if p.grad is not None])
     return None if weights is None or gradients is None else Addresses(weights, gradients)
 
 
 def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Addresses of tensors of one dtype, each in one piece that begins at a multiple of 16 bytes.
+    """Return addresses of contiguous tensors of one dtype, aligned to 16 bytes.
 
-    None of others.
+    None for others.
     """
     if len({one.dtype for one in tensors}) != 1:
         return None
@@ -179,7 +181,7 @@ def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it comes with torch's builds for CUDA."""
+    """Return whether Triton is installed; it comes with torch's builds for CUDA."""
     return find_spec("triton") is not None
 
 
@@ -207,7 +209,7 @@ def _make_table(
 
 
 def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Whole numbers on a device, without waiting for it."""
+    """Copy whole numbers to a device, without waiting for it."""
     on_host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
@@ -222,7 +224,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 @cache
 def _kernel() -> Any:
-    """The kernel; Triton is loaded where it is asked for."""
+    """Return the kernel; loads Triton."""
     from outpace.optim.fused_master_kernel import step_kernel
 
     return step_kernel

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _address(table, place, dtype):
-    """A pointer from a table of addresses, which are multiples of 16."""
+    """Return a pointer from a table of addresses, which are multiples of 16."""
     return tl.multiple_of(tl.load(table + place).to(tl.pointer_type(dtype)), 16)
 
 
@@ -17,7 +17,9 @@ def _step(
     gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor, step_size,
     correction2_root, decay, beta1, rest1, beta2, rest2, eps, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """AdamW for one piece of a tensor; `inside` says which places are the tensor's, if MASKED."""
+    """Apply AdamW to one piece of a tensor; `inside` marks its positions in the tensor, if
+    MASKED.
+    """
     mask = inside if MASKED else None
     g = tl.load(gradient + places, mask=mask).to(tl.float32) * factor
     p = tl.load(master + places, mask=mask)
@@ -39,10 +41,10 @@ def step_kernel(
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
     HAS_FACTOR: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one piece of one tensor; `fused_master` says what the tables hold.
+    """Step one piece of one tensor per program; `fused_master` describes the tables.
 
     1 − βⁿ is computed in fp64, since fp32 would round 0.999 by more than a hundred-thousandth of
-    what is left; `rest1` and `rest2` are 1 − β, rounded once.
+    the difference; `rest1` and `rest2` are 1 − β, rounded once.
     """
     program = tl.program_id(0)
     owner = tl.load(owners + program)

@@ -3,7 +3,7 @@
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, §2: each block of a
 moment is divided by its largest magnitude and stored as codes into a table of 256 values. Li et
 al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: with 16, where the second
-moment's table has no zero, which would be divided by. The tables are torchao's.
+moment's table has no zero, since it is a divisor. The tables are torchao's.
 
 torchao's own optimizers are not used. Their states are tensor subclasses that a background save
 of a checkpoint cannot copy, their blocks run on from row to row and so depend on how a tensor is
@@ -44,7 +44,7 @@ MOMENTS: dict[str, bool] = {"exp_avg": True, "exp_avg_sq": False}  # whether sig
 
 
 class CodeTable:
-    """The values that codes stand for, sorted, and the codes of values in [−1, 1]."""
+    """The values of codes, sorted, and the codes of values in [−1, 1]."""
 
     def __init__(self, bits: Literal[4, 8], signed: bool, device: torch.device) -> None:
         made = torchao_module("optim.quant_utils", f"--optimizer adamw-{bits}bit")
@@ -60,12 +60,14 @@ class CodeTable:
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:
-        """The nearest values' numbers, uint8; of 4 bits two in a byte, neighbours of a row."""
+        """Return the numbers of the nearest values, uint8; with 4 bits two per byte, neighbours in
+        a row.
+        """
         codes = torch.bucketize(x, self._between, right=True, out_int32=True).to(torch.uint8)
         return codes if self.bits == 8 else codes[..., ::2] << 4 | codes[..., 1::2]
 
     def read(self, codes: Tensor) -> Tensor:
-        """The values of codes, fp32."""
+        """Return the values of codes, fp32."""
         if self.bits == 4:
             codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
         # Indexing would widen the codes to 64 bits.
@@ -74,16 +76,16 @@ class CodeTable:
 
 
 class LowPrecisionAdamW(KeepsDtypes):
-    """AdamW that computes in fp32 and keeps its moments as `kept` says.
+    """AdamW that computes in fp32 and stores its moments as `kept` says.
 
-    Moments in bf16 and weights in bf16 are rounded stochastically: a second moment changes by
-    1 − β₂ of itself in a step, which is less than half of bf16's last bit for β₂ > 0.998, and a
-    weight by less still. `noise` is asked for the group's "number", which is the step's.
-    `compiled`: step by kernels that torch.compile makes of the same operations. Sums of products
-    may be rounded once rather than twice there. What it is rounded by is counted there, as it is
-    for small parameters; single operators draw it for others.
+    Moments in bf16 and weights in bf16 are rounded stochastically: a second moment changes by 1 −
+    β₂ of itself in a step, which is less than half of bf16's last bit for β₂ > 0.998, and a weight
+    by less still. `noise` uses the group's "number", which is the step's. `compiled`: step with
+    kernels that torch.compile makes from the same operations, where sums of products may be rounded
+    once instead of twice. Their random numbers for rounding are counter-based, as for small
+    parameters; single operators draw them for others.
 
-    Small parameters are put together and stepped as one, with the same numbers.
+    Small parameters are joined and stepped as one, with the same results.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         super().__init__(groups, values)
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Zeros."""
+        """Return zeros."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for moment in MOMENTS:
             state |= self._zeros(parameter, moment)
@@ -155,13 +157,13 @@ class LowPrecisionAdamW(KeepsDtypes):
                 self._update(batch, own, numbers[count], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does; what is stepped lies elsewhere then."""
+        """Load as torch does, and forget the addresses of the old state."""
         super().load_state_dict(state_dict)
         self._parts.clear()
         self._stepped.clear()
 
     def _parts_together(self, stepped: list[nn.Parameter]) -> "_StepParts":
-        """Return what of parameters is here: that of the last step, if all lie where they did."""
+        """Return the local parts of parameters: those of the last step, if none has moved."""
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
         known = self._stepped.get(stepped[0])
@@ -176,7 +178,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         return known
 
     def _part(self, parameter: nn.Parameter) -> "_Part":
-        """Return what of a parameter is here: that of the last step, if it lies where it did."""
+        """Return the local part of a parameter: that of the last step, if it has not moved."""
         state, weight = self.state[parameter], local(parameter)
         part = self._parts.get(parameter)
         if part is None or not part.lies_in(weight, state):
@@ -200,7 +202,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         numbers: "Numbers",
         group: dict[str, Any],
     ) -> None:
-        """Step parts of one kind, each with a row for each block of values that share a scale."""
+        """Step parts of one kind, each with a row per block of values that share a scale."""
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
         streams = self._streams(batch, group["number"])
@@ -236,7 +238,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                 torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
 
     def _streams(self, batch: "_Batch", number: int) -> Streams | None:
-        """Return where the numbers begin that round a batch; None where none are counted."""
+        """Return where a batch's random numbers for rounding begin; None if none are counted."""
         if not batch.parts[0].counted or not any(batch.parts[0].rounds):
             return None
         if batch.streams is None:
@@ -247,7 +249,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         return keys_P + self._noise.step_key(number), ends_P, sizes_P
 
     def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
-        """Return what draws the numbers by which a parameter's moments and weight are rounded."""
+        """Return the source of random numbers for rounding a parameter's moments and weight."""
         return tuple(
             self._noise.generator(part.parameter, group["number"], what) if rounds else None
             for what, rounds in zip((*MOMENTS, "weight"), part.rounds, strict=True)
@@ -278,8 +280,8 @@ Numbers = tuple[Tensor, Tensor, Tensor]  # see `_numbers`
 class _Part:
     """Part of a parameter on this rank.
 
-    `counted`: what it is rounded by is counted (`random_words`), not drawn. `address` is where the
-    weight lies, None where it has no memory; `held` is what is kept of its moments.
+    `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn.
+    `address` is the weight's, None if it has no memory; `held` are its stored moments.
     """
 
     parameter: nn.Parameter
@@ -290,7 +292,7 @@ class _Part:
     held: tuple[Tensor, ...]
 
     def lies_in(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
-        """Whether these are still the parameter's weight and state."""
+        """Return whether these are still the parameter's weight and state."""
         if self.address is None or self.address != weight.data_ptr():
             return False
         held = _moments_of(state)
@@ -304,23 +306,23 @@ class _Part:
 
     @cached_property
     def rounds(self) -> tuple[bool, ...]:
-        """Whether both moments and the weight are rounded by random numbers."""
+        """Whether both moments and the weight are rounded with random numbers."""
         kept = (*(moment[0] for moment in self.moments), self.weight)
         return tuple(one.dtype == torch.bfloat16 for one in kept)
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether all of it can be seen as rows."""
+        """Whether all of it can be viewed as rows."""
         held = [one for moment in self.moments for one in moment[:2] if one is not None]
         return all(one.is_contiguous() for one in (self.weight, *held))
 
     @cached_property
     def kind(self) -> Hashable:
-        """Properties that parts share if one compiled function is for them."""
+        """Properties that parts must share to use one compiled function."""
         return (self.length, self.weight.dtype, self.weight.device, self.counted)
 
     def rows(self) -> list[Tensor]:
-        """Weight, and each moment with its scales, where it has such: views of rows."""
+        """Return views of rows of the weight, and of each moment with its scales, if it has any."""
         count = self.weight.numel() // self.length
         seen = [self.weight.view(count, -1)]
         for held, scale, _ in self.moments:
@@ -333,7 +335,7 @@ def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 class _StepParts:
-    """Parts that a step is of, with their counts of steps, and how they were joined."""
+    """Parts of a step, with their counts of steps, and how they were joined."""
 
     def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:
         self._parts = parts
@@ -344,7 +346,7 @@ class _StepParts:
         self._batches: list[_Batch] = []
 
     def lie_in(self, weights: list[Tensor], held: list[Tensor]) -> bool:
-        """Whether these are still the parameters' weights and states."""
+        """Return whether these are still the parameters' weights and states."""
         if len(weights) != len(self._parts) or None in self._addresses:
             return False
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
@@ -352,11 +354,11 @@ class _StepParts:
         return [weight.data_ptr() for weight in weights] == self._addresses
 
     def count_step(self) -> list[float]:
-        """Count one more step of all; return the steps that each has had."""
+        """Count one more step of all parts; return the number of steps of each."""
         return step_counts(self._steps_P.add_(1))
 
     def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
-        """Return what is stepped at once: as in the last step, where gradients are alike."""
+        """Return the batches of a step: those of the last step, if gradients are alike."""
         kinds = [(one.dtype, one.is_contiguous()) for one in gradients]
         given = kinds, [count - counts[0] for count in counts]
         if given != self._given:
@@ -370,7 +372,7 @@ class _StepParts:
 
 @dataclass
 class _Batch:
-    """Parts that are stepped at once, by their places among all that a step is of."""
+    """Parts that are stepped at once, by their positions among all parts of a step."""
 
     parts: list[_Part]
     places: list[int]
@@ -382,7 +384,7 @@ class _Batch:
 def _make_batches(
     parts: list[_Part], kinds: list[tuple[torch.dtype, bool]], counts: list[float]
 ) -> list[_Batch]:
-    """Join parts that are alike, and of as many steps; `kinds` say what gradients are."""
+    """Join parts that are alike, with equally many steps; `kinds` are the gradients' kinds."""
     here = [place for place, part in enumerate(parts) if part.weight.numel()]
     if not here:  # all are another rank's
         return []
@@ -403,7 +405,7 @@ def _make_batches(
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    """All values, one after the other."""
+    """Return all values in one dimension."""
     if len(tensors) == 1:
         return tensors[0].view(-1)
     flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
@@ -413,7 +415,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _draw_rows(
     batch: list[_Part], random: list[tuple[Randomness, ...]]
 ) -> tuple[Tensor | None, ...]:
-    """Draw for each part by its generator, all in rows; None where nothing is drawn."""
+    """Draw for each part by its generator, all in rows; None if nothing is drawn."""
     found: list[Tensor | None] = []
     for same in zip(*random, strict=True):
         bits = [
@@ -437,8 +439,8 @@ def step_moments(
 ) -> None:
     """Update a weight and its two moments, in place.
 
-    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: of both moments and of the weight, or
-    counted from `streams`. `numbers`: see `_numbers`.
+    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: random numbers for both moments and the
+    weight, or counter-based ones from `streams`. `numbers`: see `_numbers`.
     """
     if streams is not None:
         noise = _count_bits(weight, moments, streams)
@@ -462,7 +464,7 @@ def step_moments(
 def _count_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
-    """Return 16 bits of each value's word for each moment and the weight, where it is bf16."""
+    """Return 16 bits of each value's word for each moment and for the weight, if it is bf16."""
     words = random_words(streams, weight.numel()).view(weight.shape)
     kept = (*(moment[0] for moment in moments), weight)
     return tuple(
@@ -472,14 +474,14 @@ def _count_bits(
 
 
 def _numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
-    """lr / (1 − β₁ᵗ), √(1 − β₂ᵗ), and what decay leaves of a weight; fp32 on the CPU."""
+    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ), and the factor of weight decay; fp32 on the CPU."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     kept = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept
 
 
 def _dequantize(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
-    """A moment in fp32, in memory of its own."""
+    """Return a moment in fp32, in separate memory."""
     if scale is None or table is None:
         return held.to(torch.float32, copy=True)
     blocks = table.read(held).unflatten(-1, (scale.shape[-1], -1))
@@ -501,7 +503,7 @@ def _write(
 
 
 def _columns_over(parameter: Tensor) -> int:
-    """Return over how many ranks a parameter's rows are cut into pieces."""
+    """Return the number of ranks that a parameter's rows are split over."""
     if not is_spread(parameter):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -18,16 +18,16 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """Any optimizer, over fp32 copies of the weights; the weights are rounded from them.
+    """Any optimizer, over fp32 copies of the weights, which are rounded from them.
 
-    Gradients may be fp32 (of a parameter whose `grad_dtype` says so) or of the weights' dtype.
-    A copy is a part of its parameter's state, "master". `values` are the parts of fp32 weights on
-    this rank from which training begins, by the parameters' names in `noise`; a copy of others
-    begins as its weight is. They become the copies, and are taken out of `values`.
+    Gradients may be fp32 (of a parameter whose `grad_dtype` says so) or of the weights' dtype. A
+    copy is a part of its parameter's state, "master". `values` are this rank's parts of the initial
+    fp32 weights, by the parameters' names in `noise`; other copies start as their weight. They
+    become the copies, and are removed from `values`.
 
-    `factor` multiplies the copies' gradients in the next step, and is forgotten then. Where the
-    other optimizer is fused, it skips the steps that fp16 has to skip, as torch.amp.GradScaler
-    lets it by `grad_scale` and `found_inf`: no host waits to know.
+    `factor` multiplies the copies' gradients in the next step only. If the inner optimizer is
+    fused, it skips the steps that fp16 has to skip, through `grad_scale` and `found_inf` of
+    torch.amp.GradScaler, so the host does not wait.
     """
 
     grad_scale: Tensor | None
@@ -61,7 +61,7 @@ class MasterWeights(KeepsDtypes):
             mine.update({name: inner[name] for name in inner if name != "params"})
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """The inner optimizer's, and the copy."""
+        """Return the inner optimizer's initial state, and the copy."""
         master = self._masters[parameter]
         return {**self._inner_state(self._inner, group, master), "master": self._views[parameter]}
 
@@ -94,7 +94,7 @@ class MasterWeights(KeepsDtypes):
     def _step_fused(
         self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
     ) -> bool:
-        """Whether one kernel has stepped them."""
+        """Step with one kernel if possible; return whether it did."""
         addresses = None if self._fused is None else gradient_addresses(group, stepped)
         if self._fused is None or addresses is None:
             return False
@@ -103,7 +103,7 @@ class MasterWeights(KeepsDtypes):
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """Tell the inner optimizer what a GradScaler has told this one."""
+        """Pass a GradScaler's values on to the inner optimizer."""
         told = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
         for name, value in told.items():
             setattr(self._inner, name, value)
@@ -114,13 +114,13 @@ class MasterWeights(KeepsDtypes):
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch's does; what is stepped lies elsewhere then."""
+        """Load as torch does, and forget the addresses of the old state."""
         super().load_state_dict(state_dict)
         if self._fused is not None:
             self._fused.forget()
 
     def _settle(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state, with the copy that is stepped."""
+        """Return a parameter's state, with the copy that is stepped."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter, group))
@@ -131,14 +131,14 @@ class MasterWeights(KeepsDtypes):
         return state
 
     def _prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
-        """A parameter's copy, its state being the parameter's."""
+        """Return a parameter's copy, with the parameter's state."""
         master = self._masters[parameter]
         self._inner.state[master] = self._settle(parameter, group)
         return master
 
 
 def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
-    """An fp32 copy of a parameter, which begins as `value`, this rank's part of it, if given."""
+    """Return a parameter's fp32 copy, which starts as `value`, this rank's part, if given."""
     if value is None:
         return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     part = value.to(device=local(parameter).device, dtype=torch.float32)
@@ -146,7 +146,7 @@ def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
 
 
 def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in their order, with at most `MASTER_PIECE_BYTES` of fp32 gradients each time."""
+    """Yield parameters in order, with at most `MASTER_PIECE_BYTES` of fp32 gradients each time."""
     piece: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
@@ -161,7 +161,7 @@ def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Parameter]) -> None:
-    """Let the copies' gradients be the parameters', in fp32."""
+    """Set the copies' gradients to the parameters', in fp32."""
     narrow: list[Tensor] = []
     wide: list[Tensor] = []
     for parameter, master in zip(parameters, masters, strict=True):
@@ -177,15 +177,15 @@ def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Par
 
 
 def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the copies' gradients, all by one operator."""
+    """Multiply all of the copies' gradients with one operator."""
     gradients = [local(master.grad) for master in masters if master.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels skip a step as a GradScaler's tensor says.
+    """Return whether an optimizer's kernels skip a step by a GradScaler's tensor.
 
-    Of parameters beside that tensor: from another device, torch would copy it without waiting.
+    All parameters must be on that tensor's device: torch would copy it to another without waiting.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -201,7 +201,7 @@ def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 
 def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | None:
-    """An optimizer with master weights, also within torch's ZeroRedundancyOptimizer."""
+    """Return an optimizer with master weights, also within torch's ZeroRedundancyOptimizer."""
     within = getattr(optimizer, "optim", optimizer)
     return within if isinstance(within, MasterWeights) else None
 

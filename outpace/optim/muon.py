@@ -1,13 +1,13 @@
-"""Muon for the matrices of hidden layers, AdamW for all else, as one optimizer.
+"""Muon for the matrices of hidden layers, AdamW for all others, as one optimizer.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of a
 matrix is made orthogonal before it is applied. Liu et al., "Muon is Scalable for LLM Training",
 arXiv 2502.16982, §2.2: scaled by 0.2·√max(rows, columns), so that AdamW's learning rate and weight
 decay serve both.
 
-Of a matrix that is sharded or split the momentum stays in shares. Its update is gathered in each
-step, every rank makes it orthogonal, and keeps its own share of the result: one all-gather of each
-matrix, and the products of the iteration on every rank.
+The momentum of a sharded or split matrix stays sharded. Its update is gathered in each step, every
+rank makes it orthogonal and keeps its own share of the result: one all-gather per matrix, and the
+products of the iteration on every rank.
 """
 
 import re
@@ -34,9 +34,9 @@ _NUMBERED = re.compile(r"(^|\.)\d+\.")
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of a numbered layer, as those of an nn.ModuleList are.
+    """Return whether a parameter is a matrix of a numbered layer, such as in an nn.ModuleList.
 
-    Embeddings and heads are matrices too, but their rows are looked up one by one.
+    Embeddings and heads are matrices too, but their rows are used one by one.
     """
     return parameter.ndim == 2 and _NUMBERED.search(name) is not None
 
@@ -44,8 +44,9 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 class Muon(torch.optim.Optimizer):
     """Groups with "orthogonal" are stepped by Muon, the others by AdamW.
 
-    `together`: matrices of one shape are turned as a batch, and the others are stepped by torch's
-    fused kernels, as a GPU wants it: its operators over lists ask each tensor for its step.
+    `together`: matrices of one shape are made orthogonal as a batch, and other parameters are
+    stepped by torch's fused kernels, which suits a GPU: torch's operators over lists read each
+    tensor's step.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective where matrices are spread."""
+        """Update every parameter that has a gradient. Collective if matrices are spread."""
         for group in self.param_groups:
             if group["orthogonal"] and self._together:
                 self._turn_together(group)
@@ -80,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     def _turn_together(self, group: dict[str, Any]) -> None:
-        """Do as `_turn` for all that have gradients: few operators, products of whole batches."""
+        """Do as `_turn` for all with gradients: few operators, products of whole batches."""
         turned = [p for p in group["params"] if p.grad is not None]
         for parameter in turned:
             if not self.state[parameter]:
@@ -111,7 +112,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, updates, alpha=-rate)
 
     def _turn(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Jordan et al., algorithm 2, with Nesterov's momentum and decoupled weight decay."""
+        """Step one matrix: Jordan et al., algorithm 2, with Nesterov's momentum and decoupled
+        weight decay.
+        """
         state, gradient = self.state[parameter], local(parameter.grad)  # type: ignore[arg-type]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -128,14 +131,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Matrices of one shape, as many at a time as `MUON_BATCH_BYTES` of bf16 hold."""
+    """Yield matrices of one shape, as many at a time as `MUON_BATCH_BYTES` of bf16 hold."""
     count = max(1, MUON_BATCH_BYTES // (2 * parameters[0].numel()))
     for start in range(0, len(parameters), count):
         yield parameters[start : start + count]
 
 
 def orthogonalise(matrices_NRC: Tensor) -> Tensor:
-    """The nearest orthogonal matrices, nearly, of N at once; (N, R, C) in bf16.
+    """Return the approximately nearest orthogonal matrices of N at once; (N, R, C) in bf16.
 
     Jordan et al., 2024: five steps of a Newton-Schulz iteration of the fifth order, in bf16, as
     torch's `_zeropower_via_newtonschulz` has it for one matrix.

@@ -1,10 +1,10 @@
-"""An optimizer whose state lies in host memory or on a disk, and whose step is done by the CPU.
+"""An optimizer with its state in host memory or on a disk, stepped by the CPU.
 
 Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay with the host,
 gradients come down and new weights go up. Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857,
 §5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that are stepped
-together: while one is stepped, the next one's gradients and state are on their way, and the last
-one's weights too. The arithmetic is the optimizer's own, so the steps are exactly its.
+together: while one is stepped, the next one's gradients and state are transferred, and the last
+one's weights too. The arithmetic is the optimizer's own, so the steps are exactly the same.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +26,15 @@ UNIT_BYTES = 4 << 20
 
 
 def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
-    """`build` with the optimizer's state, or the step's use of parameters, where the plan says."""
+    """Return `build` with offloading of the optimizer's state or step, if the plan has it."""
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return build
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Whether a parameter has a copy: on a CPU only for `cpu`, which acts as elsewhere."""
+        """Return whether a parameter has a copy: on a CPU only for `cpu`, which acts as
+        elsewhere.
+        """
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -40,7 +42,7 @@ def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
 
 
 def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
-    """`tensor` as it would be if its part on this rank lay in `memory`."""
+    """Return `tensor` with its local part in `memory`."""
     if not is_spread(tensor):
         return memory
     from torch.distributed.tensor import DTensor
@@ -65,26 +67,26 @@ class _Lanes:
             self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
-        """Begin to copy; page-locked, so that the copy needs no wait."""
+        """Start to copy to page-locked memory, so that the copy needs no wait."""
         memory = torch.empty_like(tensor, device="cpu", pin_memory=self.down is not None)
         return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
-        """Wait for what was launched so far, which made the gradients."""
+        """Wait for the work launched so far, which made the gradients."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Let what is launched from now on see the new weights."""
+        """Make work launched from now on see the new weights."""
         if self.up is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.up)
 
 
 @dataclass
 class _Unit:
-    """Parameters that are stepped together, by an optimizer of their own over their twins.
+    """Parameters that are stepped together, by a separate optimizer over their twins.
 
-    A twin is a parameter's master copy on the host, or the parameter itself where that is there.
+    A twin is a parameter's master copy on the host, or the parameter itself if it is there.
     """
 
     parameters: Sequence[Tensor]
@@ -96,7 +98,7 @@ class _Unit:
     _arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Begin to bring what the step needs."""
+        """Start to transfer the inputs of the step."""
         prefetch(self.regions)
         with _stream_context(self.lanes.down):
             for number, (parameter, twin) in enumerate(self._pairs()):
@@ -110,7 +112,7 @@ class _Unit:
             self._arrived = self.lanes.down.record_event()
 
     def step(self, group: dict[str, Any]) -> None:
-        """Step the twins by the group's learning rate and all else, and send the weights back."""
+        """Step the twins with the group's learning rate and settings, and send the weights back."""
         for own in self.inner.param_groups:
             own.update({name: value for name, value in group.items() if name != "params"})
         if self._arrived is not None:
@@ -125,7 +127,7 @@ class _Unit:
         release(self.regions)
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the parameters that have a twin of their own: all or none."""
+        """Return the parameters that have a separate twin: all or none."""
         both = zip(self.parameters, self.twins, strict=True)
         return ((p, twin) for p, twin in both if p is not twin)
 
@@ -133,8 +135,8 @@ class _Unit:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that `build` makes of `groups`, with its state elsewhere.
 
-    `has_twin` says which parameters are stepped as copies on the host; `disk` takes their state
-    and these copies (None: host memory). `scratch` knows which parameters lie on a disk. To others
+    `has_twin` says which parameters are stepped as copies on the host; `disk` stores their state
+    and these copies (None: host memory). `scratch` knows which parameters are on a disk. To callers
     this is an optimizer like `build`'s: the groups hold the model's parameters, and `state` is
     theirs.
     """
@@ -207,7 +209,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Unit after unit, the next one on its way while one is stepped."""
+        """Step unit after unit, transferring the next while one is stepped."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -230,7 +232,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the values to where this optimizer's are."""
+        """Copy the values to this optimizer's memory."""
         groups = state_dict["param_groups"]
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({name: value for name, value in saved.items() if name != "params"})
@@ -248,7 +250,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Cut into parts in their order, a new one wherever one has `UNIT_BYTES`."""
+    """Cut into parts in order, starting a new one whenever one has `UNIT_BYTES`."""
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)

@@ -21,19 +21,19 @@ Streams = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
-    """A uniform number of as many bits as rounding drops, int32, for each value."""
+    """Return a uniform number with as many bits as rounding drops, int32, for each value."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )
 
 
 def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
-    """fp32 to bf16, up or down with probabilities that make the expected result `x`.
+    """Round fp32 to bf16, up or down with probabilities that make the expected result `x`.
 
-    Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. To round
-    towards zero is to drop the lower bits; a uniform number of as many bits is added before, and
-    carries over with the probability that the dropped bits are of the last one kept. `noise` are
-    these numbers, which are used up, or what draws them.
+    Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. Dropping the
+    lower bits rounds towards zero; a uniform number with as many bits is added before, and carries
+    over with a probability equal to the dropped bits' share of the last kept bit. `noise` are these
+    numbers, which are overwritten, or a generator of them.
     """
     if isinstance(noise, torch.Generator):
         noise = draw_bits(x.shape, noise, x.device)
@@ -43,10 +43,10 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random numbers for a parameter's step: a function of seed, name, step and place.
+    """Random numbers for a parameter's step, as a function of seed, name, step and position.
 
-    So replicas draw alike, the shards of a tensor apart, and a resumed run what it would have
-    drawn. `names` are the parameters' in a single process.
+    So replicas draw the same numbers, shards of a tensor different ones, and a resumed run those
+    that it would have drawn. `names` are the parameters' names in a single process.
     """
 
     seed: int = 0
@@ -59,18 +59,18 @@ class Noise:
         return torch.Generator(device).manual_seed(_hash(key) >> 1)
 
     def key(self, parameter: nn.Parameter) -> int:
-        """Return the key of a parameter's own numbers, of 64 bits; see `random_words`."""
+        """Return the 64-bit key of a parameter's own numbers; see `random_words`."""
         return _hash((self.seed, self.names.get(parameter, ""), _place(parameter)))
 
     def step_key(self, step: int) -> int:
-        """Return what a step adds to all keys, 64 bits as a signed number."""
+        """Return the number that a step adds to all keys, 64 bits as a signed number."""
         return wrap_64_bits(_hash((self.seed, step)))
 
 
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
     """Copy keys, ends and sizes of joined parameters to a device.
 
-    At least two of each, as a function that is compiled for many wants it. The host does not wait.
+    There are at least two of each, as a function compiled for many needs. The host does not wait.
     """
     ends = list(accumulate(sizes))
     # Values are counted from the beginning of all; their own parameters' numbers are meant.
@@ -87,8 +87,8 @@ def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device
 def random_words(streams: Streams, count: int) -> Tensor:
     """Return a word of 64 random bits for each of `count` values, (count,) int64.
 
-    They are those words of SplitMix64 (see `random_values`) that stand at a parameter's key and
-    behind it: parameters that are joined have the words that each has by itself.
+    They are the words of SplitMix64 (see `random_values`) from a parameter's key on, so joined
+    parameters get the same words as separate ones.
     """
     keys_P, ends_P, sizes_P = streams
     place_N = torch.arange(count, device=keys_P.device)
@@ -101,12 +101,12 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return 16 of the bits of words of 64, the `number`th, as `round_to_bf16` takes them."""
+    """Return the `number`th 16 of the 64 bits of words, as `round_to_bf16` takes them."""
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 
 def _hash(key: tuple[object, ...]) -> int:
-    """64 bits."""
+    """Return a hash of 64 bits."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 

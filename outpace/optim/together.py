@@ -1,6 +1,6 @@
 """Parameters that are stepped as one.
 
-A host takes as long to launch a step of few values as of many.
+Launching a step takes the host as long for few values as for many.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,10 +15,10 @@ from outpace.planner.memory.optimizer_bytes import FEW_VALUES, JOINED_VALUES
 def group_parameters(
     sizes: Sequence[int], kinds: Sequence[Hashable], device: torch.device
 ) -> list[list[int]]:
-    """Return which parameters of `sizes` values are stepped as one, by their places.
+    """Return which parameters of `sizes` values are stepped as one, by their positions.
 
-    Those of one of the `kinds` are; one whose kind is None, and a large one, is by itself. Together
-    they have at most half the values of the largest, whose step takes more memory then, or few.
+    Those of equal `kinds` are; one whose kind is None, and a large one, is stepped alone. Together
+    they have few values, or at most half of the largest one's, whose step then takes more memory.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []
@@ -37,7 +37,7 @@ def group_parameters(
 
 
 def step_counts(steps_P: Tensor) -> list[float]:
-    """Return the steps that each parameter has had. Without memory there are none that differ."""
+    """Return the number of steps of each parameter. Those without memory have none that differ."""
     if has_no_memory(steps_P):
         return [0.0] * len(steps_P)
     counts: list[float] = steps_P.tolist()
@@ -45,5 +45,5 @@ def step_counts(steps_P: Tensor) -> list[float]:
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, as in a trace."""
+    """Return whether a tensor has no values, as in a trace."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
