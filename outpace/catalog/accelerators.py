@@ -322,7 +322,7 @@ def _accelerator(row: _Row) -> Accelerator:
 
 
 def _usable(row: _Row) -> tuple[float, str]:
-    """GiB that a process gets, and who says so."""
+    """Return the GiB available to a process, with the source."""
     known = _USABLE.get(row.name)
     if known is None:
         return row.memory_gb * _USABLE_SHARE, _ASSUMED
@@ -330,7 +330,7 @@ def _usable(row: _Row) -> tuple[float, str]:
 
 
 def _card(card: Card) -> Accelerator:
-    """A card of the public table. 16-bit rates before Ampere are of fp16 alone."""
+    """Make a card of the public table. 16-bit rates before Ampere are those of fp16 alone."""
     source = SOURCE.format(PAPERS[card.architecture])
     rates: Rates = {"fp32": card.fp32, "fp16": card.low}
     if card.architecture != "turing":
@@ -367,10 +367,10 @@ _LEAST_MEMORY, _MOST_MEMORY = 0.85, 1.02
 
 
 def find_accelerator(driver_name: str, memory_bytes: int | None) -> Accelerator | None:
-    """The catalog's entry for a device, or None: unknown is not guessed.
+    """Return the catalog's entry for a device; None if it is unknown.
 
     `driver_name` is what the driver reports ("NVIDIA H100 80GB HBM3"). `memory_bytes`, if known,
-    has to fit the entry's.
+    has to match the entry's.
     """
     wanted = " ".join(_MAKERS.sub(" ", driver_name).split()).casefold()
     for accelerator in ACCELERATORS.values():

@@ -1,7 +1,7 @@
-"""Models of which only the dimensions are known here: to plan for, not to train.
+"""Models with known dimensions only: for planning, not for training.
 
-What makes them models of their own (BLOOM's ALiBi positions and the norm after its embedding) has
-no place in a ModelSpec, and next to no parameters.
+A ModelSpec cannot describe their special features (BLOOM's ALiBi positions and the norm after its
+embedding), which have almost no parameters.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Shares of their datasheets that accelerators and links reach: published measurements.
+"""Shares of their datasheets' rates that accelerators and links reach: published measurements.
 
-Each figure has its source. A chip that nobody has published has the shares of its architecture's
-measured one; an architecture without has those of the nearest, which the source then says.
+Each figure has its source. A chip without published measurements has the shares of a measured one
+of its architecture; an architecture without any has those of the nearest, as the source then says.
 """
 
 from collections.abc import Mapping
@@ -486,11 +486,13 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
 
 
 def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
-    """Whether it is of Blackwell without a datacenter chip's tensor memory (sm120, sm121)."""
+    """Return whether it is a Blackwell without a datacenter chip's tensor memory (sm120, sm121)."""
     return accelerator.architecture == "blackwell" and accelerator.name.startswith(("RTX", "GB10"))
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Whether its rate with fp32 accumulation is half of its chip's: power does not hold it."""
+    """Return whether its fp32-accumulation rate is half its chip's, so that power does not limit
+    it.
+    """
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

@@ -1,6 +1,6 @@
 """Links: what each carries in one direction after line coding, from the standard or the maker.
 
-Latencies are left out: what is published was measured on one machine, not specified.
+Latencies are left out: published ones were measured on one machine, not specified.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 
 def find_link(name: str) -> Link:
-    """A link by its name ("InfiniBand NDR", "infiniband-ndr").
+    """Find a link by its name ("InfiniBand NDR", "infiniband-ndr").
 
     Raises BadInputError, naming the nearest, if there is none.
     """
@@ -84,5 +84,5 @@ def find_link(name: str) -> Link:
 
 
 def bytes_per_s(bundle: Bundle | None) -> float | None:
-    """Return what a bundle carries in one direction, bytes/s. None for none."""
+    """Return a bundle's rate in one direction, bytes/s. None for none."""
     return None if bundle is None else LINKS[bundle.link].bytes_per_s * bundle.count

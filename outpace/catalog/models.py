@@ -1,4 +1,4 @@
-"""Model presets: the published sizes, each with where they are published, and a few small ones."""
+"""Model presets: published sizes, each with its source, and a few small ones."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from outpace.records.model import ModelSpec, RopeScaling
 
 
 class Preset(Record):
-    """A model's dimensions and where they are published."""
+    """A model's dimensions, with their source."""
 
     spec: ModelSpec
     source: str
@@ -190,7 +190,7 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """The name of a preset or an outline that is written in capitals or with blanks, or as it is.
+    """Return the name of a preset or an outline, written in capitals, with blanks, or as it is.
 
     "Llama-3.1-8B", "Mixtral 8x7B". A file or folder of that name is looked for before.
     """
@@ -199,14 +199,14 @@ def named_model(reference: str) -> str:
 
 
 def name_of_hub(reference: str) -> str | None:
-    """The preset or outline of what the Hugging Face Hub has as `reference` ("Qwen/Qwen2.5-7B")."""
+    """Return the preset or outline of the Hugging Face Hub's `reference` ("Qwen/Qwen2.5-7B")."""
     return _BY_HUB.get(reference.casefold())
 
 
 def without_weights(reference: str) -> str:
-    """The preset or outline of a name on the Hub, where dimensions alone are asked for.
+    """Return the preset or outline of a name on the Hub, if only dimensions are needed.
 
-    Any other reference, and a folder that is called so, as it is.
+    Any other reference, and an existing folder's name, is returned as it is.
     """
     try:
         is_file = Path(reference).expanduser().exists()
@@ -216,9 +216,9 @@ def without_weights(reference: str) -> str:
 
 
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
-    """The refusal of a name that is none of those `known`, nor a file or folder.
+    """Return the refusal of a name that is not among `known`, nor a file or folder.
 
-    Of a repository of the Hub it says how to get it, and its preset where there is one.
+    For a repository of the Hub it says how to get it, and names its preset if there is one.
     """
     said = f"no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
@@ -250,7 +250,9 @@ def untrained_model(reference: str) -> BadInputError | None:
 
 
 def preset(name: str) -> ModelSpec:
-    """The dimensions of a preset. Raises BadInputError, naming the nearest, if there's none."""
+    """Return the dimensions of a preset. Raises BadInputError, naming the nearest, if there is
+    none.
+    """
     try:
         return PRESETS[name].spec
     except KeyError:

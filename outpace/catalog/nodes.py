@@ -1,4 +1,4 @@
-"""Machines by the names under which they are rented and bought, each with where it is published.
+"""Machines by the names under which they are rented and sold, each with its source.
 
 Several cards that you plug into a host say nothing of that host: its cores, memory and network stay
 unknown.
@@ -116,7 +116,7 @@ NODES: Mapping[str, Node] = MappingProxyType({node.name: node for node in _NODES
 
 
 def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
-    """A machine of the catalog, or accelerators by their name, number and memory.
+    """Find a machine of the catalog, or accelerators by their name, number and memory.
 
     "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100"; or as drivers, SLURM and clouds
     write them: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8", "8xH100-80GB", "A6000";
@@ -144,9 +144,9 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 
 
 def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
-    """Return the accelerators of `text`; None where the catalog has none of that name.
+    """Return the accelerators of `text`; None if the catalog has none of that name.
 
-    `name` is what the user calls them. Raises BadInputError where it says too little or too much.
+    `name` is what the user calls them. Raises BadInputError if it says too little or too much.
     """
     counted = _COUNTED.fullmatch(text)
     if counted is None:
@@ -281,7 +281,7 @@ def _variant(
 ) -> Accelerator | None:
     """Return the accelerator of a name, with that memory where it is sold with several sizes.
 
-    Raises BadInputError where it is known, but not with that memory, or with which is not said.
+    Raises BadInputError if it is known, but not with that memory, or with which is not said.
     """
     named = {_slug(known): one for known, one in accelerators.items()}
     if memory is None and word in named:
@@ -315,8 +315,8 @@ def _board_of(
 ) -> Accelerator | None:
     """Return the board of a chip that is named without its form, "h100": H100 SXM.
 
-    None for a chip that has none. Raises BadInputError where boards have several sizes of memory
-    and none is said.
+    None for a chip that has none. Raises BadInputError if boards have several sizes of memory and
+    none is said.
     """
     chips = {_slug(known): one for known, one in accelerators.items()}
     form = re.compile(rf"{re.escape(word)}-sxm\d?")

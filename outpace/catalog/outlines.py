@@ -1,4 +1,4 @@
-"""Published models that outpace plans for and does not train: their outlines.
+"""Outlines of published models that outpace plans for and does not train.
 
 As transformers builds them from the config.json of the source, layer for layer.
 """

@@ -59,18 +59,18 @@ PROCESSORS: tuple[Processor, ...] = (
 
 
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
-    """Bits of the registers in which a core with these features computes in that dtype.
+    """Return the register width in bits with which such a core computes in that dtype.
 
-    None where none of them is known to, or makers choose the width.
+    None if none of them is known to, or makers choose the width.
     """
     known = [p for p in PROCESSORS if p.feature in features and dtype in p.flops_per_cycle]
     return known[-1].vector_bits if known else None
 
 
 def flops_per_cycle(features: Collection[str], dtype: Dtype) -> ValueRange | None:
-    """FLOP per cycle of one core with these features (as Machine.cpu_features), at the peak.
+    """Return the peak FLOP per cycle of one core with these features (as Machine.cpu_features).
 
-    None where none of them is known to compute in that dtype: a processor without bf16 products
+    None if none of them is known to compute in that dtype: a processor without bf16 products
     converts, and its peak is not published.
     """
     rates = (p.flops_per_cycle.get(dtype) for p in PROCESSORS if p.feature in features)

@@ -1,4 +1,4 @@
-"""Small runs whose steps `outpace probe` times: what the planner cannot add up from parts.
+"""Small runs that `outpace probe` times, for costs that the planner cannot add up from parts.
 
 Operators in a step do not take what each takes alone: caches are cold, allocators and autograd are
 at work, hooks of strategies run. Models of which one waits for operators, one computes, one does
@@ -51,7 +51,7 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Hash of all that determines it: steps of another version are of something else."""
+        """Return a hash of everything that determines it: another version has other steps."""
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]

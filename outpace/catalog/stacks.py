@@ -1,4 +1,4 @@
-"""Software that trains: what each does whatever plan it is given, with where that is said.
+"""Software stacks for training: their traits that hold for any plan, with sources.
 
 A step depends on who runs it. What a stack fuses, how its collectives are cut and whether they
 proceed beside computing, and what its modes of recomputation mean stands here, once for all that

@@ -319,7 +319,7 @@ def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _answers_of(messages: Sequence[Message]) -> tuple[int, ...]:
-    """The numbers of the assistant's messages."""
+    """Return the numbers of the assistant's messages."""
     return tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
 
 

@@ -352,7 +352,7 @@ class _Text:
         self._read += len(block)
 
     def sign(self) -> str:
-        """The next character; empty at the end."""
+        """Return the next character; empty at the end."""
         while self._at == len(self._text) and not self._ended:
             self._more()
         return self._text[self._at : self._at + 1]
@@ -365,7 +365,7 @@ class _Text:
             left = None if left is None else left - 1
 
     def line(self) -> int:
-        """The line's number, from 1."""
+        """Return the line's number, from 1."""
         return self._place(self._at)[0]
 
     def _place(self, at: int) -> tuple[int, int]:

@@ -90,7 +90,7 @@ class Source:
 
     @property
     def is_tokens(self) -> bool:
-        """Whether it already consists of tokens and needs no tokenizer."""
+        """Return whether it already consists of tokens and needs no tokenizer."""
         return self.kind == "tokens"
 
     @property

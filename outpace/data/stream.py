@@ -132,7 +132,7 @@ class Stream:
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
-        """The largest token id, or a larger one of the shards; −1 without tokens."""
+        """Return the largest token id, or a larger one of the shards; −1 without tokens."""
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:

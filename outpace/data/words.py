@@ -169,7 +169,7 @@ def _wide(pattern: str) -> re.Pattern[str]:
 
 
 def _ranges(codes: list[int]) -> str:
-    """A regular expression's list of characters."""
+    """Return a regular expression's list of characters."""
     return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in _runs(codes))
 
 

@@ -29,9 +29,9 @@ _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
 
 
 def known_labels(directory: Path) -> tuple[str, ...] | None:
-    """The classes of a directory that holds a classifier, in order; None for another.
+    """Return the classes of a directory that holds a classifier, in order; None for another.
 
-    Raises BadInputError where config.json names them in two ways that contradict each other.
+    Raises BadInputError if config.json names them in two ways that contradict each other.
     """
     values = read_config(directory)
     architecture = next(iter(values.get("architectures") or ()), "")
@@ -65,10 +65,10 @@ def require_layer(directory: Path) -> None:
 def read_classifier(
     directory: Path, spec: ModelSpec, labels: Sequence[str], seed: int
 ) -> Classifier:
-    """The directory's weights in a classifier; what it lacks is drawn from `seed`.
+    """Read the directory's weights into a classifier; missing ones are drawn from `seed`.
 
-    A pooler is taken where there is one. The layer over classes too, if the directory holds a
-    classifier of the same labels. Raises BadInputError as `read_weights` does.
+    A pooler is read if there is one, and the layer over classes if the directory holds a classifier
+    with the same labels. Raises BadInputError as `read_weights` does.
     """
     used = _classifier_naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):
@@ -114,7 +114,7 @@ def _flat(name: str) -> str:
 
 
 def require_exportable(spec: ModelSpec) -> None:
-    """Raises BadInputError where transformers has no classifier of such a model."""
+    """Raise BadInputError if transformers has no classifier for such a model."""
     try:
         hf_config(spec)
     except BadInputError:

@@ -44,7 +44,9 @@ _ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The values of config.json. Raises BadInputError when there is none or it is no object."""
+    """Return the values of config.json. Raises BadInputError if there is none or it is not an
+    object.
+    """
     path = directory / CONFIG_FILE
     if not path.is_file():
         if (directory / "adapter_config.json").is_file():
@@ -85,14 +87,14 @@ def require_text(path: Path) -> None:
 
 
 class ConfigReading(Record):
-    """A config.json as a spec, with what you should know of how it was understood."""
+    """A config.json as a spec, with notes on how it was understood."""
 
     spec: ModelSpec
     notes: tuple[str, ...] = ()
 
 
 def spec_from_hf(directory: Path) -> ModelSpec:
-    """The dimensions and choices of a Hugging Face model directory.
+    """Return the dimensions and choices of a Hugging Face model directory.
 
     A spec has one dropout: GPT-2's and BERT's is that of the residual stream, the others' that
     of attention. Raises BadInputError for an architecture or a feature that is not supported.
@@ -125,7 +127,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
 
 
 def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
-    """The error of a config.json that does not say what it is of."""
+    """Return the error of a config.json that does not say what it is of."""
     architectures = values.get("architectures")
     hint = f" (architectures: {shorten(str(architectures))})" if architectures else ""
     return BadInputError(
@@ -158,13 +160,13 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
 
 
 def _source_files() -> Iterator[bytes]:
-    """Yield the modules that read a config: a change in one of them invalidates the cache."""
+    """Yield the modules that read a config; a change in one of them invalidates the cache."""
     for name in (__name__, ModelSpec.__module__, ReadValues.__module__):
         yield Path(str(sys.modules[name].__file__)).read_bytes()
 
 
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
-    """The config as transformers understands it, every default filled in.
+    """Return the config as transformers understands it, with every default filled in.
 
     `values` are those of config.json, which has to say one model only (`require_consistent`, which
     takes `strict`) and no dimension below 1. Raises BadInputError.
@@ -190,7 +192,7 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' own remarks on a config from the user; errors are raised all the same."""
+    """Suppress transformers' messages about a config; errors are still raised."""
     from transformers.utils import logging as hf_logging
 
     earlier = hf_logging.get_verbosity()
@@ -204,11 +206,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 class DimensionsError(BadInputError):
-    """Dimensions that do not go together; some may be defaults that the file does not have."""
+    """Dimensions that contradict each other; some may be defaults that the file does not have."""
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:
-    """The spec of a `transformers` config of one of the families.
+    """Return the spec of a `transformers` config of one of the families.
 
     Raises BadInputError; DimensionsError for numbers that do not go together.
     """

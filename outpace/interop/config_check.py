@@ -1,7 +1,7 @@
-"""Checks of a config.json against its model_type: contradictions are refused, the rest is named.
+"""Checks of a config.json against its model_type: contradictions are refused, the rest is reported.
 
-transformers takes any key and passes over those that the model's code does not read. A config of
-another model, relabelled, loads without a word and computes something else.
+transformers accepts any key and ignores those that the model's code does not read. A relabelled
+config of another model loads without a warning and computes something else.
 """
 
 import re
@@ -90,7 +90,7 @@ class ReadValues:
         return value
 
     def inner(self, name: str) -> "ReadValues | None":
-        """The values that were read of a config inside of this one."""
+        """Return the values that were read of a config inside of this one."""
         found: ReadValues | None = vars(self).get(f"_inner_{name}")
         return found
 
@@ -124,7 +124,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
 
 
 def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], type, str]]:
-    """The config and, where its class has one, that of its text; each with its class."""
+    """Yield the config and, where its class has one, that of its text; each with its class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[str(values["model_type"])]
@@ -159,7 +159,7 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
 
 
 def _classes_of(model_type: str) -> set[str]:
-    """The models that transformers makes of a model_type, by the names of their classes."""
+    """Return the models that transformers makes of a model_type, by the names of their classes."""
     from transformers.models.auto import modeling_auto
 
     found: set[str] = set()
@@ -286,7 +286,7 @@ def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Whether a key's value says what is so without it."""
+    """Return whether a key's value says what is so without it."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False

@@ -21,10 +21,10 @@ def hf_config(
     pad_id: TokenIds = None,
     dtype: str = "float32",
 ) -> Any:
-    """The `transformers` config whose model computes what the spec's does.
+    """Return the `transformers` config whose model computes the same as the spec's.
 
-    Its architecture is the spec's family where that has all of the spec's features, else the
-    first family that has. Raises BadInputError where none has.
+    Its architecture is the spec's family if that has all of the spec's features, else the first
+    family that has. Raises BadInputError if none has.
     """
     ids = {"eos_token_id": eos_id, "bos_token_id": bos_id, "pad_token_id": pad_id}
     order = sorted(FAMILIES, key=lambda family: family != spec.family)
@@ -55,7 +55,7 @@ def exported_type(spec: ModelSpec) -> str:
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
-    """Say a config's rotary settings by transformers 4's keys, too, which passes over the new one.
+    """Write a config's rotary settings with transformers 4's keys too, which ignores the new one.
 
     rope_theta and rope_scaling beside rope_parameters (transformers 5), which reads all three.
     """
@@ -68,7 +68,7 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
 
 
 def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> Any | None:
-    """The family's config, None where reading it back would not give the same model."""
+    """Return the family's config, None if reading it back would not give the same model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 

@@ -31,9 +31,9 @@ _RUN_FILE = "run.json"
 class OpenedModel:
     """A model that was named. A custom model has a `build` and no `spec`.
 
-    `weights`, `tokenizer` and `adapter`: the directories that hold them, None where there are none.
-    An adapter belongs to the `weights`. `folder` is the Hugging Face directory that the spec was
-    read from, `notes` what you should know of how it was understood.
+    `weights`, `tokenizer` and `adapter`: the directories that hold them, None if there are none. An
+    adapter belongs to the `weights`. `folder` is the Hugging Face directory that the spec was read
+    from, `notes` what you should know of how it was understood.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -48,12 +48,12 @@ class OpenedModel:
 
 
 def names_code(reference: str) -> bool:
-    """Whether it names a function of the user: "file.py:function"."""
+    """Return whether it names a function of the user: "file.py:function"."""
     return reference.rpartition(":")[0].endswith(".py")
 
 
 def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
-    """Find the model that `reference` names; `cache_dir` keeps what was read of it.
+    """Find the model that `reference` names; `cache_dir` caches what was read about it.
 
     A preset's name comes first ("./gpt2" is the directory); then a Hugging Face directory, the
     directory of a finished run, a spec file (.toml, .json), or "file.py:function"; a preset's name
@@ -124,7 +124,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
-    """A run's exported model, to start from."""
+    """Return a run's exported model, to start from."""
     model = path / "model"
     if (model / CUSTOM_MODEL_FILE).is_file():
         return OpenedModel(
@@ -159,7 +159,7 @@ def _newest_step(path: Path) -> str:
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
-    """An adapter, with the weights that it names."""
+    """Return an adapter, with the weights that it names."""
     base = base_of(path)
     tokenizer = _tokenizer(path) or _tokenizer(base)
     read = read_spec_with_notes(base)
@@ -175,7 +175,7 @@ def _tokenizer(directory: Path) -> Path | None:
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """A ModelSpec from a TOML or JSON file with its keys.
+    """Return a ModelSpec from a TOML or JSON file with its keys.
 
     Raises BadInputError for unknown keys (with the nearest right one) and bad values.
     """

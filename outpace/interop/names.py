@@ -78,7 +78,7 @@ class Naming:
     transposed: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """The name in their files of our tensor `name`."""
+        """Return the name of our tensor `name` in their files."""
         if name == "head_bias":
             return self.head_bias
         module, leaf = name.rsplit(".", 1)
@@ -88,17 +88,17 @@ class Naming:
         return f"{theirs if number is None else theirs.replace('*', number[0], 1)}.{leaf}"
 
     def is_transposed(self, stored: str) -> bool:
-        """Whether the stored tensor is the transpose of ours."""
+        """Return whether the stored tensor is the transpose of ours."""
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
     def current_name(self, stored: str) -> str:
-        """The current form of a name as it stands in a file, new or old."""
+        """Return the current form of a name in a file, new or old."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
     def is_ignored(self, current_name: str) -> bool:
-        """Whether a tensor of a file is none of the model's weights."""
+        """Return whether a tensor of a file is not one of the model's weights."""
         return any(re.search(pattern, current_name) for pattern in self.ignored)
 
 

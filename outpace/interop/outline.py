@@ -48,7 +48,7 @@ class _Values:
         return default if found is None else found
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number, at least 1."""
+        """Return a whole number, at least 1."""
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             self.refuse(name, found, "it has to be a whole number, at least 1")
@@ -85,18 +85,18 @@ Reader = Callable[[_Values], dict[str, Any]]
 
 
 def outline_from_hf(directory: Path) -> Outline:
-    """The outline of a Hugging Face model directory. Raises BadInputError."""
+    """Return the outline of a Hugging Face model directory. Raises BadInputError."""
     return read_outline_and_spec(directory)[0]
 
 
 def needs_trace(directory: Path) -> bool:
-    """Whether no reader knows the family of a folder, but transformers can build it."""
+    """Return whether no reader knows the family of a folder, but transformers can build it."""
     model_type = read_config(directory).get("model_type")
     return can_build(model_type) and model_type not in READERS
 
 
 def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
-    """The outline of a Hugging Face model directory, and the spec if outpace can build the model.
+    """Return the outline of a Hugging Face model directory, with its spec if outpace can build it.
 
     Raises BadInputError for an architecture that is not known and for dimensions that cannot be.
     """
@@ -125,7 +125,7 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
 
 
 def outline_from_config(config: Any, where: str) -> Outline:
-    """The outline of a `transformers` config. Raises BadInputError."""
+    """Return the outline of a `transformers` config. Raises BadInputError."""
     if config.model_type not in READERS:
         raise _unknown_architecture(config.model_type, where)
     return _outline_from_config(config, where)[0]
@@ -134,7 +134,7 @@ def outline_from_config(config: Any, where: str) -> Outline:
 def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
     """Put back what the file says of a tied head: transformers 5 ties every T5's.
 
-    Raises BadInputError where a config and the one inside of it differ: programs take either.
+    Raises BadInputError if a config and the one inside of it differ: programs take either.
     """
     tied, text = values.get("tie_word_embeddings"), values.get("text_config")
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
@@ -377,7 +377,7 @@ def _gemma3(values: _Values) -> dict[str, Any]:
 
 
 def _gemma3_text(values: _Values) -> dict[str, Any]:
-    """The text part of a model that also sees: its tower of vision is left out."""
+    """Return the text part of a model that also sees: its tower of vision is left out."""
     return _gemma3(_Values(values.config.text_config, f"{values.where}: text_config"))
 
 
@@ -461,7 +461,7 @@ def _phi(values: _Values) -> dict[str, Any]:
 
 
 def _bloom(values: _Values) -> dict[str, Any]:
-    """A norm after the embedding; positions bias the scores and have no parameters."""
+    """Return a norm after the embedding; positions bias the scores and have no parameters."""
     hidden = values.whole("hidden_size")
     return _gpt_like(
         values, 4 * hidden, outside=2 * hidden, positions=values.whole("seq_length", 2048),
@@ -541,7 +541,7 @@ def _pair(values: _Values, name: str) -> tuple[int, int]:
 
 
 def _t5(values: _Values) -> dict[str, Any]:
-    """An encoder, and a decoder that also sees what the encoder gave."""
+    """Return an encoder, and a decoder that also sees what the encoder gave."""
     hidden, heads = values.whole("d_model"), values.whole("num_heads")
     dim = values.whole("d_kv")
     attention = AttentionShape(

@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 Written so that `peft.PeftModel.from_pretrained(base, folder)` computes the same. GPT-2 keeps the
 matrices of q, k and v as one, so their adapters become one of the sum of their ranks: the A's lie
@@ -69,7 +69,7 @@ class AdapterNote(Record):
 
 @dataclass(frozen=True)
 class Pair:
-    """An adapter of a module of theirs, and by what the product B · A is multiplied."""
+    """An adapter of a module of theirs, and the factor of the product B · A."""
 
     a: Tensor
     b: Tensor
@@ -109,7 +109,7 @@ def write_adapter(
 
 
 def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
-    """The model's adapters by the names of modules of theirs, those of one joined."""
+    """Return the model's adapters by the names of modules of theirs, those of one joined."""
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
     for stored, names in group(shapes, used).items():
@@ -167,7 +167,7 @@ def _plain(number: float) -> int | float:
 
 
 def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """The shortest ends of names by which PEFT finds the modules `chosen` among those `known`."""
+    """Return the shortest ends of names by which PEFT finds the modules `chosen` among `known`."""
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -181,7 +181,7 @@ def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The values of adapter_config.json. Raises BadInputError for what is not plain LoRA."""
+    """Return the values of adapter_config.json. Raises BadInputError if it is not plain LoRA."""
     path = folder / ADAPTER_CONFIG
     values = read_object(path)
     if values.get("peft_type") != "LORA":
@@ -239,7 +239,7 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
 
 
 def base_of(folder: Path) -> Path:
-    """The directory of the weights that an adapter belongs to. Raises BadInputError."""
+    """Return the directory of the weights that an adapter belongs to. Raises BadInputError."""
     named = named_base(folder)
     base = _directory(named)
     if base is None:
@@ -331,13 +331,15 @@ def _require_targets(folder: Path, held: Collection[str], known: Collection[str]
 
 
 def _inner(module: str) -> str:
-    """A module's name from its layer's number on, where it has one."""
+    """Return a module's name from its layer's number on, where it has one."""
     found = re.search(r"(?:^|\.)(\d+\..+)$", module)
     return found[1] if found else module
 
 
 def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Whether a module is among those that a config names, as PEFT decides; None: not known."""
+    """Return whether a module is among those that a config names, as PEFT decides; None: not
+    known.
+    """
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     if not targets or targets == "all-linear" or config.get("exclude_modules"):
         return None
@@ -361,9 +363,9 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def adapter_notes(folder: Path) -> tuple[str, ...]:
-    """Say what of an adapter's file should be known before it is added to weights.
+    """Say what to know about an adapter's file before it is added to weights.
 
-    Nothing of a file that cannot be read, which `merge` refuses.
+    Nothing is said about a file that cannot be read, which `merge` refuses.
     """
     try:
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as held:
@@ -401,7 +403,7 @@ def _round(weights: dict[str, Tensor]) -> None:
 
 
 def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
-    """The adapters in a folder, by the names of their modules."""
+    """Yield the adapters in a folder, by the names of their modules."""
     config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
     require_small_files(folder)
     require_readable(path)

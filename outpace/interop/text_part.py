@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 
 class TextPart(nn.Module):
-    """The language model inside of `whole`, with the head over its vocabulary.
+    """The language model within `whole`, with the head over its vocabulary.
 
-    Raises AttributeError where `whole` says of neither which it is.
+    Raises AttributeError if `whole` does not identify both.
     """
 
     def __init__(self, whole: Any, config: Any) -> None:
@@ -27,7 +27,7 @@ class TextPart(nn.Module):
         return self.model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits (B, S, V) of tokens (B, S); the last hidden states where there is no head."""
+        """Return logits (B, S, V) of tokens (B, S); the last hidden states if there is no head."""
         hidden_BSD: Tensor = self.model(input_ids=input_ids)[0]
         if self.lm_head is None:
             return hidden_BSD

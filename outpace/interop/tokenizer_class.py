@@ -37,7 +37,7 @@ _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
 def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
-    """Say where transformers reads the tokenizer in `path` otherwise than it was read here."""
+    """Say where transformers reads the tokenizer in `path` differently than it was read here."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
         return None
@@ -58,7 +58,7 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
 
 
 def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) -> str | None:
-    """Say where transformers will read the exported tokenizer of such a model otherwise."""
+    """Say where transformers will read the exported tokenizer of such a model differently."""
     if model_type not in _BY_FAMILY:
         return None
     probes = (*_PROBES, *(f"a{name} b" for name in list(tokenizer.special_tokens)[:4]))
@@ -74,7 +74,7 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
 
 
 def has_class_by_family(family: str | None) -> bool:
-    """Whether transformers builds every tokenizer of the family by one class."""
+    """Return whether transformers builds every tokenizer of the family by one class."""
     return family in _BY_FAMILY
 
 
@@ -88,7 +88,7 @@ def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
 
 
 def _names_class(folder: Path) -> bool:
-    """Whether transformers may build the tokenizer by a class of its own."""
+    """Return whether transformers may build the tokenizer by a class of its own."""
     told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
     if named is None:  # then by the model's type; without one it is not read at all
@@ -97,7 +97,7 @@ def _names_class(folder: Path) -> bool:
 
 
 def _values(path: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty where there is none."""
+    """Return the object in a JSON file; empty if there is none."""
     with suppress(OSError, ValueError):
         told = json.loads(path.read_text(encoding="utf-8"))
         return told if isinstance(told, dict) else {}
@@ -149,10 +149,10 @@ def _export_differ(
 
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
-    """The first text with other ids, or other ids around it.
+    """Return the first text with other ids, or other ids around it.
 
-    Raises BadInputError where transformers reads no such tokenizer, or not all texts with it, and
-    the others have the same ids.
+    Raises BadInputError if transformers reads no such tokenizer, or not all texts with it, and the
+    others have the same ids.
     """
     from transformers import AutoTokenizer
 
@@ -190,6 +190,6 @@ def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] |
 
 
 def _quote_ids(found: Mapping[str, Any]) -> str:
-    """The text and its ids by both."""
+    """Return the text and its ids by both."""
     here, there = (shorten(str(found[side]), 60) for side in ("here", "there"))
     return f"{found['text']!r} is {here} here and {there} there"

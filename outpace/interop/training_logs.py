@@ -1,4 +1,4 @@
-"""Logs of trainers, read as they write them: step time, throughput, memory and layout.
+"""Readers for logs of trainers: step time, throughput, memory and layout.
 
 Formats, by the code that writes them: torchtitan, `torchtitan/components/metrics.py` (`log`),
 `distributed/parallel_dims.py` and `train.py`; Megatron-LM, `megatron/training/training.py`
@@ -39,7 +39,7 @@ _TRAINERS = "outpace, torchtitan, Megatron-LM, Megatron-Bridge, DeepSpeed, trans
 
 
 def read_log(path: Path) -> LoggedRun:
-    """Read a log, or a run's folder. Raises BadInputError where no trainer's steps are in it."""
+    """Read a log, or a run's folder. Raises BadInputError if it has no trainer's steps."""
     if path.is_dir():
         return _read_folder(path)
     if path.name in ("metrics.jsonl", "run.json"):
@@ -88,7 +88,7 @@ def _number(text: str) -> float | None:
 
 
 def _steady_median(values: Sequence[float]) -> float | None:
-    """The median of what was logged after the first entry, which has start-up in it."""
+    """Return the median of what was logged after the first entry, which has start-up in it."""
     return statistics.median(values[1:] if len(values) > 1 else values) if values else None
 
 
@@ -130,7 +130,7 @@ def _read_outpace(path: Path) -> LoggedRun:
 
 
 def _is_possible(value: object) -> TypeGuard[float]:
-    """Whether it is a number that a run can have."""
+    """Return whether it is a number that a run can have."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return _LEAST < value < _MOST
@@ -368,7 +368,7 @@ _RESUMED = (
 
 
 def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
-    """The last line of a Trainer's console: numbers, or in version 5 numbers as texts."""
+    """Return the last line of a Trainer's console: numbers, or in version 5 numbers as texts."""
     value = rf"'?{_NUMBER}'?"
     ends = [place for place, line in enumerate(lines) if "'train_steps_per_second'" in line]
     rate = _find_numbers(rf"'train_steps_per_second': {value}", lines)
@@ -464,7 +464,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
 
 
 def read_trainer_rate(folder: Path) -> float | None:
-    """The highest learning rate that Trainer logged beside a model; None where it says none."""
+    """Return the highest learning rate that Trainer logged next to a model; None if it has none."""
     try:
         history = read_object(folder / _STATE).get("log_history")
     except BadInputError:
@@ -476,7 +476,7 @@ def read_trainer_rate(folder: Path) -> float | None:
 
 
 def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
-    """A time in a row of log_history. Raises BadInputError, naming it, for what is none."""
+    """Return a time in a row of log_history. Raises BadInputError, naming it, for what is none."""
     value = row[name]
     if _is_possible(value):
         return value

@@ -1,4 +1,4 @@
-"""A model of transformers from its config alone, on the meta device: any family that it has."""
+"""A model of transformers from its config alone, on the meta device, for any of its families."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", 
 class BuiltModel:
     """A model without storage. `positions`: the longest sequence, None where any is taken.
 
-    `decodes`: it has a decoder beside its encoder. `family` is the model_type of what was built,
-    `notes` what you should know of how the config was understood.
+    `decodes`: it has a decoder in addition to its encoder. `family` is the model_type of the built
+    model, `notes` are about how the config was understood.
     """
 
     module: Any
@@ -37,7 +37,7 @@ class BuiltModel:
 
 
 def transformers_version() -> str | None:
-    """The installed release of transformers; None where it cannot be imported."""
+    """Return the installed release of transformers; None if it cannot be imported."""
     try:
         import transformers
     except ImportError:
@@ -46,7 +46,7 @@ def transformers_version() -> str | None:
 
 
 def can_build(model_type: object) -> bool:
-    """Whether transformers is installed and has the family."""
+    """Return whether transformers is installed and has the family."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
@@ -57,8 +57,8 @@ def can_build(model_type: object) -> bool:
 def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
     """Build the language model that a folder's config.json describes, on meta.
 
-    Of a model that also sees or hears the text part is built. Raises BadInputError where the config
-    contradicts itself, or transformers cannot make a model of it.
+    For a model that also sees or hears, only the text part is built. Raises BadInputError if the
+    config contradicts itself, or transformers cannot make a model from it.
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
@@ -76,7 +76,7 @@ def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
 def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltModel:
     """Build the model of a config, or its text part, with its head, on meta.
 
-    Raises BadInputError where transformers cannot.
+    Raises BadInputError if transformers cannot.
     """
     import torch
 
@@ -166,7 +166,9 @@ def _check_layers(config: Any, where: str) -> None:
 
 
 def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Whether the model also decodes, and the class that makes it with its head; None: no class."""
+    """Return whether the model also decodes, and the class that makes it with its head; None: no
+    class.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

@@ -42,7 +42,8 @@ def load_function(reference: str) -> Callable[[], Any]:
 
 
 def code_fingerprint(reference: str) -> str | None:
-    """A hash of what "file.py:function" says, but for comments and the way it is set; None else.
+    """Return a hash of the code of "file.py:function", ignoring comments and layout; None for
+    others.
 
     Modules that the file imports are not looked at.
     """
@@ -57,7 +58,7 @@ def code_fingerprint(reference: str) -> str | None:
 def require_named(reference: str, where: Path) -> None:
     """Refuse code that a file names but no user of this machine has. Raises BadInputError.
 
-    Runs are shared, and anyone may have written what is in `where`.
+    Runs are shared, and anyone may have written the content of `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face model directory: read into our names, one tensor at a time."""
+"""The weights of a Hugging Face model directory, read under our names, one tensor at a time."""
 
 import json
 import pickle
@@ -54,9 +54,9 @@ class StoredTensor:
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the spec's model, ours.
+    """Return the name and shape of every tensor of the spec's model, under our names.
 
-    Its blocks are alike: one is built, however many there are.
+    Its blocks are equal, so only one is built.
     """
     with torch.device("meta"):
         model = Transformer(spec.model_copy(update={"layers": 1, "window_layers": None}))
@@ -76,11 +76,11 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The directory's weights under our names, fp32, on the CPU; ready for `load_state_dict`.
+    """Read the directory's weights under our names, fp32, on the CPU, for `load_state_dict`.
 
-    Reads safetensors, whole or sharded, else .bin files (nothing in them is executed). Beyond
-    the result no more than one stored tensor is in memory. Raises BadInputError for files that
-    are missing or corrupt and for tensors that are missing, unexpected or of another shape.
+    Reads safetensors, whole or sharded, else .bin files (nothing in them is executed). Besides the
+    result, at most one stored tensor is in memory. Raises BadInputError for files that are missing
+    or corrupt and for tensors that are missing, unexpected or of another shape.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     shapes = expected_shapes(spec)
@@ -101,7 +101,7 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read tensors of these shapes as `read_weights` does; the `optional` ones may be missing.
 
-    All else that the files hold must match the pattern `passed_over`.
+    All other tensors in the files must match the pattern `passed_over`.
     """
     groups = group(shapes, used)
     with _open_tensors(directory) as tensors:
@@ -221,7 +221,7 @@ def _stored_shape(
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
 ) -> tuple[int, ...]:
-    """The shape in the file of our tensors `names`, joined."""
+    """Return the shape in the file of our tensors `names`, joined."""
     first, *rest = shapes[names[0]]
     shape = (first * len(names), *rest)
     return shape[::-1] if used is not None and used.is_transposed(stored) else shape
@@ -248,7 +248,7 @@ def _convert(
 
 
 def require_numbers(tensor: Tensor, name: str) -> None:
-    """Refuse weights of which one is NaN or infinite. Raises BadInputError."""
+    """Refuse weights with NaN or infinite values. Raises BadInputError."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     low, high = torch.aminmax(tensor.detach())  # either is NaN where any is
@@ -300,21 +300,22 @@ def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[S
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """The names of the tensors in a directory, as they are there. Raises BadInputError."""
+    """Return the names of the tensors in a directory, as stored. Raises BadInputError."""
     with _open_tensors(directory) as tensors:
         return frozenset(tensor.name for tensor in tensors)
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there are files that `read_weights` reads."""
+    """Return whether there are files that `read_weights` reads."""
     return any((directory / name).is_file() for name in (SINGLE, INDEX, BIN_SINGLE, BIN_INDEX))
 
 
 def unread_weights(directory: Path) -> list[str]:
-    """Files in a directory and its folders that may hold weights, which `read_weights` passes over.
+    """Return files in a directory and its folders that may hold weights, which `read_weights`
+    ignores.
 
-    Of checkpoints of trainers only those that hold the model itself. Data are .bin files, too: they
-    are told by their names.
+    Of trainers' checkpoints, only those with the model itself are returned. Data files may be .bin
+    too: they are recognised by name.
     """
     found = [*directory.glob("*"), *directory.glob("*/*")]
     return sorted(
@@ -328,14 +329,18 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Whether a .bin file beside a model, or in a folder `below` it, has no name of weights."""
+    """Return whether a .bin file beside a model, or in a folder `below` it, has no name of
+    weights.
+    """
     if _MODEL_NAME.search(path.stem.lower()):
         return False
     return below or _DATA_NAME.search(path.stem.lower()) is not None
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights. Raises BadInputError when there are none or some lack."""
+    """Return the files that hold the weights. Raises BadInputError if there are none or some are
+    missing.
+    """
     for single, index in ((SINGLE, INDEX), (BIN_SINGLE, BIN_INDEX)):
         if (directory / single).is_file():
             _require_one_model(directory / single, directory / index)
@@ -364,10 +369,11 @@ def _require_one_model(single: Path, index: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Tells weights apart: names and sizes of their files, and parts of each one's contents.
+    """Return a fingerprint of weights: names and sizes of their files, and parts of each one's
+    contents.
 
-    The first bytes, which list the tensors, the last, and some in the middle; weights that were
-    trained further differ in all.
+    The parts are the first bytes, which list the tensors, the last, and some in the middle; weights
+    that were trained further differ in all of them.
     """
     digest = xxhash.xxh3_128()
     for path in weight_files(directory):

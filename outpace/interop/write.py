@@ -38,10 +38,10 @@ def write_model(
     `origin` is the folder that the model came from with the same tokenizer: its special ids and its
     settings for generation are kept. `stop_ids` end an answer, beside what ends a text.
 
-    `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A
-    spec that no architecture of transformers has is written in outpace's own form, which
-    `spec_from_hf` and `read_weights` read. Whole or not at all; beyond `state_dict` one shard
-    is in memory. Raises BadInputError when the directory cannot be written.
+    `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
+    that no architecture of transformers has is written in outpace's own form, which `spec_from_hf`
+    and `read_weights` read. It is written whole or not at all; besides `state_dict`, one shard is
+    in memory. Raises BadInputError if the directory cannot be written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
@@ -60,7 +60,7 @@ def write_model(
 
 
 def special_ids(folder: Path) -> dict[str, int | None]:
-    """The ids of the tokenizer in `folder` as transformers understands them."""
+    """Return the ids of the tokenizer in `folder` as transformers understands them."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -80,7 +80,7 @@ def write_config(
     dtype: torch.dtype,
     change: Callable[[Any], None] = lambda config: None,
 ) -> Any | None:
-    """Write config.json, after a `change`; return it, or None where it is in outpace's own form."""
+    """Write config.json, after a `change`; return it, or None if it is in outpace's own form."""
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
     except BadInputError:
@@ -134,7 +134,9 @@ def write_weights(
 
 
 def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:
-    """The stored form of our tensors: joined, and turned where the family stores in × out."""
+    """Return the stored form of our tensors: joined, and transposed if the family stores in ×
+    out.
+    """
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if used is not None and used.is_transposed(stored):
         whole = whole.t()

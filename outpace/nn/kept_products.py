@@ -92,7 +92,7 @@ def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
 
 
 def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
-    """Whether a norm is computed in fp32 with autocast and without."""
+    """Return whether a norm is computed in fp32 with autocast and without."""
     return x.dtype == getattr(norm.weight, "dtype", None) == torch.float32
 
 

@@ -134,7 +134,7 @@ def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, An
 
 
 def _draws(block: Block) -> bool:
-    """Whether a block, or an adapter in it, draws random numbers."""
+    """Return whether a block, or an adapter in it, draws random numbers."""
     if block.attention.spec.dropout > 0:
         return True
     kept = [getattr(part, "dropout", None) for part in block.modules()]

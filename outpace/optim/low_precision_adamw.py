@@ -306,13 +306,13 @@ class _Part:
 
     @cached_property
     def rounds(self) -> tuple[bool, ...]:
-        """Whether both moments and the weight are rounded with random numbers."""
+        """Return whether both moments and the weight are rounded with random numbers."""
         kept = (*(moment[0] for moment in self.moments), self.weight)
         return tuple(one.dtype == torch.bfloat16 for one in kept)
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether all of it can be viewed as rows."""
+        """Return whether all of it can be viewed as rows."""
         held = [one for moment in self.moments for one in moment[:2] if one is not None]
         return all(one.is_contiguous() for one in (self.weight, *held))
 

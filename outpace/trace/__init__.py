@@ -1,1 +1,1 @@
-"""The real model and the real plan under fake tensors: the memory of any rank of any world."""
+"""The real model and the real plan under fake tensors: memory of any rank of any world size."""

@@ -1,4 +1,4 @@
-"""The memory of any rank of any world, from the real model code and the real plan."""
+"""Memory of any rank of any world size, from the real model code and the real plan."""
 
 import gc
 from collections import deque
@@ -50,9 +50,9 @@ def account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors.
 
-    `settings` are the optimizer's; without an `accelerator` it is the CPU's memory. The allocator
-    has what the accelerator's `usable_bytes` leave beside contexts and buffers of collectives.
-    Raises BadInputError for a plan that cannot be applied.
+    `settings` are the optimizer's; without an `accelerator`, the memory is the CPU's. The allocator
+    has the accelerator's `usable_bytes` minus contexts and buffers of collectives. Raises
+    BadInputError for a plan that cannot be applied.
     """
     settings = settings or TrainSettings()
     passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
@@ -64,8 +64,8 @@ def account(
 def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
     """Return the strips of all layers: recorded, or extended from two shallower models.
 
-    What is cut by bytes and not by layers, as DDP's first broadcast, may not extend: then storages
-    are freed that never came, and all layers are recorded.
+    Work that is split by bytes and not by layers, such as DDP's first broadcast, may not extend:
+    storages would be freed that were never allocated, so all layers are recorded then.
     """
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
@@ -81,7 +81,7 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
 
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
-    """Two numbers of layers from which this many can be extended, if that is less work."""
+    """Return two numbers of layers to extend to this many from, if that is less work."""
     period = plan.checkpoint_every
     if plan.pp > 1 or plan.checkpoint_layers or spec.window_layers is not None:
         return None
@@ -91,13 +91,13 @@ def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
 
 
 def at_depth(work: Workload, layers: int) -> Workload:
-    """The same with fewer layers."""
+    """Return the same with fewer layers."""
     spec = work.spec.model_copy(update={"layers": layers})
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 
 
 def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
-    """Record what a rank does in two steps, under fake tensors."""
+    """Record the actions of a rank in two steps, under fake tensors."""
     watch = AllocationTracer(rules)
     collecting = gc.isenabled()
     gc.disable()  # when cycles are freed would depend on what ran before
@@ -118,7 +118,9 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
 def summarise_strips(
     strips: Sequence[Strip], plan: Plan, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
-    """Make the account of recorded strips. `passes`: how often each pass of a step really comes."""
+    """Summarise recorded strips in an account. `passes`: how often each pass of a step really
+    occurs.
+    """
     course = course_of(strips)
     position = int(course.live_bytes.argmax())
     last = [strip for strip in strips if strip.step == strips[-1].step]
@@ -146,7 +148,7 @@ def _reserved_bytes(course: AllocationCourse, plan: Plan, rules: Rules) -> int |
 
 
 def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]:
-    """Return what is live after some of the changes, and where that is."""
+    """Return the live memory after some of the changes, and where it is."""
     found = []
     for position, by_kind in zip(positions, course.by_kind(positions), strict=True):
         entry = course.entries[course.origin[position]]
@@ -165,7 +167,7 @@ def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]
 
 
 def _timeline(course: AllocationCourse) -> list[Moment]:
-    """The last step: of each stretch of it the moment with the most bytes."""
+    """Return the moment with the most bytes in each stretch of the last step."""
     steps = np.array([strip.step for strip in course.strips])
     of_step = np.flatnonzero(steps[course.strip_of] == steps[-1])
     stretches = np.array_split(of_step, min(_POINTS, len(of_step)) or 1)
@@ -174,7 +176,9 @@ def _timeline(course: AllocationCourse) -> list[Moment]:
 
 
 def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
-    """Bytes of activations that live at the peak, by the modules that made them, largest first."""
+    """Return bytes of activations live at the peak, by the modules that made them, largest
+    first.
+    """
     sums: dict[str, int] = {}
     for origin, count in zip(
         *np.unique(course.origin[: position + 1], return_counts=True), strict=True

@@ -1,4 +1,4 @@
-"""Allocations and frees, operator by operator, and what each piece of memory is for."""
+"""Allocations and frees, operator by operator, and the purpose of each piece of memory."""
 
 import threading
 import weakref
@@ -30,7 +30,7 @@ _EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
 
 @dataclass(eq=False, slots=True)
 class MemoryPiece:
-    """A storage from when it is taken until it is freed, and what it turned out to be for."""
+    """A storage from its allocation to its release, and its purpose."""
 
     nbytes: int
     module: str
@@ -60,12 +60,12 @@ class Segment:
 
 
 class AllocationTracer(TorchDispatchMode):
-    """Records each storage that operators take while it is entered, until it is freed.
+    """Recorder of each storage that operators allocate while it is entered, until it is freed.
 
-    It sees the thread that enters it, and backwards where they run in the same thread, as on a
-    CPU. What a kernel takes and gives back within itself it does not see; of some kernels of other
-    devices `rules` know. `freed_elsewhere` is called with the address of what another thread
-    frees, such as threads of collectives that were the last to hold a buffer.
+    It sees the thread that enters it, and backwards in the same thread, as on a CPU. It does not
+    see memory that a kernel allocates and frees internally; `rules` know this for some kernels of
+    other devices. `freed_elsewhere` is called with the address of memory that another thread frees,
+    such as threads of collectives that were the last to hold a buffer.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AllocationTracer(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
 
     def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """Call modules by their names within `root`, and keep an eye on these parameters."""
+        """Name modules by their names within `root`, and watch these parameters."""
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)
         self.call(self._parameters, "weights")
@@ -97,12 +97,12 @@ class AllocationTracer(TorchDispatchMode):
                     self._piece(storage).module = name
 
     def begin_step(self, number: int) -> None:
-        """Count what was done before as the preparation, and what follows as step `number`."""
+        """Count earlier work as the preparation, and later work as step `number`."""
         self.mark("prepare")
         self._step = self._now.step = number
 
     def mark(self, part: str) -> None:
-        """Count what was done since the last mark as `part`."""
+        """Count the work since the last mark as `part`."""
         self._now.part = part  # type: ignore[assignment]
         if part == "forward":  # what it leaves is there for its backward
             for change in self._now.changes:
@@ -113,7 +113,7 @@ class AllocationTracer(TorchDispatchMode):
         self._now = Segment(self._step, "other")
 
     def call(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
-        """Say what tensors are for."""
+        """Set the purpose of tensors."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 piece = self._piece(storage)
@@ -128,7 +128,7 @@ class AllocationTracer(TorchDispatchMode):
                 self._piece(storage).kind = "offloaded"
 
     def keep(self, sizes: Iterable[int], kind: Kind) -> None:
-        """Memory that is taken for good, and by no operator."""
+        """Count memory that is allocated permanently, without an operator."""
         for nbytes in sizes:
             piece = MemoryPiece(self._round_up(nbytes), "", kind)
             self._now.changes.append(Change(1, piece, "", ""))
@@ -160,7 +160,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def set_aside(self, wanted: bool = True) -> Iterator[None]:
-        """Take no note of operators within, or take note again."""
+        """Ignore operators within, or record them again."""
         before, self._aside = self._aside, wanted
         try:
             yield
@@ -169,7 +169,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def on_host(self, wanted: bool = True) -> Iterator[None]:
-        """Count what operators take within as memory of the host, if `wanted`."""
+        """Count allocations of operators within as host memory, if `wanted`."""
         before, self._on_host = self._on_host, wanted
         try:
             yield
@@ -223,7 +223,7 @@ class AllocationTracer(TorchDispatchMode):
         return made
 
     def _account(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: Any) -> None:
-        """Take note of an operator that is done."""
+        """Record an operator that has finished."""
         outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         known = {storage._cdata for tensor in given for storage in _storages(tensor)}
         fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
@@ -263,7 +263,7 @@ class AllocationTracer(TorchDispatchMode):
             piece.kind = piece.kind or "communication"
 
     def _module_of(self, given: list[Tensor]) -> str:
-        """Return the module that made the inputs: in backwards no module is entered."""
+        """Return the module that made the inputs, since no module is entered in backwards."""
         for tensor in given:
             for storage in _storages(tensor):
                 held = self._pieces.get(storage._cdata)
@@ -272,7 +272,7 @@ class AllocationTracer(TorchDispatchMode):
         return self._module
 
     def _piece(self, storage: torch.UntypedStorage) -> MemoryPiece:
-        """The piece of a storage; a new one if it was not seen yet."""
+        """Return the piece of a storage; a new one if the storage is new."""
         key = storage._cdata
         held = self._pieces.get(key)
         if held is None:
@@ -284,7 +284,7 @@ class AllocationTracer(TorchDispatchMode):
         return held[0]
 
     def _kind(self) -> Kind | None:
-        """Return what new memory is for, as far as that is known when it is allocated."""
+        """Return the purpose of new memory, as far as it is known at its allocation."""
         return "offloaded" if self._on_host else None
 
     def _round_up(self, nbytes: int) -> int:
@@ -306,7 +306,7 @@ class AllocationTracer(TorchDispatchMode):
 
 
 def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor, or behind the parts of one that is made of others."""
+    """Return the storages behind a tensor, or behind the parts of a composed one."""
     if not isinstance(tensor, Tensor):
         return
     parts: Any = getattr(tensor, "__tensor_flatten__", None)  # DTensor, quantized tensors

@@ -1,4 +1,4 @@
-"""Bytes that torch's allocator has given out, from its own events."""
+"""Bytes that torch's allocator has allocated, from its own events."""
 
 import os
 import time
@@ -12,12 +12,12 @@ import torch
 
 
 class Allocations:
-    """Counts what is allocated and freed while it is entered, by this thread and by backward.
+    """Count of allocations and frees while it is entered, by this thread and by backward.
 
-    `peak_bytes`: the most that lived at one time. `left_bytes`: what still lives at the end. What
-    had been there before counts for nothing, unless it is freed. What kernels take for themselves
-    counts too. What other threads free torch's profiler does not report: it is noticed when the
-    address is given out again, or where `freed_elsewhere` is told.
+    `peak_bytes`: the most that was live at one time. `left_bytes`: what is live at the end. Earlier
+    allocations do not count, unless they are freed. Internal allocations of kernels count too.
+    torch's profiler does not report frees by other threads: they are noticed when the address is
+    allocated again, or through `freed_elsewhere`.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class Allocations:
             self.peak_bytes = max(self.peak_bytes, self.left_bytes)
 
     def note_free(self, address: int) -> None:
-        """Note what a thread that torch's profiler does not watch frees now."""
+        """Record a free by a thread that torch's profiler does not watch."""
         self._told.append((time.time_ns(), address, 0))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress what the profiler's library itself writes to the descriptor of standard error."""
+    """Suppress output of the profiler's library on the descriptor of standard error."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("w") as nowhere:

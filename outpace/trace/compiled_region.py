@@ -1,12 +1,11 @@
-"""Forwards that torch.compile compiles, traced: what Inductor's kernels would keep and make.
+"""Traces of forwards that torch.compile compiles: the tensors of Inductor's kernels.
 
 The compiler is not run. Its partitioner is, which decides what the forward saves for the backward
 and what the backward computes again (min-cut rematerialization; Horace He, "Min-cut optimal(*)
 recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
-decompositions. The two graphs then run node by node under fake tensors. Of Inductor's fusion one
-rule is taken: what is computed element by element is made in memory only where an operator that is
-not fused reads it (a matrix product, attention), or where the graph gives it back; else it lives in
-registers.
+decompositions. The two graphs then run node by node under fake tensors. One rule of Inductor's
+fusion is used: elementwise results are written to memory only if an operator that is not fused
+reads them (a matrix product, attention), or the graph returns them; else they stay in registers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +35,10 @@ _TENSOR = object()  # in the place of a tensor among arguments
 
 
 def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:
-    """Let the compiled forwards of a model, and of what is within it, run as they are compiled.
+    """Run the compiled forwards of a model, and of its parts, as their compiled graphs.
 
-    Where blocks are recomputed, which holds in a compiled forward as in an eager one, where what
-    they save is kept elsewhere, where tensors are split, and where products are in fp8, they are
-    traced as if they were eager.
+    They are traced as eager if blocks are recomputed (which works the same in a compiled forward),
+    if saved tensors are offloaded, if tensors are split, and if products are in fp8.
     """
     if (
         plan.recomputes
@@ -56,7 +54,7 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
 
 
 class _PartitionedForward:
-    """A forward by the graphs that a compiler would make of it and of its backward."""
+    """A forward through the graphs that a compiler would make of it and of its backward."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], watch: AllocationTracer
@@ -66,7 +64,7 @@ class _PartitionedForward:
         self._counts = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward returns."""
+        """Return the result of the forward."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
@@ -110,7 +108,9 @@ class _PartitionedForward:
         return compiled
 
     def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph on a list of inputs, which it empties meanwhile."""
+        """Return a function that runs a graph on a list of inputs, which it empties in the
+        process.
+        """
         made = frozenset(node for node in gm.graph.nodes if _is_made(node))
 
         def run(inputs: list[Any]) -> Any:
@@ -127,7 +127,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A module has its own forward for a while."""
+    """Temporarily restore a module's own forward."""
     before = module.forward
     module.forward = forward
     try:
@@ -137,9 +137,9 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 class _Nodes(fx.Interpreter):
-    """Runs a graph's nodes, of which those that are not `made` take no memory that counts.
+    """Runner of a graph's nodes; those that are not `made` take no memory that counts.
 
-    It empties the list of its inputs, each of which lives as long as a node still reads it.
+    It empties the list of its inputs, each of which lives until its last reader.
     """
 
     def __init__(
@@ -155,17 +155,17 @@ class _Nodes(fx.Interpreter):
         inputs.clear()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The next input."""
+        """Return the next input."""
         return self._inputs.pop()
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node."""
+        """Return the value of a node."""
         with self._watch.set_aside(n not in self._made), torch.no_grad():
             return super().run_node(n)
 
 
 def _is_made(node: fx.Node) -> bool:
-    """Whether a kernel writes what a node gives to memory."""
+    """Return whether a kernel writes a node's result to memory."""
     if node.op != "call_function":
         return False
     packet = getattr(node.target, "overloadpacket", None)
@@ -185,7 +185,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_written_for(user: fx.Node) -> bool:
-    """Whether what a node reads has to be in memory."""
+    """Return whether a node's input has to be in memory."""
     if user.op == "output":
         return True
     packet = getattr(user.target, "overloadpacket", None)

@@ -1,6 +1,6 @@
-"""The memory of a custom model: its forward, loss and batch under fake tensors.
+"""Memory of a custom model: its forward, loss and batch under fake tensors.
 
-The user's function builds the module once, for real; what is traced is a copy without memory.
+The user's function builds the module once, for real; a copy without memory is traced.
 """
 
 import copy
@@ -48,7 +48,7 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 class ModuleWorkload:
     """Training of a custom model: passes of `plan.samples_read` samples make a step.
 
-    `build` makes the module with its loss; `samples` gives a batch of a number of samples.
+    `build` makes the module with its loss; `samples` returns a batch with a number of samples.
     """
 
     build: Callable[[], CustomModel]
@@ -64,11 +64,11 @@ class ModuleWorkload:
         return self.samples(self.plan.samples_read)
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Entered around a trace."""
+        """Enter around a trace."""
         return rules.functions(self.drops, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return what products are computed in."""
+        """Return the dtype of products."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 
@@ -76,7 +76,7 @@ class ModuleWorkload:
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
-        """The module on this rank."""
+        """Return the module on this rank."""
         own, plan = self.build(), self.plan
         objective = (_ValueFree if self.value_free else CustomObjective)(own)
         lower_weights(objective, mixed)
@@ -108,10 +108,10 @@ def account_of_module(
     accelerator: Accelerator | None,
     ranks_per_host: int,
 ) -> MemoryAccount:
-    """Trace the first two steps of `rank`, as `trace.account.account` does of outpace's models.
+    """Trace the first two steps of `rank`, as `trace.account.account` does for outpace's models.
 
-    `model` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
-    that cannot be run without values.
+    `model` stays unchanged. Raises BadInputError for a plan that cannot be applied, and for a
+    module that cannot run without values.
     """
     rules = Rules(accelerator)
     passes = min(accumulation, MOST_PASSES)
@@ -149,10 +149,10 @@ def account_of_module(
 
 
 class _ValueFree(CustomObjective):
-    """An objective whose forward may not ask for values, for there are none."""
+    """An objective whose forward may not read values, since there are none."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute loss and count. Raises BadInputError where it reads a number."""
+        """Compute loss and count. Raises BadInputError if the forward reads a number."""
         with _ReadRefusal(self.model):
             return super().forward(batch)
 
@@ -173,7 +173,7 @@ class _ReadRefusal(TorchDispatchMode):
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    """The innermost line that is not torch's or outpace's."""
+    """Return the innermost line that is not torch's or outpace's."""
     theirs = [frame for frame in frames if not _is_ours(Path(frame.filename))]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "within torch"
 
@@ -196,7 +196,7 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
 
 
 def _on_no_memory(structure: nn.Module) -> nn.Module:
-    """A copy of a module on meta, with tensors of the mode that is entered."""
+    """Return a copy of a module on meta, with tensors of the mode that is entered."""
     held = [*structure.parameters(), *structure.buffers()]
     memo: dict[int, Any] = {}
     for tensor in held:

@@ -68,7 +68,7 @@ class Rules:
         return 1 if self.accelerator is None else 512
 
     def workspaces(self) -> list[int]:
-        """Return the bytes that libraries keep from their first use on."""
+        """Return the bytes that libraries keep after their first use."""
         if self.accelerator is None:
             return []
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
@@ -76,11 +76,11 @@ class Rules:
         return [each] * _THREADS_THAT_MULTIPLY
 
     def builds_on_host(self, plan: Plan) -> bool:
-        """Whether what passes while the model is built is in another memory: rule 6."""
+        """Return whether memory allocated while building the model is the host's: rule 6."""
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
-        """Let a model choose as it would on the device."""
+        """Make a model choose as it would on the device."""
         if self.accelerator is None:
             return
         objective.runs_on = objective.model.runs_on = self.device
@@ -92,7 +92,7 @@ class Rules:
                 module.mix = partial(_as_on_gpu, mix)
 
     def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
-        """Entered around a trace: functions that keep other tensors on the device, rule 9.
+        """Return a context for a trace: functions that keep other tensors on the device, rule 9.
 
         `drops`: whether the model has dropout.
         """
@@ -139,7 +139,7 @@ class _Masks(TorchFunctionMode):
 def masked_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """`F.dropout` that keeps a mask of one byte an element: rule 7."""
+    """Apply dropout as `F.dropout` does, keeping a mask of one byte per element: rule 7."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
@@ -150,7 +150,7 @@ _ATTENTION_BACKWARDS = (
 
 
 def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
-    """Rule 3, for queries (B, H, S, C) and keys (B, K, T, C)."""
+    """Apply rule 3 to queries (B, H, S, C) and keys (B, K, T, C)."""
     batch, heads, queries, width = query_BHSC.shape
     keys_heads, keys = key_BKTC.shape[1:3]
     rounded_queries = -(-queries // 128) * 128
@@ -166,7 +166,7 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
 def _as_on_gpu(
     mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Rules 4 and 7: what is kept is kept for the same tensors; the values are others."""
+    """Apply rules 4 and 7: the same tensors are kept, with other values."""
     if sees.blocks is not None:
         return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
     grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None

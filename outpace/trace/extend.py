@@ -1,8 +1,8 @@
-"""A deep model's memory from two shallow ones, exactly: equal layers do equal things.
+"""A deep model's memory from two shallow ones, exactly: equal layers do equal work.
 
-What is recorded at two depths differs by what one period of layers does, once or several times in
-each part of a step. It is found by comparing, and repeated as often as the deep model has more
-periods. Where the two do not differ like that, there is no extending (`IrregularError`).
+Records at two depths differ by the work of one period of layers, once or several times in each part
+of a step. A comparison finds it, and it is repeated for the deep model's further periods. If the
+two do not differ like that, they cannot be extended (`IrregularError`).
 """
 
 import re
@@ -22,12 +22,12 @@ _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Two depths differ by more than repeated layers."""
+    """Two depths that differ by more than repeated layers."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A change of memory as it counts here. `block` is the layer's number, −1 outside of layers."""
+    """A counted change of memory. `block` is the layer's number, −1 outside of layers."""
 
     nbytes: int
     kind: Kind
@@ -61,7 +61,7 @@ class Strip:
 
 
 def strip_of(segment: Segment) -> Strip:
-    """A recorded segment, with the numbers of layers taken out of names."""
+    """Convert a recorded segment, removing the numbers of layers from names."""
     entries = []
     for change in segment.changes:
         found = _BLOCK.search(change.module)
@@ -87,7 +87,7 @@ def strip_of(segment: Segment) -> Strip:
 
 
 def drop_temporaries(strip: Strip) -> Strip:
-    """Drop what is made and freed within the strip."""
+    """Drop memory that is allocated and freed within the strip."""
     living: dict[tuple[int, Kind], list[int]] = {}
     passing: set[int] = set()
     for number, entry in enumerate(strip.entries):
@@ -101,7 +101,7 @@ def drop_temporaries(strip: Strip) -> Strip:
 
 
 def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Order what is freed at once, such as autocast's copies, independently of addresses."""
+    """Order simultaneous frees, such as autocast's copies, independently of addresses."""
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
@@ -112,7 +112,7 @@ def extend(
 ) -> list[Strip]:
     """Extrapolate to a model `times` as much deeper than `deeper` as that is deeper than `shallow`.
 
-    They are `period` layers apart.
+    The two are `period` layers apart.
 
     Raises IrregularError.
     """
@@ -146,10 +146,10 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
 
 
 def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
-    """Count the changes of `b` before each of `a`, and after the last, that `a` does not have.
+    """Count the changes in `b`, but not `a`, before each change of `a` and after the last.
 
-    The cheapest way to have `a` within `b`: changes of other bytes cost, and so does each place of
-    insertion; changes of another sort are never taken for each other.
+    This is the cheapest embedding of `a` in `b`: changes of other bytes cost, and so does each
+    position of an insertion; changes of different kinds never match.
     """
     extra = len(b) - len(a)
     if extra < 0:
@@ -177,9 +177,9 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
 
 
 def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
-    """Cut what was inserted where it jumps from the last layer to the first.
+    """Split insertions where they jump from the last layer to the first.
 
-    A list of all layers' matrices, and behind it one of their vectors, have a layer more each.
+    A list of all layers' matrices and a following list of their vectors each have one layer more.
     """
     pieces, last = [begin], -1
     for n in range(begin, end):
@@ -191,16 +191,16 @@ def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int,
 
 
 def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Relative difference of sizes: 0 where they are the same, at most 1."""
+    """Return the relative difference of sizes: 0 if equal, at most 1."""
     larger = np.maximum(np.abs(sizes), abs(size))
     apart: NDArray[np.float64] = np.abs(sizes - size) / np.maximum(larger, 1)
     return apart
 
 
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the costs if something may be inserted here; write to `came_from` what was before.
+    """Return the costs if an insertion may start here; write the predecessor to `came_from`.
 
-    Of equal ways the one that inserts here least.
+    Among equal ways, the one that inserts least here is chosen.
     """
     least = np.minimum.accumulate(cost)
     numbers = np.arange(len(cost))
@@ -226,7 +226,7 @@ def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
 
 @dataclass(frozen=True)
 class AllocationCourse:
-    """All changes one after the other, repeated ones written out.
+    """All changes in sequence, with repeated ones written out.
 
     Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`; `nbytes` and
     `kind`, a number in KINDS, are its own, `live_bytes` is what lives after it.
@@ -254,7 +254,7 @@ class AllocationCourse:
 
 
 def course_of(strips: Sequence[Strip]) -> AllocationCourse:
-    """Write out what is repeated."""
+    """Write out repeated changes."""
     entries = [entry for strip in strips for entry in strip.entries]
     origins, numbers, blocks = [], [], []
     begin = 0

@@ -1,4 +1,4 @@
-"""Tensors without memory, but for the small ones that programs look into."""
+"""Tensors without memory, except small ones that programs read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode above a FakeTensorMode: small tensors made from nothing, or from such tensors, are real.
+    """Mode above a FakeTensorMode in which small tensors, made from none or from such, are real.
 
-    Optimizers read their counts of steps, meshes their ranks, and DDP the sizes of parameters:
-    none of them is made from weights or data. What is read of others counts as 1: the flag that
-    says that a gradient is there, or that a stage knows its shapes.
+    Optimizers read their counts of steps, meshes their ranks, and DDP the sizes of parameters: none
+    of them depends on weights or data. Values read from other tensors are 1, such as the flag that
+    a gradient exists, or that a stage knows its shapes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,6 +44,6 @@ class RealSmallTensors(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Give tensors shapes, and memory only if they are small."""
+    """Make tensors with shapes, and with memory only if they are small."""
     with FakeTensorMode(allow_non_fake_inputs=True), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

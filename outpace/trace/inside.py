@@ -32,10 +32,10 @@ _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.o
 
 
 class TemporaryBytes:
-    """Bytes that operators need beside what they are given and what they make.
+    """Bytes that operators need besides their inputs and outputs.
 
-    Norms, GELU and attention by blocks are written in Python: their code is run on tensors without
-    memory. `on_cpu`: whether the traced device is one.
+    Norms, GELU and attention by blocks are written in Python, so their code is run on tensors
+    without memory. `on_cpu`: whether the traced device is one.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:
@@ -60,7 +60,7 @@ class TemporaryBytes:
 
 
 def _attention_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one product of queries and keys, where each query meets all keys."""
+    """Return the FLOPs of one product of queries and keys, if each query meets all keys."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * width
 

@@ -1,7 +1,7 @@
-"""Attention, MLP and experts of a traced layer, told by the shapes of its products.
+"""Attention, MLP and experts of a traced layer, recognised by the shapes of its products.
 
-What is told apart so is split by tensor and expert parallelism and planned as outpace's own layers
-are; what is not stays a product of the layer, of which only its size is known.
+Recognised parts are split by tensor and expert parallelism and planned like outpace's own layers;
+other products stay products of the layer, with only their size known.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ class LayerWeights:
     rows: int
 
     def is_whole(self, one: ProductCall) -> bool:
-        """Whether a product is by all of a matrix, for each token once."""
+        """Return whether a product uses the whole matrix, once for each token."""
         shape = self.shapes.get(one.weight or "")
         return (
             shape is not None
@@ -32,7 +32,7 @@ class LayerWeights:
         )
 
     def has_bias(self, products: Sequence[ProductCall]) -> bool:
-        """Whether each of the products adds a bias."""
+        """Return whether each of the products adds a bias."""
         return all(self._bias_of(one) is not None for one in products)
 
     def _bias_of(self, one: ProductCall) -> str | None:
@@ -43,7 +43,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerStructure:
-    """A stack with what was told apart, and the products that are left."""
+    """A stack with its recognised parts, and the remaining products."""
 
     stack: Stack
     rest: tuple[ProductCall, ...]
@@ -54,7 +54,8 @@ def tell_apart(
 ) -> LayerStructure:
     """Return the stack with its attention's projections, its MLP or its experts.
 
-    `products` in order; `places`: how many of them come before its own and its cross-attention.
+    `products` are in order; `places`: how many of them come before its self-attention and its
+    cross-attention.
     """
     rest = list(products)
     uses = Counter(one.weight for one in products)
@@ -85,7 +86,7 @@ def tell_apart(
 
 
 def _groups(products: Sequence[ProductCall]) -> Iterator[list[ProductCall]]:
-    """Products of the same part of the layer, the innermost parts first, then all of them."""
+    """Yield products of the same part of the layer, innermost parts first, then all of them."""
     groups: dict[tuple[str, ...], list[ProductCall]] = {}
     for one in products:
         parts = str(one.weight).split(".")
@@ -104,7 +105,7 @@ def _projections(
     after: Sequence[ProductCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """The attention with its products: those before it that fit, and the first one after it."""
+    """Return the attention with its products: matching ones before it, and the first after it."""
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -122,10 +123,10 @@ def _projections(
 def _plain(
     attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
 ) -> Projected | None:
-    """Queries, keys and values by one product or several, all of the residual width.
+    """Find queries, keys and values by one product or several, all of the residual width.
 
-    Attention that is given a mask has its keys repeated, so that their number is that of queries:
-    how many there are is told by the products.
+    Attention with a mask has its keys repeated to the number of queries, so the products show how
+    many there are.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -144,7 +145,7 @@ def _plain(
 def _three_of(
     read: Sequence[ProductCall], queries: int, keys: int, values: int
 ) -> list[ProductCall] | None:
-    """Products of queries, keys and values, joined or apart; others may be beside them."""
+    """Find products of queries, keys and values, joined or separate, among others."""
     if len(read) < 3:
         return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
     taken: list[ProductCall] = []
@@ -157,7 +158,7 @@ def _three_of(
 
 
 def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> list[ProductCall]:
-    """Return what products make beside queries, keys and values: gates of the output."""
+    """Return outputs of products besides queries, keys and values: gates of the output."""
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
         return []
@@ -171,7 +172,9 @@ def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> l
 def _latent(
     attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
 ) -> Projected | None:
-    """Queries, and keys and values, through a narrow product (DeepSeek-V2, arXiv 2405.04434)."""
+    """Find queries, and keys and values, through a narrow product (DeepSeek-V2, arXiv
+    2405.04434).
+    """
     if attention.heads != attention.kv_heads:
         return None
     queries = attention.heads * attention.head_dim
@@ -216,7 +219,7 @@ def _latent_queries(
 def _mlps(
     whole: Sequence[ProductCall], weights: LayerWeights
 ) -> Iterator[tuple[Mlp, list[ProductCall]]]:
-    """MLPs of the layer, that with the most work first."""
+    """Yield MLPs of the layer, the one with the most work first."""
     found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
     yield from sorted(found, key=lambda made: made[0].width, reverse=True)
 
@@ -244,7 +247,7 @@ def _mlps_of(
 def _experts(
     rest: Sequence[ProductCall], whole: Sequence[ProductCall], weights: LayerWeights
 ) -> tuple[Mlp, list[ProductCall]] | None:
-    """Experts whose weights are stacked, of which each token goes through some."""
+    """Find experts with stacked weights, where each token goes through some of them."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
     for down in stacked:

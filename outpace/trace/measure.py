@@ -1,4 +1,4 @@
-"""The memory that two real steps take on this rank, beside what a trace says of them."""
+"""The memory of two real steps on this rank, to compare with a trace."""
 
 import gc
 
@@ -19,9 +19,9 @@ from outpace.trace.steps import Trainable, run_steps
 def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     """Train two real steps on the CPU, twice; collective over the ranks of the plan.
 
-    First with nobody looking: `resident_bytes` is by how much the process's anonymous resident
-    memory grew. Then watched, which takes memory itself: the anatomy is of the tensors that live at
-    the peak, and `allocated_bytes` the allocator's own peak.
+    The first time is not watched: `resident_bytes` is the growth of the process's anonymous
+    resident memory. The second is watched, which takes memory itself: the anatomy is of the tensors
+    live at the peak, and `allocated_bytes` the allocator's own peak.
     """
     rules = Rules()
     with resident_growth() as grown:

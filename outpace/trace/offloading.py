@@ -1,4 +1,4 @@
-"""Offloading in a trace: what leaves the device's memory, without a disk or a second device."""
+"""Offloading in a trace: tensors leave the device's memory, without a disk or a second device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from outpace.trace.device import Rules
 
 
 class _EmptyRegion(Region):
-    """Takes no memory, and is never waited for."""
+    """Region that takes no memory, and is never waited for."""
 
     def __init__(self) -> None:
         pass
@@ -42,7 +42,7 @@ class OffloadScratch(Scratch):
         self._watch = watch
 
     def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """The tensors themselves, whose memory counts elsewhere from now on."""
+        """Return the tensors themselves, whose memory counts as offloaded from now on."""
         self._watch.move_away(tensors)
         return list(tensors), _EmptyRegion()
 
@@ -51,7 +51,7 @@ class OffloadScratch(Scratch):
         return None
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """A copy that lies elsewhere."""
+        """Return a copy that counts as offloaded."""
         copied = torch.empty_like(tensor)
         self._watch.move_away([copied])
         return copied, _EmptyRegion()
@@ -65,7 +65,7 @@ def offload_to_disk(plan: Plan, rules: Rules) -> Plan:
 
 
 def lies_on_host(plan: Plan, rules: Rules) -> bool:
-    """Whether shards, their gradients and the optimizer's state are in a host's memory."""
+    """Return whether shards, their gradients and the optimizer's state are in host memory."""
     return plan.offload_parameters == "cpu" and rules.device != "cpu"
 
 
@@ -79,14 +79,14 @@ def keep_on_host(watch: AllocationTracer, layout: Layout) -> None:
 
 
 def _reduce(watch: AllocationTracer, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    """Reduce as `fully_shard` does, and copy gradients to where the shards are."""
+    """Reduce as `fully_shard` does, and copy gradients to the shards' memory."""
     reduce(*unused)
     gradients = (held.sharded_param.grad for held in group.fsdp_params)
     watch.move_away(local(gradient) for gradient in gradients if gradient is not None)
 
 
 def _count_device_copies() -> Any:
-    """A patch: what a gather is given of a shard on the host is a copy on the device."""
+    """Patch gathers so that their input from a shard on the host is a copy on the device."""
     inputs = vars(FSDPParam)["all_gather_inputs"].fget
 
     def copy_inputs(held: Any) -> Any:
@@ -103,7 +103,7 @@ def _count_device_copies() -> Any:
 
 @contextmanager
 def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None]:
-    """Count copies to the device as its memory, and copies to the host as none of it."""
+    """Count copies to the device as its memory, and copies to the host as not its memory."""
     if rules.device == "cpu":
         yield
         return

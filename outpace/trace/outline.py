@@ -1,4 +1,4 @@
-"""The outline of any module: run once, its repeated parts grouped into stacks."""
+"""The outline of any module, from one run, with repeated parts grouped into stacks."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ _MINOR = 0.1
 
 
 def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None = None) -> Outline:
-    """Run a copy of `module` once and outline what it did.
+    """Run a copy of `module` once and outline its computation.
 
     `example_inputs`: a tuple of arguments, a mapping of named ones, or one argument; the first
-    length of the first tensor counts the samples. Layers are what a ModuleList or a Sequential
-    repeats. Products of activations that are no attention keep the size that they had here.
-    Raises BadInputError where the forward cannot be run or multiplies by no weight.
+    dimension of the first tensor is the number of samples. Layers are the repeated members of a
+    ModuleList or a Sequential. Products of activations outside of attention keep the size that they
+    had here. Raises BadInputError if the forward cannot run or multiplies by no weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A module that may be a layer, and what it did. Of one kind may do it with other sizes."""
+    """A module that may be a layer, and its operations. Equal ones may have other sizes."""
 
     path: str
     kind: Any
@@ -99,13 +99,15 @@ class ModuleTracing:
         return (part.path,)
 
     def settings(self, path: str, module: nn.Module) -> Any:
-        """Return what else parts of one stack have in common."""
+        """Return other properties that parts of one stack share."""
         return None
 
     def fill_layer(
         self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the products of a layer to its stack; `places`: before which of them it attends."""
+        """Add the products of a layer to its stack; `places`: how many come before its
+        attentions.
+        """
         products = self.products(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(products)})
 
@@ -113,11 +115,11 @@ class ModuleTracing:
         return stack.seq_len or self.seq_len or 1
 
     def _parameters_of(self, path: str) -> list[str]:
-        """Parameters of a part that no earlier one has: shared ones are named once."""
+        """Return parameters of a part that no earlier one has: shared ones are named once."""
         return [name for name in self.sizes if _is_within(name, (path,))]
 
     def _groups(self) -> list[list[LayerPart]]:
-        """Equal parts of the lists, in the order of the lists."""
+        """Yield equal parts of the lists, in the order of the lists."""
         found = list(self._lists())
         most = max((sum(part.work for part in parts) for parts in found), default=0)
         groups: dict[Any, list[LayerPart]] = {}
@@ -129,7 +131,9 @@ class ModuleTracing:
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
     def _lists(self) -> Iterator[list[LayerPart]]:
-        """The outermost lists that repeat something; beside them, those of parts of one class."""
+        """Return the outermost lists that repeat something and, beside them, lists with parts of
+        one class.
+        """
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
@@ -144,7 +148,7 @@ class ModuleTracing:
                     yield parts[path]
 
     def _find_parts(self, path: str, module: nn.Module) -> list[LayerPart]:
-        """Return those of a list that multiply something."""
+        """Return the members of a list that have products."""
         named = ((f"{path}.{key}" if path else key, one) for key, one in module.named_children())
         parts = [self._part(where, one) for where, one in named]
         return [part for part in parts if part.done]
@@ -198,7 +202,7 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[ProductCall | AttentionCall]) -> int:
-        """Tokens of a sample: as many as it is given, or the rows in most of the work."""
+        """Return the tokens of a sample: those of its input, or the rows in most of the work."""
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, ProductCall):
@@ -215,9 +219,10 @@ class ModuleTracing:
     def _attentions(
         self, done: Sequence[ProductCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[ProductCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return what else a layer did, and its attentions: of its tokens to each other, to others.
+        """Return other operations of a layer, and its attentions: self-attention and
+        cross-attention.
 
-        Each attention with the number of the products before it.
+        Each attention has the number of products before it.
         """
         rest: list[ProductCall] = []
         found: dict[str, tuple[AttentionCall, int]] = {}
@@ -240,7 +245,7 @@ class ModuleTracing:
     def _pair_products(
         self, done: Sequence[ProductCall | AttentionCall]
     ) -> Iterator[ProductCall | AttentionCall]:
-        """Scores and mix written as two products are an attention too."""
+        """Recognise scores and mix written as two products as an attention."""
         waiting: ProductCall | None = None
         for one in done:
             if waiting is not None and isinstance(one, ProductCall):
@@ -279,7 +284,9 @@ class ModuleTracing:
     def products(
         self, done: Sequence[ProductCall], path: str, names: Sequence[str], length: int | None
     ) -> list[ProductShape]:
-        """Each weight once, with how often it is used; products by none counted by their shape."""
+        """Return each weight once, with its number of uses; products without weights by their
+        shape.
+        """
         by_weight: dict[str, ProductShape] = {}
         others: Counter[ProductShape] = Counter()
         for one in done:
@@ -311,7 +318,7 @@ class ModuleTracing:
         after: list[ProductCall | AttentionCall],
         width: int | None,
     ) -> Outline:
-        """`before` and `after` are what lies outside of the layers."""
+        """Make the outline; `before` and `after` are the operations outside of the layers."""
         stacks = _merge_equal(stacks)
         length = stacks[-1].seq_len or self.seq_len or 1
         left = [key for key in self.sizes if key not in self.taken]
@@ -345,12 +352,14 @@ class ModuleTracing:
         return sum(self.sizes.values()) - parameters(found)
 
     def _usual_width(self, stacks: list[Stack]) -> int:
-        """Return the width that most products take."""
+        """Return the width that most products have."""
         taken = Counter(p.inputs for stack in stacks for p in stack.other)
         return taken.most_common(1)[0][0]
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """The embedding of tokens: of the layers' width, with the head's rows or else the most."""
+        """Return the token embedding: of the layers' width, with the head's rows or else the
+        most.
+        """
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
             for path, part in self.module.named_modules()
@@ -362,7 +371,7 @@ class ModuleTracing:
     def _head(
         self, after: Sequence[ProductCall | AttentionCall], hidden: int, there: Sequence[str]
     ) -> ProductCall | None:
-        """The last product, if it is by a whole weight and of the layers' width."""
+        """Return the last product, if it uses a whole weight and has the layers' width."""
         made = [one for one in after if isinstance(one, ProductCall)]
         if not made or made[-1].weight not in there or made[-1].inputs != hidden:
             return None
@@ -375,7 +384,7 @@ class ModuleTracing:
 
 
 def _merge_equal(stacks: list[Stack]) -> list[Stack]:
-    """Merge neighbouring stacks that differ only in where they lie."""
+    """Merge neighbouring stacks that differ only in their position."""
     merged: list[Stack] = []
     for stack in stacks:
         if merged and merged[-1].model_copy(update={"layers": stack.layers}) == stack:
@@ -394,7 +403,7 @@ def _record_of(one: AttentionCall) -> AttentionShape:
 
 
 def _flat(done: Sequence[ProductCall | AttentionCall]) -> list[ProductCall]:
-    """Attention as its two products."""
+    """Return attention as its two products."""
     made: list[ProductCall] = []
     for one in done:
         if isinstance(one, ProductCall):
@@ -408,7 +417,7 @@ def _flat(done: Sequence[ProductCall | AttentionCall]) -> list[ProductCall]:
 
 
 def _relative(one: ProductCall | AttentionCall, path: str) -> ProductCall | AttentionCall:
-    """Return the operation as seen from the part at `path`."""
+    """Return the operation relative to the part at `path`."""
     if isinstance(one, AttentionCall):
         return one._replace(module=one.module.removeprefix(path))
     return one._replace(module=one.module.removeprefix(path), weight=_strip_path(one.weight, path))

@@ -1,4 +1,4 @@
-"""The matrix products, convolutions and attentions of one forward, and the modules they are in."""
+"""The matrix products, convolutions and attentions of one forward, with their modules."""
 
 import copy
 import logging
@@ -34,7 +34,7 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 class ProductCall(NamedTuple):
     """A product, (rows, inputs) by (inputs, outputs), in `module`; `weight`: the parameter's name.
 
-    `batch` of them where neither factor is a weight; then rows are of all.
+    There are `batch` of them if neither factor is a weight; rows are then those of all.
     """
 
     module: str
@@ -68,10 +68,10 @@ class Forward:
 
 
 def record(module: nn.Module, inputs: Any) -> Forward:
-    """Run a copy of `module` once: without memory, or really where it looks into values.
+    """Run a copy of `module` once: without memory, or really if it reads values.
 
     `inputs` are a tuple of arguments, a mapping of named ones, or one argument. Raises
-    BadInputError where the forward cannot be run.
+    BadInputError if the forward cannot run.
     """
     if all(parameter.is_meta for parameter in module.parameters()):
         with _quiet(), suppress(BadInputError):  # several times as fast as fake tensors
@@ -90,7 +90,9 @@ def record(module: nn.Module, inputs: Any) -> Forward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of what cannot be done without values: it is done again with them."""
+    """Silence torch's log about operations that need values, since they are repeated with
+    values.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -102,7 +104,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _open_lstm() -> Iterator[None]:
-    """oneDNN's LSTM is one operator, closed to view."""
+    """Split oneDNN's LSTM, which is otherwise one opaque operator."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -134,7 +136,7 @@ def _record_forward(module: nn.Module, inputs: Any, fake: Any) -> Forward:
 
 
 def _copy_module(module: nn.Module, fake: Any) -> nn.Module:
-    """Copy the module: a forward may keep what it makes in it, and the user's must not change."""
+    """Copy the module, since a forward may store results in it, and the user's must not change."""
     try:
         if fake is None:
             return copy.deepcopy(module)
@@ -164,7 +166,7 @@ def _call(module: nn.Module, inputs: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down what is computed. Weights are known by their storage, also where cast."""
+    """Recorder of computations. Weights are recognised by their storage, also if cast."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,7 +187,7 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def module_hooks(self, module: nn.Module) -> Iterator[None]:
-        """Track which module is at work, by hooks that are removed on exit."""
+        """Track which module is running, by hooks that are removed on exit."""
         handles = []
         for name, part in module.named_modules():
             handles += [

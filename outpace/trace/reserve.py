@@ -1,4 +1,4 @@
-"""Memory that torch's CUDA allocator reserves: tensors are cut from segments that it keeps."""
+"""Memory that torch's CUDA allocator reserves: segments that tensors are cut from."""
 
 import bisect
 from collections import defaultdict
@@ -14,10 +14,10 @@ Events = Iterable[tuple[int, int]]  # (number of a storage, bytes: negative when
 class CachingAllocator:
     """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), one stream.
 
-    Sizes are rounded up to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB
-    from segments of 20 MiB, above each has one of its own, rounded up to 2 MiB. The smallest free
-    block that suffices is taken and split; neighbours that are free are joined. Segments are kept,
-    until a new one would be beyond `capacity_bytes`: then those with nothing in them go back.
+    Sizes are rounded up to 512 bytes. Sizes up to 1 MiB are cut from segments of 2 MiB, those below
+    10 MiB from segments of 20 MiB, and larger ones have their own segment, rounded up to 2 MiB. The
+    smallest sufficient free block is taken and split; free neighbours are joined. Segments are kept
+    until a new one would exceed `capacity_bytes`: empty ones are returned then.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -33,7 +33,7 @@ class CachingAllocator:
         self._used: dict[int, tuple[bool, int, int, int]] = {}
 
     def allocate(self, number: int, size: int) -> None:
-        """A block for storage `number`."""
+        """Allocate a block for storage `number`."""
         size = max(512, _round_up(size, 512))
         small = size <= _MIB
         pool = self._free[small]
@@ -64,7 +64,7 @@ class CachingAllocator:
                 self.reserved_bytes -= block[0]
 
     def free(self, number: int) -> None:
-        """Give the block of storage `number` back to its pool."""
+        """Return the block of storage `number` to its pool."""
         small, size, segment, offset = self._used.pop(number)
         after = self._starts.get((segment, offset + size))
         if after is not None:
@@ -106,10 +106,11 @@ def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> in
 
 
 def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
-    """A rank's course as storages that come and go, without what lies elsewhere.
+    """Return a rank's course as allocations and frees of storages, without offloaded ones.
 
-    Which of several like storages is freed is not written down: it is taken to be the last.
-    Raises IrregularError for a storage that is freed and never came, which no recorded course has.
+    It is not recorded which of several equal storages is freed: the last is assumed. Raises
+    IrregularError for a storage that is freed but was never allocated, which no recorded course
+    has.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     away = KINDS.index("offloaded")

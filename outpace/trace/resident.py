@@ -1,4 +1,4 @@
-"""Anonymous resident memory of this process, and by how much it grows."""
+"""Anonymous resident memory of this process, and its growth."""
 
 import resource
 import threading
@@ -10,9 +10,9 @@ _STATM = Path("/proc/self/statm")
 
 
 def anonymous_bytes() -> int | None:
-    """Resident memory of this process that is no file's and not shared (RssAnon).
+    """Return this process's resident memory that is neither a file's nor shared (RssAnon).
 
-    It is what no kernel can take back. None where the kernel does not tell it apart.
+    A kernel cannot reclaim it. None if the kernel does not report it.
     """
     try:
         _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()
@@ -23,10 +23,9 @@ def anonymous_bytes() -> int | None:
 
 @contextmanager
 def resident_growth(every_s: float = 0.002) -> Iterator[list[int]]:
-    """Measure the largest growth of anonymous resident memory; empty where Linux does not tell.
+    """Measure the largest growth of anonymous resident memory; empty if Linux does not report it.
 
-    It is looked at again and again: the kernel keeps a record of all resident memory only,
-    which has files in it.
+    It is polled, since the kernel records a peak only for all resident memory, including files.
     """
     before = anonymous_bytes()
     grown: list[int] = []

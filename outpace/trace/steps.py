@@ -39,7 +39,7 @@ LayOut = Callable[[LayoutRequest, Any], Layout]
 class Workload:
     """Training to trace: `accumulation` passes of `plan.samples_per_pass` samples make a step.
 
-    `settings` are the optimizer's.
+    `settings` are those of the optimizer.
     """
 
     spec: ModelSpec
@@ -49,7 +49,7 @@ class Workload:
     settings: TrainSettings
 
     def batch(self) -> dict[str, Tensor]:
-        """Make the batch that a reading rank gets at once, of no particular tokens."""
+        """Make the batch that a reading rank gets at once, of arbitrary tokens."""
         shape = (self.plan.samples_read, self.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         if self.settings.document_attention:
@@ -57,11 +57,11 @@ class Workload:
         return batch
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Entered around a trace."""
+        """Enter around a trace."""
         return rules.functions(self.spec.dropout > 0, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return what products are computed in."""
+        """Return the dtype of products."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
@@ -69,7 +69,7 @@ class Workload:
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
-        """The model on this rank, with its weights."""
+        """Return the model on this rank, with its weights."""
         plan, objective = self.plan, _objective(self, mixed)
         rules.prepare(objective)
         watch.keep(rules.workspaces(), "workspaces")
@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """A training that `run_steps` runs: of a `Workload`, or a custom model."""
+    """A training for `run_steps`: of a `Workload`, or of a custom model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -143,7 +143,7 @@ def _prepare(
     rules: Rules,
     scratch: Scratch,
 ) -> tuple[Layout, torch.optim.Optimizer, MixedPrecision]:
-    """The model, laid out, and its optimizer."""
+    """Return the model, laid out, and its optimizer."""
     plan, lr = work.plan, work.settings.lr or _ANY_LR
     settings = work.settings.model_copy(update={"lr": lr})
     mixed = work.make_mixed()
@@ -159,7 +159,7 @@ def _prepare(
 
 
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
-    """The model in the dtype of its weights; without memory where it is filled later."""
+    """Return the model in the dtype of its weights; without memory if it is filled later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # casts of modules are not for fake tensors
     try:
@@ -209,7 +209,7 @@ def _scale_loss(loss_sum: Tensor) -> Tensor:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """All that an optimizer remembers, also where it is another's part."""
+    """Yield all tensors of an optimizer's state, also of one within it."""
     within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
     for state in within.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""Storages as they come and go, by a mode around what makes them."""
+"""Storages as they are allocated and freed, through a mode."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Notes storages as they come and go while it is entered. Enter it inside the fake mode.
+    """Recorder of allocations and frees while it is entered. Enter it inside the fake mode.
 
     `events` are (number of a storage, its bytes: negative when it is freed).
     """

@@ -1,6 +1,6 @@
-"""The outline of a transformers model that is on the meta device: traced, with equal layers once.
+"""The outline of a transformers model on the meta device: traced, with equal layers once.
 
-transformers' names code decides what the layers are, so that a family needs no reader.
+transformers' code determines the layers, so a family needs no reader.
 """
 
 import re
@@ -38,9 +38,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def outline_from_folder(directory: Path) -> Outline:
-    """Return the outline of a Hugging Face folder of any family that transformers has.
+    """Return the outline of a Hugging Face folder of any family in transformers.
 
-    Raises BadInputError where its config.json cannot be understood, built or traced.
+    Raises BadInputError if its config.json cannot be read, built or traced.
     """
     built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
     return found.model_copy(
@@ -53,10 +53,10 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
-    """Build a model by name of its dtype and outline it; what was built, and its outline.
+    """Build a model by the name of its dtype and outline it; return the model and its outline.
 
     Stacked experts are multiplied in 16 bits only, some families' attention in fp32 only. Raises
-    BadInputError where no forward can be run without values.
+    BadInputError if no forward can run without values.
     """
     first: BadInputError | None = None
     for dtype in ("bfloat16", "float32"):
@@ -95,7 +95,7 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
 
 @contextmanager
 def _without_value_checks() -> Iterator[None]:
-    """Keep torch.distributions from looking into values, which there are none of (Gemma 3n)."""
+    """Keep torch.distributions from reading values, since there are none (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -105,7 +105,7 @@ def _without_value_checks() -> Iterator[None]:
 
 
 def _learned_positions(model: nn.Module, found: Outline) -> int:
-    """Rows of the embeddings of positions, of the layers' width."""
+    """Return the rows of the embeddings of positions, of the layers' width."""
     return sum(
         module.num_embeddings
         for name, module in model.named_modules()
@@ -154,12 +154,12 @@ class _Sizes:
         }
 
     def find_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of a part's parameters by their names in it."""
+        """Return shapes of a part's parameters by their names in it."""
         start = f"{path}."
         return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
 
     def settings(self, path: str, part: nn.Module) -> Any:
-        """Return what decides on how a part computes, beside its shapes and its number."""
+        """Return what determines a part's computation, besides its shapes and its number."""
         number = path.rpartition(".")[2]
         kinds = self.kinds_of_layers
         kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
@@ -174,9 +174,9 @@ class _Sizes:
 
 @contextmanager
 def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Leave out layers at the end of each list whose like came before.
+    """Leave out layers at the end of each list whose equals came before.
 
-    Yields the paths of the layers that each of those that are left stands for.
+    Yields the paths of the layers that each remaining layer stands for.
     """
     lists = [
         (path, module)
@@ -207,7 +207,7 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
 def _representatives(
     path: str, layers: Sequence[nn.Module], sizes: _Sizes
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Count the layers that have every kind, and say which of the rest each of them stands for."""
+    """Count the layers that cover every kind, and say which of the rest each stands for."""
     first: dict[Any, int] = {}
     rest: dict[int, list[str]] = {}
     kinds = []
@@ -223,7 +223,7 @@ def _representatives(
 
 
 class _Tracing(ModuleTracing):
-    """A forward of a transformers model, whose layers are told apart."""
+    """A forward of a transformers model, with recognised layers."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class _Tracing(ModuleTracing):
         return super().fill_layer(stack, rest, places, path, names)
 
     def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
-        """Add what no product shows: norms, dropout, masks."""
+        """Add traits that no product shows: norms, dropout, masks."""
         named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
         norms = [
             m for n, m in named
@@ -287,7 +287,7 @@ class _Tracing(ModuleTracing):
         )
 
     def _limit_experts(self, stack: Stack) -> Stack:
-        """Set as many experts a token as the config says, where the code runs all of them."""
+        """Use as many experts per token as the config says, if the code runs all of them."""
         each = getattr(getattr(self.module, "config", None), "num_experts_per_tok", None)
         mlp = stack.mlp
         if mlp is None or mlp.active < mlp.experts or not isinstance(each, int):
@@ -298,7 +298,7 @@ class _Tracing(ModuleTracing):
     def _set_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module
     ) -> AttentionShape | None:
-        """Set the mask as the modules say it: of its tensor a trace has no values."""
+        """Set the mask from the modules, since a trace has no values of its tensor."""
         if attention is None:
             return None
         told = [
@@ -333,7 +333,7 @@ class _Tracing(ModuleTracing):
 
 
 def _weight_name(model: nn.Module, getter: str) -> str | None:
-    """The first name of the weight of the embedding that a model calls its names."""
+    """Return the first name of the weight of the model's input embedding."""
     try:
         found = getattr(model, getter)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -352,7 +352,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _grows(outline: Outline) -> bool:
-    """Whether a layer has products whose number of rows may depend on the sequence's length."""
+    """Return whether a layer's products may have rows that depend on the sequence length."""
     return any(product.positions is not None for product in _all_products(outline))
 
 
@@ -362,7 +362,7 @@ def _all_products(outline: Outline) -> Iterator[ProductShape]:
 
 
 def _scale_products(short: Outline, long: Outline, length: int) -> Outline:
-    """The shorter sequence's outline, whose products grow with the length where they do."""
+    """Return the shorter sequence's outline, with products that grow with the length."""
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
@@ -375,10 +375,10 @@ def _scale_products(short: Outline, long: Outline, length: int) -> Outline:
 def _join_products(
     short: Sequence[ProductShape], long: Sequence[ProductShape], length: int
 ) -> tuple[ProductShape, ...]:
-    """Equal products joined; of those with more rows for more tokens, how many rows a token.
+    """Join equal products; for those that grow with the tokens, set rows per token.
 
-    A convolution over a sequence that is filled up has a few rows more than tokens: as many as
-    tokens are counted.
+    A convolution over a padded sequence has a few rows more than tokens: as many rows as tokens are
+    counted.
     """
     rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
     made = [one for one in short if one.positions is None]

@@ -1,4 +1,4 @@
-"""One rank of a world that is not there: process groups that communicate nothing."""
+"""One rank of a simulated world: process groups that communicate nothing."""
 
 import warnings
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from outpace.records.ranks import Ranks
 
 @contextmanager
 def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ranks]:
-    """A default process group of `world_size` ranks, of which this process is `rank`.
+    """Make a default process group of `world_size` ranks, with this process as `rank`.
 
-    Collectives return at once and leave their buffers as they are.
+    Collectives return at once and leave their buffers unchanged.
     """
     ranks = Ranks(
         rank=rank,
@@ -48,7 +48,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins for what would wait for an answer, or read memory that is not there."""
+    """Yield stand-ins for functions that would wait for an answer, or read missing memory."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_reduce", _with_future(dist.all_reduce)
     yield dist, "new_group", partial(_fake_group, dist.new_group)
@@ -74,13 +74,13 @@ def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) ->
 
 
 class _DoneWork:
-    """Work whose future has its result, which the fake group's has not."""
+    """Work whose future has its result, which the fake group's does not."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def wait(self) -> bool:
-        """Return at once, as nothing is under way."""
+        """Return at once, since nothing is in progress."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -99,21 +99,21 @@ def _with_future(all_reduce: Any) -> Any:
 
 
 class _SequentialRing:
-    """Takes a buffer round the ring at once: a fake mode has one thread."""
+    """Ring that passes a buffer around at once, since a fake mode has one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
-        """All that a buffer's way round the ring takes."""
+        """Run all steps of a buffer's way around the ring."""
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
-        """Do nothing, as nothing is under way."""
+        """Do nothing, since nothing is in progress."""
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan as `parallel.apply` does; answer for other ranks where it waits for them."""
+    """Apply the plan as `parallel.apply` does; answer for other ranks if it waits for them."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)

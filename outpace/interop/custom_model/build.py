@@ -1,4 +1,4 @@
-"""A custom model out of what the user's function returns, checked."""
+"""A custom model made from the result of the user's function, with checks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -20,11 +20,11 @@ _RETURNS = (
 
 
 def build_custom_model(build: Callable[[], Any]) -> CustomModel:
-    """Call a user's function and sort what it returns.
+    """Call a user's function and interpret its result.
 
-    That may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the beginning of
-    one, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and line
-    where the function failed.
+    The result may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the beginning
+    of one, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and
+    line where the function failed.
     """
     name = getattr(build, "__name__", "build")
     try:

@@ -1,4 +1,4 @@
-"""The weights of a custom model on disk, beside the name of the function that builds it."""
+"""The weights of a custom model on disk, with the name of the function that builds it."""
 
 import json
 import pickle
@@ -24,11 +24,11 @@ EXTRA_STATE_FILE = "extra_state.pt"  # what parts return from get_extra_state, b
 
 
 def write_custom_model(directory: Path, module: nn.Module, reference: str) -> None:
-    """Write the weights (model.safetensors) and what builds the module (model.json).
+    """Write the weights (model.safetensors) and the name of the builder (model.json).
 
-    What parts of it return from `get_extra_state` lies in extra_state.pt. Shared tensors are
-    written once. `reference` is 'file.py:function' or another name; a file's path is made absolute.
-    Raises BadInputError when the file system refuses.
+    Results of parts' `get_extra_state` are in extra_state.pt. Shared tensors are written once.
+    `reference` is 'file.py:function' or another name; a file's path is made absolute. Raises
+    BadInputError when the file system refuses.
     """
     file, _, function = reference.rpartition(":")
     if file.endswith(".py"):

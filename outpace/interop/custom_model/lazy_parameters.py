@@ -14,15 +14,15 @@ _SAMPLES = 2
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no shape yet."""
+    """Return whether any parameter or buffer has no shape yet."""
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def give_shapes(custom: CustomModel, name: str) -> None:
     """Run two samples of the user's data through a module that has lazy parameters.
 
-    In evaluation mode, without gradients. Raises BadInputError where there are no data, or they do
-    not give all parameters their shapes; `name` is what built the module.
+    They run in evaluation mode, without gradients. Raises BadInputError if there are no data, or
+    they do not give all parameters their shapes; `name` is the module's builder.
     """
     if not has_lazy_parameters(custom.module):
         return

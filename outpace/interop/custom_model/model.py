@@ -1,4 +1,4 @@
-"""A custom model, and what it says of its sizes."""
+"""A custom model, and its sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's module and, if they want, its loss and data, and how strategies cut it.
+    """A user's module, optionally with its loss and data, and how strategies split it.
 
-    `blocks`, `layouts` and `sync_batchnorm` are as `outpace.parallelize` takes them.
+    `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`.
     """
 
     module: nn.Module
@@ -27,7 +27,7 @@ class CustomModel:
 
 
 def stated_vocab(module: nn.Module) -> int | None:
-    """The vocabulary that a module says it has, None where it does not say."""
+    """Return the vocabulary size that a module states, None if it does not."""
     if isinstance(module, Transformer):
         return module.spec.vocab
     size = getattr(getattr(module, "config", None), "vocab_size", None)
@@ -35,7 +35,7 @@ def stated_vocab(module: nn.Module) -> int | None:
 
 
 def read_vocab(module: nn.Module) -> int | None:
-    """Rows of the token embedding: config.vocab_size, or the largest embedding there is."""
+    """Return the rows of the token embedding: config.vocab_size, or the largest embedding's."""
     stated = stated_vocab(module)
     if stated is not None:
         return stated
@@ -44,7 +44,7 @@ def read_vocab(module: nn.Module) -> int | None:
 
 
 def read_positions(module: nn.Module) -> int | None:
-    """The longest sequence that the module's config allows, None where it says nothing."""
+    """Return the longest sequence that the module's config allows, None if it states none."""
     if isinstance(module, Transformer):
         return module.spec.max_positions
     config = getattr(module, "config", None)

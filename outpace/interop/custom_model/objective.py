@@ -38,11 +38,12 @@ class CustomObjective(nn.Module):
         self._signature = inspect.signature(custom.module.forward)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Sum of the losses (fp32 or fp64, with gradient) and what it is over, both scalars.
+        """Return the sum of losses (fp32 or fp64, with gradient) and its count, both scalars.
 
-        That is their number (int64), or the sum of their weights where a loss returns such.
+        The count is the number of losses (int64), or the sum of their weights if the loss returns
+        weights.
 
-        Raises BadInputError where what the loss or the module returns is none of the above.
+        Raises BadInputError if the loss or the module returns none of the above.
         """
         loss_sum, count = self._score(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
@@ -171,9 +172,9 @@ class CustomObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """Count what a user's mean over a micro-batch is over: its targets, else its samples.
+    """Return the count of a user's mean over a micro-batch: its targets, else its samples.
 
-    torch's losses ignore −100, so that the mean of a batch with fewer targets is over fewer.
+    torch's losses ignore −100, so the mean of a batch with fewer targets is over fewer.
     """
     for name in ("targets", "labels"):
         found = batch.get(name) if isinstance(batch, Mapping) else None
@@ -190,12 +191,12 @@ def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
 
 
 def _part(output: Any, name: str) -> Any:
-    """An attribute or an entry of what a module returned."""
+    """Return an attribute or an entry of a module's result."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _module_loss(output: Any) -> Tensor | None:
-    """The loss in what a module returned: itself, its `.loss`, or the scalar among its first two.
+    """Find the loss in a module's result: itself, its `.loss`, or the scalar among its first two.
 
     That is the order of transformers' tuples (loss, logits, …) and of nanoGPT's (logits, loss).
     """
@@ -209,7 +210,7 @@ def _module_loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Scores (B, S, V) in what a module returned; of a tuple the first, or what follows a loss."""
+    """Find scores (B, S, V) in a module's result; in a tuple the first, or the one after a loss."""
     found = _part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]
@@ -258,7 +259,7 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """The length of the first tensor found in a batch."""
+    """Return the length of the first tensor found in a batch."""
     for tensor in _tensors(batch):
         return int(tensor.shape[0]) if tensor.dim() else 1
     raise BadInputError(f"a batch of the data set has no tensor in it: {type(batch).__name__}")

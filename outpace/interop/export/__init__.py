@@ -48,9 +48,9 @@ def export_plan(
 ) -> ExportedPlan:
     """Write a plan for the trainer called `name`, one of FORMATS.
 
-    `reference` is what the user named the model by. Raises BadInputError for another name, a global
-    batch that the plan does not divide, fewer layers than stages, a checkpointing of another depth
-    than the model's, and an outline where the format has to say more of the model.
+    `reference` is the user's name for the model. Raises BadInputError for another name, a global
+    batch that the plan does not divide, fewer layers than stages, a checkpointing with another
+    depth than the model's, and an outline if the format needs more of the model.
     """
     write = FORMATS.get(name)
     if write is None:

@@ -21,7 +21,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """The JSON; pipelines are a matter of the script there, and a sentence."""
+    """Write the JSON; pipelines belong to the script there, and become a sentence."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {

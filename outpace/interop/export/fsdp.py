@@ -43,12 +43,12 @@ class _WrittenAxes:
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP has something to do; whole replicas are the Trainer's own."""
+        """Return whether FSDP has something to do; whole replicas are the Trainer's own."""
         return self.sizes["dp_shard_size"] * self.sizes["cp_size"] > 1
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """The JSON; what ParallelismConfig holds stands in the command's environment."""
+    """Write the JSON; ParallelismConfig's values are in the command's environment."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     written = _unfold(request, notes)
@@ -89,7 +89,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
-    """The axes that there are, ranks of a pipeline as shards."""
+    """Return the axes that there are, ranks of a pipeline as shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:

@@ -36,7 +36,7 @@ Argument = tuple[str, ...]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """The script: every axis of a plan, 1F1B plain or interleaved, ZeRO-1 to 3."""
+    """Write the script: every axis of a plan, 1F1B plain or interleaved, ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
@@ -80,14 +80,14 @@ def _script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
 
 
 def _connections(request: ExportRequest) -> str:
-    """The queue between host and device, which it wants as it says."""
+    """Return the queue between host and device, which it wants as it says."""
     if _fsdp(request):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron FSDP refuses 1\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
 
 
 def _fsdp(request: ExportRequest) -> bool:
-    """Whether gradients or parameters are sharded: not described beside pipelines there."""
+    """Return whether gradients or parameters are sharded: not described beside pipelines there."""
     return request.stage > 1 and request.plan.pp == 1
 
 

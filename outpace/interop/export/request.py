@@ -1,4 +1,4 @@
-"""The plan that a format is to write, with the numbers that all formats need, and the result.
+"""The plan that a format writes, with the numbers that all formats need, and the result.
 
 Ranks, shards and micro-batches as other trainers count them are derived here, once.
 """
@@ -22,7 +22,9 @@ HOST = 8
 
 
 class Note(str):
-    """A sentence on what the plan does not say, or leaves to a script: the plan stays the same."""
+    """A sentence on something that the plan does not cover or leaves to a script; it stays the
+    same.
+    """
 
     __slots__ = ()
 
@@ -34,7 +36,7 @@ class ScriptEdit(Note):
 
 
 class Replacement(str):
-    """A sentence on what is written in place of a part of the plan.
+    """A sentence on a replacement for a part of the plan.
 
     `fields` are the fields of the plan that the configuration describes instead; an option that
     is left out has its default there.
@@ -43,7 +45,7 @@ class Replacement(str):
     fields: Mapping[str, Any]
 
     def __new__(cls, sentence: str, **fields: Any) -> Self:
-        """The sentence, with the plan's fields as they are written."""
+        """Return the sentence, with the plan's fields as they are written."""
         found = super().__new__(cls, sentence)
         found.fields = fields
         return found
@@ -53,9 +55,9 @@ class Replacement(str):
 class ExportedPlan:
     """A plan as the configuration of another trainer.
 
-    `text` belongs in a file called `file_name`, with which `command` starts training. `notes` are
-    sentences on what the configuration cannot express; formats with comments have them in `text`
-    too. Those that are not a Note change the plan: `differences`.
+    `text` is the content of a file called `file_name`, with which `command` starts training.
+    `notes` are sentences on what the configuration cannot express; formats with comments have them
+    in `text` too. Those that are not a Note change the plan: `differences`.
     """
 
     text: str
@@ -76,7 +78,7 @@ class ExportedPlan:
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
         """Return the plan that `text` describes, and whether all that was replaced is known.
 
-        The plan is None where what is known of it is not a valid plan.
+        The plan is None if what is known of it is not a valid plan.
         """
         values = plan.model_dump()
         for sentence in self.differences:
@@ -98,7 +100,7 @@ class ExportedPlan:
 
     @property
     def commented(self) -> bool:
-        """Whether `text` has the sentences too: JSON has no comments."""
+        """Return whether `text` has the sentences too: JSON has no comments."""
         return not self.text.startswith("{")
 
 
@@ -107,7 +109,7 @@ class RecomputedBlocks:
     """The blocks that recompute their activations, as well as one mode can express them.
 
     `mode` is what most of these blocks do, `count` the number of them, `every` K where these are
-    each K-th from the first, None where they lie otherwise.
+    each K-th from the first, None if they lie otherwise.
     """
 
     mode: Checkpointing
@@ -132,7 +134,7 @@ class ExportRequest:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as outpace builds it. Raises BadInputError where only its outline is known."""
+        """The model as outpace builds it. Raises BadInputError if only its outline is known."""
         if isinstance(self.model, Outline):
             raise BadInputError(
                 f"of {self.model.name} the dimensions are known to plan with, but not all that "
@@ -170,7 +172,7 @@ class ExportRequest:
 
     @property
     def recomputed_blocks(self) -> RecomputedBlocks:
-        """The plan's checkpointing. Raises BadInputError where it is of another depth."""
+        """The plan's checkpointing. Raises BadInputError if it is of another depth."""
         modes = self.plan.modes(self.layers)
         at = [index for index, mode in enumerate(modes) if mode != "none"]
         if not at:

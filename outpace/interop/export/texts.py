@@ -80,7 +80,7 @@ def _toml_value(value: Any) -> str:
 
 
 def torchrun(ranks: int, *words: str, module: bool = False) -> str:
-    """The command that starts `ranks` processes of a program, the same on every host."""
+    """Return the command that starts `ranks` processes of a program, the same on every host."""
     nodes, each = hosts(ranks)
     many = [f"--nnodes={nodes}", f"--nproc-per-node={each}"]
     if nodes == 1:
@@ -91,5 +91,5 @@ def torchrun(ranks: int, *words: str, module: bool = False) -> str:
 
 
 def quote(word: str) -> str:
-    """A word for a shell; a variable stays one."""
+    """Return a word for a shell; a variable stays one."""
     return word if word.startswith("$") else shlex.quote(word)

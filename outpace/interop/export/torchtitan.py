@@ -67,7 +67,7 @@ _SET_ME = Placeholder(unsupported.SET_ME)
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """The TOML; every axis and schedule of a plan can be said."""
+    """Write the TOML; it can express every axis and schedule of a plan."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     if plan.strategy == "mp":
@@ -141,7 +141,7 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
-    """Whether a flavor's other settings are the model's too, not its dimensions alone."""
+    """Return whether a flavor's other settings are the model's too, not its dimensions alone."""
     if qwen:
         tied = flavor in _TIED_QWEN3
         return (spec.head_dim, spec.rope_theta, spec.tied, spec.norm_eps) == (128, 1e6, tied, 1e-6)
@@ -288,7 +288,7 @@ def _reshard(request: ExportRequest, notes: list[str]) -> str:
 
 
 def _pipeline(request: ExportRequest) -> dict[str, Any]:
-    """The schedule, and which layers each stage has, as outpace cuts them."""
+    """Return the schedule, and which layers each stage has, as outpace cuts them."""
     plan, spec = request.plan, request.spec
     values: dict[str, Any] = {
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
@@ -345,7 +345,7 @@ def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
 
 
 def _flags(request: ExportRequest, tables: dict[str, dict[str, Any]]) -> str:
-    """The command of torchtitan 0.3, with the same numbers."""
+    """Return the command of torchtitan 0.3, with the same numbers."""
     name, flavor = tables["model"]["name"], tables["model"]["flavor"]
     words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]
     plain = {

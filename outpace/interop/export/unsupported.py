@@ -280,7 +280,7 @@ def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Whether the pipeline's schedule computes gradients of weights later."""
+    """Return whether the pipeline's schedule computes gradients of weights later."""
     found = SCHEDULES.get(plan.schedule)
     return found is not None and found.splits_backward
 
