@@ -213,7 +213,7 @@ def find_framework(named: str, source_key: str) -> Framework | None:
     """Return the framework of a row, by its source where many names mean one; None: unknown."""
     if source_key.startswith(_MLPERF):
         return FRAMEWORKS["mlperf"]
-    if source_key.startswith("vtrain"):
+    if source_key == "vtrain-single":  # pieces of its own model; vtrain-multi is of whole steps
         return FRAMEWORKS["vtrain"]
     fits = [key for key in FRAMEWORKS if named == key or named.startswith((f"{key} ", f"{key}."))]
     fits += [key for key in FRAMEWORKS if named.startswith((f"{key},", f"{key} ("))]

@@ -327,6 +327,17 @@ COLLECTIVE_SOURCE = (
     "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
 )
 
+# Standard deviation of the clocks of accelerators of one kind under load, of their median. The
+# study calls variability what lies between a box plot's whiskers, four interquartile ranges, over
+# the median (its artifact, plot_script/plot_aggregated.py); the quartiles of a normal variable are
+# 1.349 standard deviations apart.
+DEVICE_SPREAD = 0.08 / (4 * 1.349)
+DEVICE_SPREAD_SOURCE = (
+    "8 % on average over programs and five clusters of V100, RTX 5000 and MI60, of more than 90 % "
+    "of their GPUs (Sinha et al., Not All GPUs Are Created Equal, SC22, arXiv 2208.11035; "
+    "hal-uw/gpu_variability_sc22_artifact bc84e72e)"
+)
+
 # Of a link's rate in one direction, by all-to-alls of large arrays; of a card's, across nodes.
 ALL_TO_ALL_SHARE = 0.70
 ALL_TO_ALL_NETWORK_SHARE = 0.80

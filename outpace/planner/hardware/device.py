@@ -37,9 +37,10 @@ class DeviceRates:
     `attention_backward` are shares of the rate of 16-bit products, `attention_narrow` the share of
     that for heads of 64. An optimizer reaches `optimizer_share` of the memory's rate. `hides` is
     the share of a collective that can overlap with computation; 0 if the same cores do both.
-    `sharers` ranks share a core: while some wait, the others are that much faster. `unit_s` is the
-    host's time to gather or sum one unit of shards. `piecewise`: rotations, and RMS norms of spread
-    tensors, are put together from operators of their own; other RMS norms are the package's
+    `spread` is the standard deviation of the clocks of devices of this kind, as a share of the
+    median. `sharers` ranks share a core: while some wait, the others are that much faster. `unit_s`
+    is the host's time to gather or sum one unit of shards. `piecewise`: rotations, and RMS norms of
+    spread tensors, are put together from operators of their own; other RMS norms are the package's
     (nn.norms). `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where
     they are not those of products. `attention_kernels` are other kernels' shares, by name; causal
     attention reaches half of its rate at `attention_half` keys.
@@ -69,6 +70,7 @@ class DeviceRates:
     unaligned: float = 1.0
     optimizer_share: float = 1.0
     hides: float = 1.0
+    spread: float = 0.0
     sharers: float = 1.0
     unit_s: float = 0.0
     piecewise: bool = False
@@ -157,9 +159,10 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
         unaligned=efficiency.UNALIGNED[chip.architecture],
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
+        spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
-                 efficiency.COLLECTIVE_SOURCE),
+                 efficiency.COLLECTIVE_SOURCE, efficiency.DEVICE_SPREAD_SOURCE),
     )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ class StepTimes:
     """Seconds of a step by purpose, one entry per plan; they add up to the step.
 
     `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
-    `data_s` is exposed of gradients' and parameters' collectives, `tensor_s`, `context_s`,
-    `pipeline_s` and `expert_s` of those axes'. `loading_s` is waiting for samples.
+    `data_s` is exposed of gradients' and parameters' collectives, and what all devices wait in them
+    for the slowest; `tensor_s`, `context_s`, `pipeline_s` and `expert_s` of those axes'.
+    `loading_s` is waiting for samples.
     """
 
     products_s: Floats
@@ -108,7 +109,8 @@ class _Step(Pipelines, CollectiveTimes):
             context_s=self.ring_s(forwards, backwards, shares, own),
             pipeline_s=self.sends_s(),
             expert_s=self.experts_s(busy),
-            data_s=self.exposed_data_s(ahead_s, back_s, pipeline),
+            data_s=self.exposed_data_s(ahead_s, back_s, pipeline)
+            + self.slowest_s((products + attention) * fit),
             optimizer_s=np.zeros(len(c)),
             offload_s=self.offloading_s(busy),
             loading_s=np.zeros(len(c)),

@@ -1,5 +1,6 @@
 """Seconds of a step by closed forms: hand-computed cases, and laws that hold for every plan."""
 
+import math
 from dataclasses import fields, replace
 
 import numpy as np
@@ -264,6 +265,22 @@ def test_shards_are_cast_where_they_lie_and_gathered_in_half_the_bytes():
     }
     # Three times Ψ of 4 bytes; two gathers of 2 bytes and a sum of 4.
     assert sent["bf16"] / sent["fp32"] == pytest.approx((2 * 2 + 4) / (3 * 4), rel=1e-6)
+
+
+def test_all_wait_for_the_slowest_device():
+    """Of 2 normal variables the larger is expected 1 / sqrt(pi) deviations above the mean.
+
+    Products and attention alone vary: memory traffic, links and the host do not.
+    """
+    even = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
+    uneven = replace(even, device=replace(FLAT, spread=0.015))
+    for ranks, late in ((1, 0.0), (2, math.pi**-0.5), (8, 1.4236), (512, 3.0366)):
+        values = {"strategy": "ddp", "dp_replicate": ranks} if ranks > 1 else {}
+        one, other = (step(q, 512, **values) for q in (even, uneven))
+        clocked = one["products_s"] + one["attention_s"]
+        waits = other["data_s"] - one["data_s"]
+        assert waits == pytest.approx(0.015 * late * clocked, rel=0.05, abs=1e-12 * clocked)
+        assert sum(other.values()) - sum(one.values()) == pytest.approx(waits)
 
 
 def test_what_computes_hides_nothing_that_it_carries_itself():
