@@ -207,6 +207,8 @@ def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | Non
 
     None for adapters as well: the planner assumes that all weights are trained.
     """
+    from outpace.jobs.memory.formula import FormulaQuestion
+
     if arguments.machine is None or asked.plan.lora_rank is not None:
         return None
     words = ["outpace", "plan", "--model", asked.settings.model, "--machine", arguments.machine]
@@ -214,7 +216,9 @@ def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | Non
         words += ["--nodes", str(arguments.nodes)]
     if asked.seq_len is not None:
         words += ["--seq-len", str(asked.seq_len)]
-    return shlex.join([*words, "--trained"])
+    if not isinstance(asked, FormulaQuestion):  # plan refuses --trained for what cannot be trained
+        words.append("--trained")
+    return shlex.join(words)
 
 
 def _parser() -> Parser:

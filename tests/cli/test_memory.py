@@ -1,6 +1,7 @@
 """`outpace memory`, and `outpace train --memory`."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from outpace.reporting.render.screenshot import BROWSERS
 
 # Of torch itself, where its sharded optimizer is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+FORMULA = ("memory", "--model=phi-2", "--machine=hgx-h100")
 TINY = ("memory", "--model=outpace-tiny", "--seq-len=32")
 
 
@@ -132,6 +134,26 @@ def test_a_model_that_is_only_planned_for_is_answered_by_the_formula(capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["traced"]["source"] == "estimated" and said["world_size"] == 8
     assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values()) > 46e9 * 4 / 8
+    assert said["peak_at"] is said["rank"] is None
+
+
+def test_the_formula_draws_its_peak_and_names_no_rank(capsys, tmp_path):
+    page = tmp_path / "m.html"
+    assert main([*FORMULA, "--strategy=1f1b", f"--plot={page}"]) == 0
+    assert "The fullest rank of 8" in capsys.readouterr().out
+    drawn = page.read_text()
+    assert '"name":"weights"' in drawn and "estimated" in drawn and "the fullest of 8" in drawn
+    assert "Memory over a step" not in drawn
+    assert main([*FORMULA, "--rank=7"]) == 2
+    assert "knows the fullest rank only. Leave --rank out." in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_followed_by_a_command_that_is_answered(capsys):
+    words = ["--model=phi-2", "--machine=rtx-4090", "--strategy=single", "--json"]
+    assert main(["memory", *words]) == 0
+    command = json.loads(capsys.readouterr().out)["next_command"]
+    assert main(shlex.split(command)[1:]) == 0
+    assert "phi-2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

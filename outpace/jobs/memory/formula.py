@@ -36,7 +36,7 @@ class FormulaQuestion:
         return resolve_seq_len(self.settings, positions)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Return the memory of the fullest rank, whichever is asked for, by formula."""
+        """Return the memory of the fullest rank, by formula; it is written down as `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
         device: peak.Device = "cpu" if self.accelerator is None else "cuda"
         by_kind = peak.anatomy(self.outline, self.seq_len, columns, device)

@@ -276,9 +276,14 @@ def account(asked: AnyQuery, rank: int | None = None) -> MemoryAccount:
 
 
 def require_rank(asked: AnyQuery, rank: int | None) -> None:
-    """Raise BadInputError for a rank that the plan does not have."""
+    """Raise BadInputError for a rank that the plan lacks, or that no formula tells apart."""
     if rank is not None and rank >= asked.plan.world_size:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
+    if rank is not None and isinstance(asked, FormulaQuestion):
+        raise BadInputError(
+            f"--rank {rank}: {asked.outline.untrained}, and the formula that is left to ask knows "
+            "the fullest rank only. Leave --rank out."
+        )
 
 
 def worst(asked: AnyQuery) -> MemoryAccount:

@@ -1,6 +1,6 @@
 """The document of `outpace memory --plot`: a rank's memory over a step and at its peak."""
 
-from outpace.records.memory import MemoryAccount, MemoryUse
+from outpace.records.memory import MemoryAccount
 from outpace.records.units import show_bytes
 from outpace.reporting.render.document import Document, DocumentSection
 from outpace.reporting.sections import memory_anatomy
@@ -8,16 +8,15 @@ from outpace.reporting.sections import memory_anatomy
 
 def memory_document(account: MemoryAccount, limit_bytes: int | None) -> Document:
     """Draw one account; `limit_bytes` is the device's memory, None if unknown."""
-    use = MemoryUse(measured=account) if account.source == "measured" else MemoryUse(traced=account)
-    peak = account.peak
-    charts = (
-        memory_anatomy.over_a_step(account, limit_bytes),
-        memory_anatomy.at_the_peak(memory_anatomy.peak_by_source(use), limit_bytes),
-    )
+    by_kind = {str(kind): size for kind, size in account.peak.by_kind.items()}
+    charts = [memory_anatomy.at_the_peak({account.source: by_kind}, limit_bytes)]
+    where, rank = "", "the fullest"
+    if account.timeline:  # the planner's formula knows no moments, and the fullest rank only
+        charts.insert(0, memory_anatomy.over_a_step(account, limit_bytes))
+        where, rank = f", in the {account.peak.location}", str(account.rank)
     return Document(
         "memory", "Memory of a training step",
-        (f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak, in the "
-         f"{peak.location}.",),
-        (("rank", f"{account.rank} of {account.world_size}"), ("source", account.source)),
-        (DocumentSection("Memory", charts),),
+        (f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak{where}.",),
+        (("rank", f"{rank} of {account.world_size}"), ("source", account.source)),
+        (DocumentSection("Memory", tuple(charts)),),
     )  # fmt: skip

@@ -41,8 +41,10 @@ def document(
 ) -> dict[str, Any]:
     """Return the JSON of `outpace memory`: the worst rank's peak and its anatomy first.
 
-    `next_command` finds what fits if this does not; it is null if it fits, or may.
+    `next_command` finds what fits if this does not; it is null if it fits, or may. An estimate has
+    neither a moment of the peak nor the fullest rank's number.
     """
+    estimated = traced.source == "estimated"
     capacity = None if accelerator is None else accelerator.usable_bytes
     fits = None if capacity is None else traced.device_bytes <= capacity
     return {
@@ -50,9 +52,11 @@ def document(
         "reserved_memory_bytes": traced.reserved_bytes,
         "library_memory_bytes": traced.library_bytes,
         "anatomy_bytes": dict(traced.peak.by_kind),
-        "peak_at": {"step": traced.peak.step, "where": traced.peak.location,
-                    "operator": traced.peak.operator},
-        "rank": traced.rank,
+        "peak_at": None if estimated else {
+            "step": traced.peak.step, "where": traced.peak.location,
+            "operator": traced.peak.operator,
+        },
+        "rank": None if estimated else traced.rank,
         "world_size": traced.world_size,
         "device_memory_bytes": capacity,
         "fits": fits,
@@ -148,12 +152,13 @@ def _notes(
 ) -> list[str]:
     who = "One process"
     if traced.world_size > 1:
-        who = f"Rank {traced.rank} of {traced.world_size} ({plan.mesh})"
+        which = "The fullest rank" if traced.source == "estimated" else f"Rank {traced.rank}"
+        who = f"{which} of {traced.world_size} ({plan.mesh})"
     lines = [f"{who}: the peak is in the {traced.peak.location} of step {traced.peak.step}."]
     if traced.source == "estimated":
         lines = [
-            f"{who.partition(' (')[0]}, the fullest: by the planner's formula, as outpace does not "
-            "train this model and can trace none of it."
+            f"{who}: by the planner's formula, as outpace does not train this model and can trace "
+            "none of it."
         ]
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:
