@@ -157,7 +157,7 @@ def settings_page() -> str:
         "# Settings\n\n", GENERATED,
         "A setting is an option of `outpace train`, a key of the file that `--config` names, and a "
         "keyword of `outpace.train`: `--global-batch 64`, `global_batch = 64`, `global_batch=64`. "
-        "The command line wins over the file. `--print-config` shows every setting and its "
+        "The command line overrides the file. `--print-config` shows every setting and its "
         "origin.\n\n",
     ]  # fmt: skip
     for group in parser.arguments._action_groups:

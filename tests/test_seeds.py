@@ -222,13 +222,29 @@ def test_a_recorded_figure_says_where_it_is_from():
     assert experiment.instead in text
 
 
+def _curves():
+    ways = ("ddp fp32", "ring fp32", "ddp bf16", "ring bf16")
+    return {f"{way}, batch {n}": [5.0, 4.0, 3.0 + n] for way in ways for n in (8, 16)}
+
+
+def test_each_batch_has_its_curves_side_by_side(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(loaded("pictures"), "write_svg", lambda *given: drawn.append(given))
+    loaded("figures_seeds").draw_curves({"measured": {"curves": _curves()}})
+    ((_, traces, layout, _),) = drawn
+    assert [(one["name"], one["xaxis"]) for one in traces[:5:4]] == [
+        ("ddp fp32", "x"), ("ddp fp32", "x2"),
+    ]  # fmt: skip
+    assert len(traces) == 8 and [one["y"][2] for one in traces[:5:4]] == [11.0, 19.0]
+    assert [one["text"] for one in layout["annotations"]] == ["batch 8", "batch 16"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="kaleido draws by Chromium")
 def test_curves_are_drawn(tmp_path, monkeypatch):
     figures = loaded("figures_seeds")
     monkeypatch.setattr(figures, "PICTURE", tmp_path / "loss.svg")
-    ways = ("ddp fp32", "ring fp32", "ddp bf16", "ring bf16")
-    curves = {f"{way}, batch {n}": [5.0, 4.0, 3.0 + n] for way in ways for n in (8, 16)}
+    curves = _curves()
     figures.draw_curves({"measured": {"curves": curves}})
     drawn = (tmp_path / "loss.svg").read_bytes()
     assert b"<svg" in drawn

@@ -58,7 +58,7 @@ _READ = (
 # Of the comparison, where they are a run's for outpace train.
 _TEXTS = {
     "out": "directory for the comparison (default: comparisons/<time>)",
-    "resume": "resume the comparison in --out, as the command that started it",
+    "resume": "resume the comparison in --out; repeat the options that it was started with",
 }
 # Of an experiment: how long it goes on and what it is shown with, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")

@@ -319,8 +319,8 @@ def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | No
     if not isinstance(error, ValueError) or "log settings" not in str(error):
         return None
     return (
-        f"environment: TORCH_LOGS = {excerpt(environ.get('TORCH_LOGS', ''))} is nothing that torch "
-        "can log. Unset it, or see TORCH_LOGS=help python -c 'import torch'."
+        f"environment: TORCH_LOGS = {excerpt(environ.get('TORCH_LOGS', ''))} is not a setting "
+        "that torch understands. Unset it, or see TORCH_LOGS=help python -c 'import torch'."
     )
 
 

@@ -48,7 +48,7 @@ HOST_FILE = "host.json"  # whose trials they are
 # Of the tuning, where they are a run's for outpace train.
 _TEXTS = {
     "out": "directory for the tuning (default: tunings/<time>)",
-    "resume": "resume the tuning in --out, as the command that started it",
+    "resume": "resume the tuning in --out; repeat the options that it was started with",
 }
 _OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained

@@ -346,7 +346,7 @@ def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) ->
     if settings.tokens is not None:
         if seq_len is None:
             raise BadInputError(
-                "--tokens needs data that consist of tokens. Use --steps or --epochs."
+                "--tokens needs data that consists of tokens. Use --steps or --epochs."
             )
         return math.ceil(settings.tokens / (settings.global_batch * seq_len))
     epochs = settings.epochs

@@ -187,7 +187,7 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
     where = _place(traceback.extract_tb(error.__traceback__))
     eager = (
         "What a compiled forward leaves on modules (self.aux = …) is one thing that is not traced: "
-        "leave --compile out for a bound that is too high. "
+        "leave --compile out for an upper bound. "
     )
     return (
         f"{type(module).__name__} cannot be traced without values: {where}: "

@@ -265,9 +265,9 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.records.base": ("read_json", "read_object", "read_toml")}),
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
-            "outpace.planner.calibration.cluster": ("of_probe", "_probed_fabric", "_Known.value_of",
-                                         "_Known.products", "_Known.loader_tokens_per_s",
-                                         "_probed_device")}),
+            "outpace.planner.calibration.cluster": (
+                "of_probe", "_probed_fabric", "_ProbeFigures.value_of", "_ProbeFigures.products",
+                "_ProbeFigures.loader_tokens_per_s", "_probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
             "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),
         Reader("topology", documents.topologies, _topology, {

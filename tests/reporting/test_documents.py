@@ -390,7 +390,7 @@ def test_a_probe_shows_every_figure_with_its_interval(probe):
     for _, size, measured, said in fitted.table.rows:
         assert said.value == pytest.approx(1e-4 + size.value / 1e9)
         assert measured.value == pytest.approx(said.value)
-    assert "1 of 14 figures are unstable" in document.verdict[1]
+    assert "1 of 14 figures is unstable" in document.verdict[1]
 
 
 def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
@@ -420,7 +420,7 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     console.print(tuning_text(record.model_copy(update={"trials": by_samples})))
     assert "samples/s" in console.file.getvalue() and "12.3" in console.file.getvalue()
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
-    assert tuning_document(nothing).verdict[0].startswith("None of 1 trials finished")
+    assert tuning_document(nothing).verdict[0].startswith("The only trial did not finish")
 
 
 def test_a_tunings_page_names_the_default_model_and_cores_that_others_used(tuning):

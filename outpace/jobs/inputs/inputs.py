@@ -423,7 +423,7 @@ def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
     if tokenizer is None or corpus.vocab_needed <= tokenizer.vocab_size:
         return []
     return [
-        f"the data have token ids up to {corpus.vocab_needed - 1}, but the model's tokenizer "
+        f"the data has token ids up to {corpus.vocab_needed - 1}, but the model's tokenizer "
         f"has {tokenizer.vocab_size} tokens. They were probably made with another tokenizer, "
         "whose ids stand for other texts. Give texts, or ids of this tokenizer"
     ]

@@ -203,8 +203,8 @@ def _require_formula(plan: Plan, outline: Outline) -> None:
     """Refuse what the formula does not know of a model that cannot be traced."""
     if plan.lora_rank is not None:
         raise BadInputError(
-            f"--lora-rank: {outline.untrained}, and the formula that is left to ask knows "
-            "trainings of all weights. Leave adapters out for a bound that is too high."
+            f"--lora-rank: {outline.untrained}, and the formula assumes that all weights are "
+            "trained. Leave --lora-rank out for an upper bound."
         )
 
 

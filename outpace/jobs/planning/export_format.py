@@ -239,7 +239,7 @@ def figures(estimate: Estimate, written: ExportedPlan) -> str:
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     return (
         f"{_describe_condition(written)}: {show_seconds(estimate.step_time_s)} per step "
-        f"({low} to {high} with {estimate.level * 100:.0f} %), "
+        f"({low} to {high} with {estimate.level * 100:.0f} % probability), "
         f"{estimate.tokens_per_s:,.0f} tokens/s, "
         f"{show_bytes(estimate.peak_memory_bytes)}{has} per device."
     )

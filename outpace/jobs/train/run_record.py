@@ -230,7 +230,7 @@ def _unused_gpus(job: Job) -> list[str]:
         why = "outpace doctor says what it sees of them"
     return [
         f"this host has an NVIDIA GPU, torch sees none, and the run is on the CPU: {why}. "
-        "--device cpu says that it is meant so"
+        "Use --device cpu if that is intended"
     ]
 
 
@@ -267,7 +267,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     return [
         f"the weights are of {where}, which was trained at a learning rate of {before:g}. This run "
         f"takes {now:g}, the default from stored weights, for {job.total_steps:,} steps: its loss "
-        f"may hardly move. Say --lr, up to {before:g}, to learn faster"
+        f"may hardly move. Set --lr, up to {before:g}, to learn faster"
     ]
 
 

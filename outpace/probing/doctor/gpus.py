@@ -260,7 +260,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
     elif len(shown) < len(words):
         odd = words[len(shown)]
         other = odd.startswith(_UUIDS) or (words[0].startswith(_UUIDS) and odd.isdigit())
-        problem = "is of another form than the first" if other else "is not a GPU of this host"
+        problem = "has a different form from the first" if other else "is not a GPU of this host"
         why = f"{len(shown)} of {len(words)} entries are read: {odd!r} {problem}"
         yield make_finding(
             "visible GPUs",

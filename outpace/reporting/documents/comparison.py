@@ -268,7 +268,9 @@ def _facts(comparison: Comparison) -> Iterable[Part]:
     rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)
     if rows:
         columns = ("", *(arm.arm for arm in arms))
-        yield DataTable("What determined their runs, with → if it changed", columns, rows)
+        yield DataTable(
+            "What determined their runs (→ marks values that changed between rounds)", columns, rows
+        )
 
 
 def _environment(comparison: Comparison, runs: dict[str, RunFolder]) -> DocumentSection:

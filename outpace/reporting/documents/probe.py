@@ -71,7 +71,8 @@ def _verdict(machine: Machine, probed: ProbeRecord) -> Iterable[str]:
     unstable = sum(one.unstable is not None for one in everything)
     if unstable:
         yield (
-            f"{unstable:,} of {len(everything):,} figures are unstable: the machine was not "
+            f"{unstable:,} of {len(everything):,} figures {'is' if unstable == 1 else 'are'} "
+            "unstable: the machine was not "
             "steady enough to conclude."
         )
     elif everything:

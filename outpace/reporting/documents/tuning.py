@@ -94,7 +94,9 @@ def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
 def _verdict(tuning: Tuning) -> Iterable[str]:
     best = tuning.fastest
     if best is None:
-        yield f"None of {len(tuning.trials)} trials finished: {tuning.stopped}."
+        count = len(tuning.trials)
+        none = "The only trial did not finish" if count == 1 else f"None of {count} trials finished"
+        yield f"{none}: {tuning.stopped}."
         return
     default = None if tuning.default is None else tuning.trial(tuning.default)
     took = f"{show_seconds(tuning.step_time_s)} a step{one_trial_words(tuning)}"
