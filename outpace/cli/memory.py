@@ -168,18 +168,23 @@ def _show(
     text = json.dumps(said, indent=2)
     if out is not None:
         write_output(out, text + "\n")
+    step = step_in_words(asked.plan, asked.global_batch, asked.seq_len)
     if plot is not None:
         from outpace.reporting.chart_file import write_document
         from outpace.reporting.documents.memory import memory_document
 
-        write_document(memory_document(measured or traced, said["device_memory_bytes"]), plot)
+        limit = said["device_memory_bytes"]
+        drawn = memory_document(measured or traced, limit, str(asked.settings.model), step)
+        write_document(drawn, plot)
     if arguments.json:
         print(text, flush=True)
         return
     from outpace.reporting.terminal.console import Console
 
-    about = step_in_words(asked.plan, asked.global_batch, asked.seq_len) + default_words(defaults)
+    about = step + default_words(defaults)
     Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
+    if plot is not None:
+        Console().print(f"plot: {plot}", markup=False, highlight=False)
 
 
 def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:

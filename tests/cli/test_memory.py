@@ -27,6 +27,7 @@ def test_the_anatomy_adds_up_to_the_peak_and_is_drawn(capsys, tmp_path):
     drawn = (tmp_path / "m.html").read_text()
     peak = show_bytes(said["peak_memory_bytes"])
     assert f"Tensors take {peak} at the peak" in drawn
+    assert "of outpace-tiny" in drawn and "sequences of 32 tokens; single, bf16" in drawn
     assert all(f'"name":"{kind}"' in drawn for kind in ("weights", "optimizer state"))
 
 
@@ -58,8 +59,10 @@ def test_a_chart_that_cannot_be_written_is_refused_before_the_trace(capsys, tmp_
 def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
     words = ["--seq-len=256", "--offload-optimizer=disk", f"--plot={tmp_path / 'm.html'}"]
     assert main([*TINY, *words]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    said = " ".join(shown.split())
     assert "offloaded" in said and "not included in the sum" in said
+    assert shown.replace("\n", "").endswith(f"plot: {tmp_path / 'm.html'}")
     assert (tmp_path / "m.html").exists()
     assert main([*TINY, *words, "--json"]) == 0
     anatomy = json.loads(capsys.readouterr().out)["traced"]["peak"]["by_kind"]

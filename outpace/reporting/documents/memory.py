@@ -6,8 +6,13 @@ from outpace.reporting.render.document import Document, DocumentSection
 from outpace.reporting.sections import memory_anatomy
 
 
-def memory_document(account: MemoryAccount, limit_bytes: int | None) -> Document:
-    """Draw one account; `limit_bytes` is the device's memory, None if unknown."""
+def memory_document(
+    account: MemoryAccount, limit_bytes: int | None, model: str, step: str
+) -> Document:
+    """Draw one account of a `model`'s training `step`, both in words.
+
+    `limit_bytes` is the device's memory, None if unknown.
+    """
     by_kind = {str(kind): size for kind, size in account.peak.by_kind.items()}
     charts = [memory_anatomy.at_the_peak({account.source: by_kind}, limit_bytes)]
     where, rank = "", "the fullest"
@@ -15,8 +20,8 @@ def memory_document(account: MemoryAccount, limit_bytes: int | None) -> Document
         charts.insert(0, memory_anatomy.over_a_step(account, limit_bytes))
         where, rank = f", in the {account.peak.location}", str(account.rank)
     return Document(
-        "memory", "Memory of a training step",
-        (f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak{where}.",),
+        "memory", f"Memory of a training step of {model}",
+        (f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak{where}.", step),
         (("rank", f"{rank} of {account.world_size}"), ("source", account.source)),
         (DocumentSection("Memory", tuple(charts)),),
     )  # fmt: skip

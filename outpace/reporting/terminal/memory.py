@@ -163,7 +163,7 @@ def _notes(
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
-        lines.append(f"Activations are of {parts}.")
+        lines.append(f"Largest activations: {parts}.")
     if accelerator is not None:
         room = accelerator.usable_bytes - traced.device_bytes
         verdict = f"{show_bytes(abs(room))} {'is left' if room >= 0 else 'too much'}"
