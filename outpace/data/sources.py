@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from outpace.records.base import require_no_pointer
+from outpace.records.base import refuse_pipe, require_no_pointer
 from outpace.records.errors import BadInputError, excerpt
 
 # "text" is files that are a document each, "rows" files of records with named columns.
@@ -52,10 +52,12 @@ _HELD_OUT_NAME = re.compile(
     r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
 )
 
-# What a cache holds, by folder: token shards, tokenizers that were learnt, hashes of files.
+# The folders of a cache, and what follows a hash in the names of their entries.
 _CACHED = {
-    "tokens": "*/index.json", "tokenizers": "*/tokenizer.json", "hashes": "[0-9a-f]" * 32,
+    "tokens": "", "tokenizers": "", "hashes": "", "extents": "", "encoded": ".npz",
+    "specs": ".json", "tokenizer_classes": ".json",
 }  # fmt: skip
+_HASH, _UNFINISHED = "[0-9a-f]{32}", r"(\.lock|(\.[\w-]+)?\.tmp)?"
 _BLOCK_BYTES = 1 << 20
 # Of each end of files of one size; and how many files.
 _COMPARED_BYTES, _COMPARED_FILES = 1 << 16, 1000
@@ -79,6 +81,7 @@ class Source:
     """A data source that was found. `files` is empty for datasets.
 
     `left_out`: files of a folder or pattern with another form than most of it, or of another split.
+    `outputs`: runs and folders of a cache within the data, which are not read.
     """
 
     reference: str
@@ -87,6 +90,7 @@ class Source:
     total_bytes: int | None = None
     states: tuple[State, ...] = ()  # of the files when they were found
     left_out: tuple[Path, ...] = ()
+    outputs: tuple[Path, ...] = ()
 
     @property
     def is_tokens(self) -> bool:
@@ -96,15 +100,26 @@ class Source:
     @property
     def hints(self) -> tuple[str, ...]:
         """Describe the files of a folder or pattern that are not read."""
-        if not self.left_out:
-            return ()
-        names = ", ".join(file.name for file in self.left_out[:3])
-        more = f" and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
-        return (
-            f"of {self.reference} {len(self.files):,} files are read; {names}{more} "
-            f"{'is' if len(self.left_out) == 1 else 'are'} left out, being of another form or "
-            "split. Name files with --data or --eval-data to read them",
-        )
+        hints = []
+        if self.left_out:
+            hints.append(
+                f"of {self.reference} {len(self.files):,} files are read; "
+                f"{_first_names([file.name for file in self.left_out])} left out, being of another "
+                "form or split. Name files with --data or --eval-data to read them"
+            )
+        if self.outputs:
+            names = [str(folder.relative_to(self.reference)) for folder in self.outputs]
+            hints.append(
+                f"of {self.reference} {_first_names(names)} left out, being runs or folders of "
+                "a cache that outpace wrote. Name them with --data to read them"
+            )
+        return tuple(hints)
+
+
+def _first_names(names: Sequence[str]) -> str:
+    """Return the first of some names and the number of the others, with the verb "to be"."""
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 def open_source(reference: str, *, rows: bool = False) -> Source:
@@ -129,7 +144,12 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
     if path.is_dir():
         if _is_saved_dataset(path):
             return Source(f"hf:{reference}", "dataset")
-        return _of_several(reference, _files_below(path), rows)
+        files, outputs = _files_below(path)
+        if outputs and not files:
+            raise BadInputError(
+                f"{reference} holds only runs or a cache of outpace; is it the right folder?"
+            )
+        return replace(_of_several(reference, files, rows), outputs=tuple(outputs))
     if path.is_file():
         return _of_file(reference, path)
     prefixed = Path(f"{reference}.bin")  # Megatron names its data so; the prefix may hold a dot
@@ -297,7 +317,7 @@ def row_files_below(folder: Path) -> list[Path]:
     """Return the files of a folder with the suffix of row files, except files about the data."""
     return [
         file
-        for file in _files_below(folder)
+        for file in _files_below(folder)[0]
         if form_of(file) not in ("text", "tokens") and not _ABOUT.match(file.name)
     ]
 
@@ -361,21 +381,22 @@ def check_unchanged(source: Source) -> None:
             )
 
 
-def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """Return the files of a folder and of those that it links to, in a stable order.
+def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
+    """Return the files of a folder and of those that it links to, and outpace's own output below.
 
-    Hidden files, copies left by editors and merges, and outpace's own output (runs, and a cache of
-    tokens) are omitted.
+    Both are in a stable order. Hidden files, and copies left by editors and merges, are omitted.
 
     `left_out`: names of folders.
     """
     found: list[str] = []
+    outputs: list[str] = []
     folders, linked = [str(root)], {os.path.realpath(root)}
     while folders:  # pathlib's own walk takes seconds where there are 100,000 files
         folder = folders.pop()
         with os.scandir(folder) as scanned:
             entries = list(scanned)
         if folder != str(root) and _is_of_outpace(Path(folder), {entry.name for entry in entries}):
+            outputs.append(folder)
             continue
         for entry in entries:
             older = entry.name.endswith(_OLDER_COPIES)
@@ -390,18 +411,24 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
                 folders.append(entry.path)
             elif entry.is_file():
                 found.append(entry.path)
-    return sorted(map(Path, found))
+    return sorted(map(Path, found)), sorted(map(Path, outputs))
 
 
 def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is a run or a cache of tokens, which --out may put within the
-    data.
+    """Return whether a folder is a run or of a cache, which --out and --cache-dir may put within
+    the data.
     """
-    if any(any(folder.glob(f"{name}/{files}")) for name, files in _CACHED.items() if name in names):
-        return True
+    names = {name for name in names if not name.startswith(".")}
+    if folder.name in _CACHED and names:
+        entry = re.compile(f"{_HASH}({re.escape(_CACHED[folder.name])})?{_UNFINISHED}")
+        return all(map(entry.fullmatch, names))
+    if "run.json" not in names:
+        return False
     with suppress(OSError):
-        content = (folder / "run.json").read_bytes() if "run.json" in names else b""
-        return all(f'"{name}"'.encode() in content for name in ("plan", "settings", "origins"))
+        refuse_pipe(folder / "run.json")
+        with (folder / "run.json").open("rb") as stream:
+            head = stream.read(_BLOCK_BYTES)
+        return all(f'"{name}"'.encode() in head for name in ("plan", "settings", "origins"))
     return False
 
 
@@ -413,7 +440,7 @@ def _leads_nowhere(entry: "os.DirEntry[str]") -> bool:
 def _library_files(root: Path) -> list[Path]:
     return [
         path
-        for path in _files_below(root, _LEFT_OUT)
+        for path in _files_below(root, _LEFT_OUT)[0]
         if path.suffix == ".py" and not path.name.startswith(_TABLES)
         if path.stat().st_size > 0 and _decodes(path)
     ]

@@ -684,6 +684,38 @@ def test_rows_beside_texts_are_not_read_and_named(folder, prepare, ids_of):
     assert tokens(prepare(folder)) == [ids_of(A, B, C, C)]
 
 
+def test_outputs_within_the_data_are_no_data_and_their_neighbours_are(folder, prepare, ids_of):
+    key = "0f" * 16
+    for name in ("tokenizers/bert/tokenizer.json", "tokens/mine/index.json"):
+        (folder / "deep" / name).parent.mkdir(parents=True)
+        (folder / "deep" / name).write_text("{}")
+    (folder / "hashes").mkdir()
+    (folder / "hashes" / "essay.md").write_text(A)
+    read = [A, B, C, "{}", "{}", A]
+    corpus = prepare(folder)
+    assert tokens(corpus) == [ids_of(*read)] and not corpus.hints
+    (folder / "cache" / "tokens" / key).mkdir(parents=True)
+    (folder / "cache" / "tokens" / key / "index.json").write_text("{}")
+    (folder / "cache" / "tokens" / f"{key}.lock").touch()
+    (folder / "cache" / "specs").mkdir()
+    (folder / "cache" / "specs" / f"{key}.json").write_text("{}")
+    (folder / "cache" / "essay.txt").write_text(B)
+    (folder / "run").mkdir()
+    (folder / "run" / "run.json").write_text('{"settings": {}, "origins": {}, "plan": {}}')
+    corpus = prepare(folder)
+    (hint,) = corpus.hints
+    assert "cache/specs, cache/tokens, run are left out, being runs or folders of a cache" in hint
+    assert tokens(corpus) == [ids_of(A, B, B, C, "{}", "{}", A)]
+    (folder / "cache" / "essay.txt").unlink()
+    with pytest.raises(BadInputError, match="holds only runs or a cache"):
+        prepare(folder / "cache")
+
+
+def test_a_named_pipe_for_a_run_is_not_waited_for(folder, prepare, ids_of):
+    os.mkfifo(folder / "deep" / "run.json")
+    assert tokens(prepare(folder)) == [ids_of(A, B, C)]
+
+
 def test_an_empty_folder(tmp_path, prepare):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(BadInputError, match="no files below"):
