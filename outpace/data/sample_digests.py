@@ -219,7 +219,7 @@ def _leaf(array: np.ndarray[Any, Any]) -> Leaf:
 
 
 def _values(value: Any, depth: int) -> Iterator[Any]:
-    """Return the numbers of a sample as arrays, and its texts as bytes, in order."""
+    """Yield the numbers of a sample as arrays, and its texts as bytes, in order."""
     if depth > _DEPTH or value is None:
         return
     if isinstance(value, str | PurePath | bytes | bytearray):

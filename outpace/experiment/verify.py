@@ -96,7 +96,7 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 
 
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
-    """Return all plans of a strategy's name on `world_size` ranks.
+    """Yield all plans of a strategy's name on `world_size` ranks.
 
     They include parameter servers that step the optimizer and that do not, and workers with two
     devices; for 3d each choice of axes with two ranks on each.

@@ -240,9 +240,9 @@ def resolve_offload(settings: TrainSettings) -> dict[str, str]:
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
-    """Return the step after which PowerSGD starts: as requested, else as torch advises.
+    """Return the plan with the step after which PowerSGD starts: as requested, or as torch says.
 
-    That is a tenth of the run, and not before the peak of the learning rate. Raises BadInputError
+    torch advises a tenth of the run, not before the peak of the learning rate. Raises BadInputError
     if nothing would be compressed.
     """
     if plan.compress_gradients != "powersgd" or plan.world_size == 1:

@@ -40,7 +40,9 @@ def merge_adapter(
     opened = _with_base(source, model)
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None
     if out.resolve() in (opened.weights.resolve(), opened.adapter.resolve(), source.resolve()):
-        raise BadInputError(f"--out {out} is the adapter itself. Choose another directory.")
+        raise BadInputError(
+            f"--out {out} is one of the folders that are merged. Choose another directory."
+        )
     if out.is_dir() and any(out.iterdir()):
         raise BadInputError(f"--out {out} exists and is not empty. Choose another directory.")
     _require_tokenizer_fits(opened)

@@ -15,7 +15,7 @@ _MOST_HOSTS = 1 << 20
 
 
 def expand(text: str) -> Iterator[str]:
-    """Return the hosts of a list, in order. Raises BadInputError for a malformed one.
+    """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
     It does what `scontrol show hostnames` does, and refuses some names that SLURM allows (text
     after the last brackets; boxes, which only some builds know). The last brackets count fastest,

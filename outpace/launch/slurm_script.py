@@ -111,7 +111,7 @@ def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """Return the lines that start all ranks. Blocks keep neighbours together, such as
+    """Yield the lines that start all ranks. Blocks keep neighbours together, such as
     tensor-parallel ones.
     """
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]

@@ -63,7 +63,7 @@ def check(asked: HostQuery) -> HostFacts:
 
 
 def _processes_of(runs: Sequence[str]) -> Iterator[int]:
-    """Return the running ranks that torch's agents have started under these names."""
+    """Yield the running ranks that torch's agents have started under these names."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()

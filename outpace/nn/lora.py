@@ -119,7 +119,7 @@ def adapt(
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
-    """Return a transformer's matrices that can have adapters, by name, without absent blocks."""
+    """Yield a transformer's matrices that can have adapters, by name, without absent blocks."""
     for name, module in model.named_modules():
         for target, place in PLACES.items():
             if isinstance(module, nn.Linear) and name.endswith(f".{place}"):

@@ -110,7 +110,7 @@ class Layout:
         return model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters, by their names in a single process."""
+        """Yield this rank's parameters, by their names in a single process."""
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -65,7 +65,7 @@ class ModelSpec(Record):
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if value is not None}
-        traits = FAMILY_TRAITS.get(given.get("family"))  # type: ignore[arg-type]
+        traits = FAMILY_TRAITS.get(str(given.get("family")))  # type: ignore[call-overload]
         filled = {**(traits.defaults if traits is not None else {}), **given}
         hidden, heads = filled.get("hidden"), filled.get("heads")
         if isinstance(heads, int):

@@ -103,7 +103,7 @@ class ProbeRecord(Record):
     steadiness: Steadiness = Steadiness()
 
     def all_figures(self) -> Iterator[Figure]:
-        """Return all figures, including the fitted ones."""
+        """Yield all figures, including the fitted ones."""
         yield from self.figures
         for fit in self.fits:
             yield fit.latency

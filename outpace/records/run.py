@@ -66,7 +66,9 @@ class RunRecord(Record):
         default={}, description="variables that affect computation or communication"
     )
     load_before: float | None = Field(
-        default=None, description="processes waiting for a core in the minute before"
+        default=None,
+        description="load average of the minute before the run: processes running or waiting for "
+        "a core",
     )
     started: str
     resumes: tuple[dict[str, Any], ...] = ()

@@ -238,7 +238,7 @@ class AllocationTracer(TorchDispatchMode):
             self._classify_copy(given[0], fresh[0])
         if func.namespace in _EXCHANGES:
             for tensor in [*given, *outputs]:
-                self._copy_offloaded(tensor)
+                self._mark_communication(tensor)
         packet = func._overloadpacket
         if func in FLOPS:
             self._now.flops += FLOPS[func](*args, **kwargs)
@@ -257,7 +257,7 @@ class AllocationTracer(TorchDispatchMode):
         if any(piece.kind in ("weights", "unsharded") for piece in pieces):
             self._piece(copy).kind = self._kind() or "weight copies"
 
-    def _copy_offloaded(self, tensor: Tensor) -> None:
+    def _mark_communication(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):
             piece = self._piece(storage)
             piece.kind = piece.kind or "communication"

@@ -72,18 +72,18 @@ class _PartitionedForward:
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else id(leaf)
                     for leaf in leaves)  # fmt: skip
         named = (*self._module.named_parameters(), *self._module.named_buffers())
-        parameters: dict[str, Tensor] = dict(named)
+        tensors_by_name: dict[str, Tensor] = dict(named)
         with self._watch.set_aside():
             if key not in self._graphs:
                 self._graphs[key] = self._compile(leaves, shape)
                 # Its first call makes the graphs, and keeps for good what it was given.
                 self._counts = False
-                self._graphs[key](parameters, [_stand_in(tensor) for tensor in tensors])
+                self._graphs[key](tensors_by_name, [_stand_in(tensor) for tensor in tensors])
             self._counts = True
-            return self._graphs[key](parameters, tensors)
+            return self._graphs[key](tensors_by_name, tensors)
 
     def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """Return a function of parameters and tensors, compiled except for the kernels."""
+        """Return a function of the module's tensors and others, compiled except for the kernels."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -91,12 +91,12 @@ class _PartitionedForward:
         # The function lives on, and must not hold tensors.
         places = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def run(parameters: dict[str, Tensor], tensors: Sequence[Tensor]) -> Any:
+        def run(tensors_by_name: dict[str, Tensor], tensors: Sequence[Tensor]) -> Any:
             given = iter(tensors)
             all_leaves = [next(given) if leaf is _TENSOR else leaf for leaf in places]
             args, kwargs = tree_unflatten(all_leaves, shape)
             with _forward_of(self._module, self._forward):
-                return torch.func.functional_call(self._module, parameters, args, kwargs)
+                return torch.func.functional_call(self._module, tensors_by_name, args, kwargs)
 
         compiled: Callable[..., Any] = aot_function(
             run,

@@ -150,6 +150,9 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(same))
     found = merge_adapter(adapter, tmp_path / "b", model=None, base=None, dtype="fp32")
     assert found.notes == ()
+    for merged in (adapter, source):
+        with pytest.raises(BadInputError, match=f"--out {merged} is one of the folders that are"):
+            merge_adapter(adapter, merged, model=None, base=None, dtype="fp32")
     train_tokenizer(["more words than the base has tokens"] * 9, 290).save(tmp_path / "t")
     longer = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
     vocab = read(source, "config.json")["vocab_size"]

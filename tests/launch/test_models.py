@@ -96,10 +96,19 @@ def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, referen
 def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(run_record, "_DEV", tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1111")
-    heard, chosen = _Hints(), _Hints()
-    start("run", heard=[heard], steps=1)
-    assert "the run is on the CPU: CUDA_VISIBLE_DEVICES=GPU-1111 hides them" in heard.said
+    chosen = _Hints()
+    for number, (cuda, visible, why) in enumerate(
+        [
+            ("13.0", "-1", "CUDA_VISIBLE_DEVICES=-1 hides them"),
+            ("13.0", "0", "outpace doctor says what it sees of them"),
+            (None, "0", f"this torch ({torch.__version__}) is built without CUDA"),
+        ]
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        heard = _Hints()
+        start(f"run{number}", heard=[heard], steps=1)
+        assert f"the run is on the CPU: {why}" in heard.said
     start("meant", heard=[chosen], steps=1, device="cpu")
     assert "NVIDIA" not in chosen.said
 

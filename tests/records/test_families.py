@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 
+from outpace.records.errors import BadInputError
 from outpace.records.families import FAMILY_TRAITS, Family
 from outpace.records.model import ModelSpec
 
@@ -12,6 +13,12 @@ SIZES = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 16, "max_positions": 16}
 
 def test_each_family_is_declared_once_in_the_order_of_its_names():
     assert tuple(FAMILY_TRAITS) == get_args(Family)
+
+
+@pytest.mark.parametrize("family", [["gpt2"], {"name": "gpt2"}, 2, "gpt9"])
+def test_no_family_is_a_sentence(family):
+    with pytest.raises(BadInputError, match="family"):
+        ModelSpec.parse({"family": family, **SIZES}, "test")
 
 
 @pytest.mark.parametrize("name", FAMILY_TRAITS)

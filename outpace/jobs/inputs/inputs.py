@@ -242,8 +242,8 @@ def _other_tokenizer_hints(
         return []
     return [
         f"--tokenizer {settings.tokenizer} assigns other tokens than {opened.name}'s tokenizer "
-        f"to {others:,} of {len(known):,} ids, which the stored weights have not learnt. Leave "
-        "--tokenizer out to train with the model's tokenizer"
+        f"to {others:,} of {len(known):,} ids, which stand for other tokens in the stored "
+        "weights. Leave --tokenizer out to train with the model's tokenizer"
     ]
 
 

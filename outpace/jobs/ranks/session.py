@@ -43,7 +43,7 @@ def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
 
 
 def _publish_session(store: Store, name: str, world_size: int, timeout_s: float) -> None:
-    """Return the session's name to whoever shows a token, until all ranks have joined."""
+    """Send the session's name to whoever shows a token, until all ranks have joined."""
     seen, waiting = 0, set[int]()  # numbers of tokens; a rank counts first, and shows its own then
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
     while store.add(f"joined/{name}", 0) < world_size - 1:

@@ -37,7 +37,7 @@ def require_shared(groups: Groups, folder: Path) -> None:
 
 @contextmanager
 def _token(groups: Groups, folder: Path) -> Iterator[str]:
-    """Return the name of a file that rank 0 keeps there until all have looked for it."""
+    """Yield the name of a file that rank 0 keeps there until all have looked for it."""
     token = folder / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
 
     def write() -> str:

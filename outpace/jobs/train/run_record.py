@@ -15,6 +15,7 @@ from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
 from outpace.jobs.train.context import Job
 from outpace.nn.torch_versions import VERSION
+from outpace.probing.doctor.gpus import read_visible
 from outpace.probing.hardware.versions import changes, commit, variables, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, RunInfo
@@ -219,13 +220,14 @@ def _computation(job: Job, parameters: int) -> list[str]:
 def _unused_gpus(job: Job) -> list[str]:
     """Say that this host has NVIDIA GPUs of which torch sees none."""
     chosen = job.device.type != "cpu" or job.settings.device != "auto"
-    if chosen or next(_DEV.glob("nvidia[0-9]*"), None) is None:
+    count = len([*_DEV.glob("nvidia[0-9]*")])
+    if chosen or not count:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
-    elif torch.version.cuda is None:
+    if torch.version.cuda is None:
         why = f"this torch ({VERSION}) is built without CUDA"
+    elif visible is not None and not read_visible(visible.split(","), count):
+        why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
     else:
         why = "outpace doctor says what it sees of them"
     return [

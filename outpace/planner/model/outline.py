@@ -98,7 +98,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
-    """Return the weight matrices of one layer.
+    """Yield the weight matrices of one layer.
 
     Those named "cross kv" are multiplied by what cross-attention sees, all others by the layer's
     own tokens.

@@ -66,7 +66,7 @@ def axes_of(nodes: Nodes) -> list[Axis]:
 
 
 def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
-    """Return every pair within nodes, and every pair of nodes by their first ranks, once.
+    """Yield every pair within nodes, and every pair of nodes by their first ranks, once.
 
     The pairs of a slot do not share a node's links, so they can be timed at the same time.
     """

@@ -28,7 +28,7 @@ _TIMED = 0.9  # of the budget; the rest is for looking at the values again
 def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
-    """Return rounds of samples for each call, each with seconds by rank. All ranks make these
+    """Yield rounds of samples for each call, each with seconds by rank. All ranks make these
     calls.
 
     Samples go through the calls forwards and backwards in turn.

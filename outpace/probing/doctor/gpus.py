@@ -242,7 +242,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
         return
     count = max(len(gpus), len(inventory.topology.gpus) if inventory.topology else 0)
     words = [word.strip() for word in text.split(",")]
-    shown = _read_visible(words, count)
+    shown = read_visible(words, count)
     said = f"CUDA_VISIBLE_DEVICES={text}"
     remedy = f"use numbers from 0 to {count - 1} separated by commas, or GPU-… of nvidia-smi -L"
     if len({*shown}) < len(shown):
@@ -271,7 +271,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
         )
 
 
-def _read_visible(words: Sequence[str], count: int) -> list[str]:
+def read_visible(words: Sequence[str], count: int) -> list[str]:
     """Return the devices that CUDA takes from a list: up to the first entry that is none.
 
     All are numbers, or all begin as the first does (CUDA C++ Programming Guide, "CUDA Environment

@@ -30,7 +30,7 @@ class ControlGroup:
 def control_groups(
     controller: str, membership: Path = MEMBERSHIP, mounts: Path = MOUNTS
 ) -> Iterator[ControlGroup]:
-    """Return this process's groups of a controller ("memory", "cpu"), and all their parents."""
+    """Yield this process's groups of a controller ("memory", "cpu"), and all their parents."""
     mounted = dict(_find_mounts(controller, mounts))
     for line in (read_text(membership) or "").splitlines():
         number, controllers, path = line.split(":", 2)

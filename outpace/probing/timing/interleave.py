@@ -24,8 +24,7 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Return what each of them gives, in their order; in a turn of all of them each has one of its
-    own.
+    """Take turns in each of several parts: one of each is a turn of all. Return what each gives.
 
     Where one raises, the others end with it, and give back what they hold.
     """
@@ -48,7 +47,7 @@ def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
 
 
 def wrap_turns(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
-    """Return the same turns, each within its own context."""
+    """Take the same turns, each within its own context."""
     try:
         while True:
             with within():

@@ -58,7 +58,7 @@ def peak_memory(found: Mapping[str, int | None], shades: Sequence[str] = ()) -> 
 
 
 def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
-    """Return a table of the peak memory of each rank, for runs with several."""
+    """Yield a table of the peak memory of each rank, for runs with several."""
     several = {name: sizes for name, sizes in found.items() if len(sizes) > 1}
     rows = [
         (", ".join(filter(None, (name, f"rank {rank}"))), Number(size, show_bytes(size)))

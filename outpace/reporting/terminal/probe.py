@@ -52,7 +52,7 @@ class _Bars(_Lines):
 
 @contextmanager
 def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[ProgressDisplay]:
-    """Return a progress bar per section on standard error, or lines if it is not a terminal."""
+    """Yield a progress bar per section on standard error, or lines if it is not a terminal."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     if not console.is_terminal:
         yield _Lines(console)

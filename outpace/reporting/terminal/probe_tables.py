@@ -98,7 +98,7 @@ _LAYOUTS = {
 
 
 def figure_tables(probed: ProbeRecord) -> Iterator[RenderableType]:
-    """Return a table for each kind of figure; collectives share one."""
+    """Yield a table for each kind of figure; collectives share one."""
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind in COLLECTIVES:
             continue
