@@ -26,7 +26,7 @@ from outpace.planner.explain.titles import given_title, title, varied_options
 from outpace.planner.hardware.device import dtype_of
 from outpace.planner.memory import peak as memory
 from outpace.planner.model.outline import parameters
-from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.model.outline_flops import forward_flops, recomputed_flops
 from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL, LEAN
@@ -374,7 +374,9 @@ def _estimate(
     row = columns.take([place])
     ranks = int(row.ranks[0] + row.servers[0])
     forward = forward_flops(job.outline, wanted.seq_len, samples)
-    full = row.modes[0, MODES.index("full")] + row.modes[0, MODES.index("attention")]
+    shares: dict[str, float] = dict(zip(MODES, map(float, row.modes[0]), strict=True))
+    shares["selective"] *= job.stack.recomputed_products
+    again = recomputed_flops(job.outline, wanted.seq_len, samples, shares) / (3 * forward)
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
     mfu = None if peak is None else 3 * forward / seconds / peak / ranks
     low, high, _, level = _interval(job)
@@ -398,7 +400,7 @@ def _estimate(
         tokens_per_s=tokens / seconds,
         samples_per_s=None if job.outline.vocab else job.wanted.global_batch / seconds,
         mfu=mfu,
-        hfu=None if mfu is None else mfu * (1 + float(full) / 3),
+        hfu=None if mfu is None else mfu * (1 + again),
         peak_memory_bytes=inside + kinds["allocator and libraries"],
         memory_bytes=device.memory_bytes,
         memory=kinds,

@@ -1,6 +1,6 @@
 """FLOPs of an outline's forward: its matrix products and attention (docs/concepts/flops.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outpace.planner.model.flops import keys_reached
 from outpace.planner.model.outline import Weight, weights
@@ -26,6 +26,29 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
     predicted = outline.predicted or length
     total += _products(outline.head_products, predicted)
     total += 2 * predicted * outline.table_width * outline.outputs
+    return samples * total
+
+
+def recomputed_flops(
+    outline: Outline, seq_len: int, samples: int, shares: Mapping[str, float]
+) -> float:
+    """Return the FLOPs that checkpointed layers compute again in one backward.
+
+    `shares`: of layers whose forward is repeated ("full"), all of it but attention itself
+    ("attention"), and of products that a trainer's own mode repeats ("selective").
+    """
+    total, seen = 0.0, seq_len
+    for stack in outline.stacks:
+        length = stack.seq_len or seq_len
+        whole, products = (
+            layer_flops(stack, outline.hidden, length, seen, attention=attention)
+            for attention in (True, False)
+        )
+        again = shares.get("full", 0.0) * whole + shares.get("attention", 0.0) * products
+        again += shares.get("selective", 0.0) * products
+        total += stack.layers * again
+        if stack.cross_attention is None:
+            seen = length
     return samples * total
 
 
