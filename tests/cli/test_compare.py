@@ -266,7 +266,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     of_runs = compared(capsys, tmp_path, "--runs", *names, out="r")
     assert {one.run for one in of_runs.outcomes} == set(map(str, map(os.path.abspath, names)))
     assert main(["compare", "--runs", *names, "--rounds=3", "--steps=9"]) == 2
-    assert "leave out --rounds, --steps" in capsys.readouterr().err
+    assert "Leave out --rounds, --steps" in capsys.readouterr().err
     assert main(["compare", "--runs", runs[0], str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
