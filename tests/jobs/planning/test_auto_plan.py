@@ -217,7 +217,7 @@ def test_a_classifier_is_planned_without_a_head_over_the_vocabulary():
 
 def test_a_plan_that_nobody_trains_is_refused(tmp_path):
     Plan(strategy="3d", dp_shard=2, pp=2, pp_microbatches=2, zero=1).save(tmp_path / "plan.json")
-    with pytest.raises(BadInputError, match="outpace does not train it: zero 1"):
+    with pytest.raises(BadInputError, match="outpace cannot train it: zero 1"):
         picked(plan="plan.json")
 
 
