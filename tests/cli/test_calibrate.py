@@ -215,7 +215,7 @@ def test_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path
 def test_more_memory_than_the_device_has(capsys: pytest.CaptureFixture[str], log: Path) -> None:
     log.write_text(LOG.replace("47.50GiB", "147.50GiB"))
     said = refusal(capsys, str(log), *WORDS)
-    assert "it took 147.50 GiB of a device's memory" in said and "--machine" in said
+    assert "it used 147.50 GiB of a device's memory" in said and "--machine" in said
 
 
 def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_flags_that_contradict_the_log(
     state = write_state(tmp_path, 200.0, train_batch_size=16)
     said = refusal(capsys, state, *CARD, "--layout=micro_batch=4")
     assert "says micro_batch=16, but --layout says micro_batch=4" in said
-    assert "16 sequences a step, but --global-batch 32" in refusal(
+    assert "16 sequences per step, but --global-batch 32" in refusal(
         capsys, state, *CARD, "--global-batch=32"
     )
     plan = tmp_path / "plan.json"
