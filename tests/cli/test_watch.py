@@ -82,7 +82,7 @@ def test_mistakes_are_said_and_cost_nothing(
 ) -> None:
     for words, said in (
         (["--"], "which command"),
-        ([str(run), "--", "true"], "Leave one of them out"),
+        ([str(run), "--", "true"], "Watch a run in progress, or start a command"),
         (["--for=3", "--", "true"], "Leave --for out"),
         (["--", "/no/such/program"], "cannot start /no/such/program"),
         ([str(tmp_path)], "holds no run"),

@@ -12,6 +12,7 @@ from outpace.jobs.inference import evaluate, generate
 from outpace.jobs.train import run_record
 from outpace.jobs.train.context import RunContext
 from outpace.jobs.train.job import train
+from outpace.nn.torch_versions import VERSION
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback
@@ -101,7 +102,7 @@ def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
         [
             ("13.0", "-1", "CUDA_VISIBLE_DEVICES=-1 hides them"),
             ("13.0", "0", "outpace doctor says what it sees of them"),
-            (None, "0", f"this torch ({torch.__version__}) is built without CUDA"),
+            (None, "0", f"this torch ({VERSION}) is built without CUDA"),
         ]
     ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
