@@ -17,12 +17,13 @@ def write_svg(
     """Draw traces with a layout as an SVG of `size` px: the same bytes for the same figure."""
     from plotly.graph_objects import Figure
 
-    figure = Figure({"data": list(traces), "layout": {
+    named = [{**one, "uid": f"series-{number}"} for number, one in enumerate(traces)]
+    figure = Figure({"data": named, "layout": {
         "template": "none", "font": {"family": "sans-serif", "size": 12},
         "margin": {"l": 60, "r": 15, "t": 35, "b": 50}, **layout,
     }})  # fmt: skip
     drawn = figure.to_image("svg", width=size[0], height=size[1]).decode()
-    # Plotly puts a number of its own choice into names of parts.
+    # Plotly puts a number of its own choice into names of parts, and into those of unnamed traces.
     chosen = set(re.findall(r'id="(?:top)?defs-([0-9a-f]+)"', drawn))
     for number in chosen:
         drawn = drawn.replace(number, "figure")
