@@ -122,7 +122,7 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     offloads = plan.offload_activations == "cpu"
     if offloads and done.mode == "none":
         notes.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
-    if done.count and (done.mode != "full" or not done.alike or done.count < request.layers):
+    if done.count and not request.recomputes_all:
         notes.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
         notes.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
@@ -218,7 +218,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
             "megatron_lm_recompute_method": "uniform",
             "megatron_lm_recompute_num_layers": 1,
         }
-    if done.count and (done.mode != "full" or not done.alike or done.count < request.layers):
+    if done.count and not request.recomputes_all:
         selective = done.mode == "selective"
         written = "its selective one" if selective else "all blocks in full"
         kind: Checkpointing | None = None if selective else "full"
@@ -242,7 +242,7 @@ def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
     sentences: list[str] = [ScriptEdit(makes)]
     done = request.recomputed_blocks
     if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and done.count:
-        if done.mode != "full" or not done.alike or done.count < request.layers:
+        if not request.recomputes_all:
             sentences.append(
                 unsupported.checkpointing(request, _TOOL, "full recomputation", "full")
             )

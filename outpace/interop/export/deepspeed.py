@@ -212,7 +212,7 @@ def _activations(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         return {}
     if done.mode == "none":
         notes.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
-    elif done.mode != "full" or not done.alike or done.count < request.layers:
+    elif not request.recomputes_all:
         notes.append(
             unsupported.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
         )

@@ -186,6 +186,12 @@ class ExportRequest:
         )
 
     @property
+    def recomputes_all(self) -> bool:
+        """Whether every block is recomputed whole. Raises as `recomputed_blocks`."""
+        done = self.recomputed_blocks
+        return done.mode == "full" and done.alike and done.count == self.layers
+
+    @property
     def title(self) -> str:
         """The plan in one line: the model, the ranks and the batch."""
         model, plan = self.model, self.plan
