@@ -25,7 +25,7 @@ def load_or_encode(
     """
     path = cache_dir / "encoded" / f"{key}.npz"
     with suppress(Exception):  # of a damaged file numpy and zipfile say so in many ways
-        return _read(path)
+        return _read_samples(path)
     made = encode()
     keep_memo(path, _to_npz(made))
     return made
@@ -44,7 +44,7 @@ def _to_npz(made: EncodedSamples) -> bytes:
     return file.getvalue()
 
 
-def _read(path: Path) -> EncodedSamples:
+def _read_samples(path: Path) -> EncodedSamples:
     """Read a file; raises for one that is not whole, by the checksums of zip files."""
     # From memory: of a file that is none, numpy leaves it to the collector to close it.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:

@@ -39,7 +39,7 @@ def gradients(module, device="cpu", backwards=1):
     return [x.grad, *(p.grad for p in module.parameters())]
 
 
-class Watched(DiskStore):
+class RecordingStore(DiskStore):
     """Tells what happens to tensors, in its order."""
 
     def __init__(self, scratch: Scratch) -> None:
@@ -84,7 +84,7 @@ def test_gradients_are_the_same_to_the_last_bit(checkpointing, backwards):
 
 def test_a_block_is_fetched_while_the_one_after_it_is_computed():
     module = model()
-    place = Watched(Scratch())
+    place = RecordingStore(Scratch())
     offload_activations(list(module), place)
     gradients(module)
     each, left = divmod(len(place.kept), BLOCKS)
@@ -141,7 +141,7 @@ def test_a_compiled_block_keeps_what_it_saves_elsewhere():
     moved.load_state_dict(plain.state_dict())
     for drop in (plain[0].drop, moved[0].drop):
         drop.p = 0.0
-    place = Watched(Scratch())
+    place = RecordingStore(Scratch())
     compile_forwards(list(moved))
     offload_activations(list(moved), place)
     assert is_compiled(moved)

@@ -108,7 +108,7 @@ def test_what_looks_into_values_is_refused_with_its_line(make):
         traced(plan_of("single", 1), make)
 
 
-class Rated(Block):
+class PenaltyBlock(Block):
     """Leaves a penalty on itself, which the loss reads on the last stage."""
 
     def __init__(self):
@@ -120,10 +120,10 @@ class Rated(Block):
         return self.drop(super().forward(x))
 
 
-class Staged(Net):
+class PenaltyNet(Net):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Rated() for _ in range(4))
+        self.blocks = nn.ModuleList(PenaltyBlock() for _ in range(4))
 
 
 def penalised(module, batch):
@@ -144,7 +144,9 @@ def test_a_stage_is_traced_as_it_is_measured_beside_the_others(tmp_path, strateg
     plan = staged_plan(strategy)
 
     def act(rank):
-        work = ModuleWorkload(lambda: CustomModel(Staged(), penalised), samples, plan, 1, SETTINGS)
+        work = ModuleWorkload(
+            lambda: CustomModel(PenaltyNet(), penalised), samples, plan, 1, SETTINGS
+        )
         seen = measure(work, rank.ranks)
         (tmp_path / f"{rank.ranks.rank}.json").write_text(seen.model_dump_json())
 
@@ -152,7 +154,7 @@ def test_a_stage_is_traced_as_it_is_measured_beside_the_others(tmp_path, strateg
     assert all(end.fine for end in ends), [end.said for end in ends]
     for rank in range(2):
         seen = MemoryAccount.model_validate_json((tmp_path / f"{rank}.json").read_text())
-        found = traced(plan, Staged, penalised, rank=rank, accumulation=1)
+        found = traced(plan, PenaltyNet, penalised, rank=rank, accumulation=1)
         for kind in ("weights", "optimizer state", "gradients"):
             assert found.peak.by_kind[kind] == pytest.approx(seen.peak.by_kind[kind], rel=0.02)
         # In a trace messages are there at once, and none is on its way.
@@ -170,4 +172,4 @@ def test_a_compiled_module_saves_less_and_does_as_much():
 
 def test_what_a_compiled_block_leaves_on_itself_is_refused_with_a_way_out():
     with pytest.raises(BadInputError, match="leave --compile out for an upper bound"):
-        traced(plan_of("single", 1, compile=True), Staged, penalised)
+        traced(plan_of("single", 1, compile=True), PenaltyNet, penalised)

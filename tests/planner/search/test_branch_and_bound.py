@@ -55,8 +55,8 @@ def least_by_formula(question, wanted):
     return lambda c: peak.least_bytes(question.outline, wanted.seq_len, c, question.device.kind)
 
 
-def nothing(c):
-    """A lower bound of whatever plans need."""
+def zero_bound(c):
+    """Return 0 for every plan: a lower bound of whatever plans need."""
     return np.zeros(len(c))
 
 
@@ -96,7 +96,7 @@ def brute(question, wanted, needs, limit):
     return fastest, least
 
 
-def check(question, wanted, needs, limit, count, rounding=0.0, floors=nothing):
+def check(question, wanted, needs, limit, count, rounding=0.0, floors=zero_bound):
     found = search(question, wanted, needs, floors, limit, count)
     fastest, least = brute(question, wanted, needs, limit)
     seconds = found.times.step_s[found.ranked][:count]
@@ -139,7 +139,7 @@ def test_the_search_finds_what_trying_everything_finds(
     question, wanted = asked(model, machine, 1, batch, keep=keep)
     limit = share * question.device.memory_bytes
     needs, least = by
-    floors = nothing if least is None else least(question, wanted)
+    floors = zero_bound if least is None else least(question, wanted)
     check(question, wanted, needs(question, wanted), limit, count, floors=floors)
 
 
@@ -163,7 +163,7 @@ def test_what_is_varied_is_searched_as_if_everything_were_tried(names, share):
     plain = replace(wanted, vary={})
     limit = share * question.device.memory_bytes
     found = check(question, wanted, by_hand(question, wanted), limit, 5)
-    without = search(question, plain, by_hand(question, plain), nothing, limit, 5)
+    without = search(question, plain, by_hand(question, plain), zero_bound, limit, 5)
     assert found.considered > without.considered
     assert len(found.ranked) >= len(without.ranked) > 0
     best = [float(one.times.step_s[one.ranked[0]]) for one in (found, without)]
@@ -225,7 +225,7 @@ def test_more_memory_never_makes_a_plan_infeasible_or_the_best_slower(model, les
     question, wanted = asked(model, "dgx-a100", 1, 16)
     needs = by_formula(question, wanted)
     limits = less * 80 * GIB, less * more * 80 * GIB
-    few, many = (search(question, wanted, needs, nothing, limit, 5) for limit in limits)
+    few, many = (search(question, wanted, needs, zero_bound, limit, 5) for limit in limits)
     if not len(few.ranked):
         return
     assert len(many.ranked) >= len(few.ranked)
@@ -235,7 +235,7 @@ def test_more_memory_never_makes_a_plan_infeasible_or_the_best_slower(model, les
 
 def test_equally_fast_plans_are_ranked_by_how_plain_they_are():
     question, wanted = asked("gpt2", "l4", 1, 1)
-    found = search(question, wanted, by_formula(question, wanted), nothing, 24 * GIB, 1)
+    found = search(question, wanted, by_formula(question, wanted), zero_bound, 24 * GIB, 1)
     first = found.columns.take(found.ranked)
     assert first.modes.tolist() == [[1, 0, 0, 0]] and not first.chunked_loss[0]
 
@@ -244,7 +244,7 @@ def test_nothing_is_found_where_nothing_can_be():
     question, wanted = asked("gpt2", "hgx-h100", 1, 8)
     impossible = replace(wanted, keep={"checkpointing": "none", "checkpoint_every": 2})
     for other in (impossible, replace(wanted, global_batch=3, keep={"strategy": "ddp"})):
-        found = search(question, other, by_formula(question, other), nothing, 80 * GIB, 5)
+        found = search(question, other, by_formula(question, other), zero_bound, 80 * GIB, 5)
         assert not len(found.ranked) and not found.smallest
 
 
