@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from outpace.nn.fingerprint import fingerprint
@@ -526,18 +527,23 @@ class PlainSums:
         return [report.state for report in self.reports if report.state.is_any]
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
-        """A gradient of a piece is there, and is given up."""
+        """Project a gradient of a piece, and give it up.
+
+        No mode watches what is the look's own: of small gradients that would take as long again.
+        """
         if parameter.grad is None:
             return  # which a user's hook has done
-        if self._taker is not None:
-            self._taker(name, parameter.grad)
+        with _disable_current_modes():
+            if self._taker is not None:
+                self._taker(name, parameter.grad)
+            else:
+                self._add(self._places[name], self.projection.project(parameter.grad))
             parameter.grad = None
-            return
-        place, product = self._places[name], self.projection.project(parameter.grad)
+
+    def _add(self, place: int, product: Tensor) -> None:
         before = self._products[place]
         self._products[place] = product if before is None else before + product
         self._gradients[place] += 1
-        parameter.grad = None
 
     def divert(self, taker: Taker | None) -> None:
         """Let a function have gradients from now on, in place of the sums; None lets them again."""
