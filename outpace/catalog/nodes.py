@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.aliases import translate_alias
-from outpace.records.errors import BadInputError, nearest_of, suggest
+from outpace.records.errors import BadInputError, join_or, nearest_of, suggest
 from outpace.records.hardware import Accelerator, Architecture, Bundle, Node, Topology
 
 _GIB = 2**30
@@ -136,7 +136,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     plain = [_slug(known) for known in accelerators]
     known = [*NODES, *plain]
     alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
-    meant = f" Did you mean {' or '.join(alike)}?" if alike else suggest(wanted, known)
+    meant = f" Did you mean {join_or(alike)}?" if alike else suggest(wanted, known)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
         f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md has all."
@@ -300,7 +300,7 @@ def _variant(
         size = _printed_gb(alike[0])
         if size < int(memory) <= _NOMINAL * size:
             return alike[0]
-    either = " or ".join(f"{size} GB" for size in sorted(sizes))
+    either = join_or(f"{size} GB" for size in sorted(sizes))
     raise BadInputError(
         f"machine {name!r}: {word} is sold with {either}. Say which, as in {word}:{max(sizes)}GB."
     )
@@ -329,7 +329,7 @@ def _board_of(
         return boards[int(memory)]
     if not boards:
         return None
-    either = " or ".join(f"{size} GB" for size in sorted(boards))
+    either = join_or(f"{size} GB" for size in sorted(boards))
     raise BadInputError(
         f"machine {name!r}: {word} is sold with {either} on boards. Say which, as in "
         f"{word}:{max(boards)}GB."

@@ -15,7 +15,7 @@ from outpace.cli.parser import Parser, number_type
 from outpace.launch import kubernetes, slurm_script
 from outpace.records.base import write_atomic
 from outpace.records.cluster_job import ClusterJob
-from outpace.records.errors import BadInputError, suggest
+from outpace.records.errors import BadInputError, join_or, suggest
 
 _ABOUT = "Write a job for a cluster's scheduler that trains there and resumes when interrupted."
 _EPILOG = (
@@ -36,7 +36,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if kind not in _WRITERS:
         raise BadInputError(
             f"outpace launch has no scheduler {kind!r}.{suggest(kind, _WRITERS)} Use "
-            f"{' or '.join(_WRITERS)}; see outpace launch slurm --help."
+            f"{join_or(_WRITERS)}; see outpace launch slurm --help."
         )
     arguments = _parser(kind).read(rest)
     job = _job(arguments, command)

@@ -178,6 +178,7 @@ def convert(name: str, value: Any, where: str) -> Any:
             raise BadInputError(f"{where}: {error}") from None
     if name in _PLACES:
         value = _from_home(value)
+    _refuse_part_of_a_name(name, holds, value, where)
     if not holds.many:
         return _convert_one(holds, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]
@@ -229,6 +230,20 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
         example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
         words = "".join(f", not {word!r}" for word in holds.words)
         raise BadInputError(f"{where}: {excerpt(value)} is not {example}{words}") from None
+
+
+def _refuse_part_of_a_name(name: str, holds: Shape, value: Any, where: str) -> None:
+    """Refuse --offload optimizer where --offload-optimizer is another option, and name it."""
+    if not holds.choices or not isinstance(value, str) or value in holds.choices:
+        return
+    other = f"{name}_{value.replace('-', '_')}"
+    if other not in _fields():
+        return
+    takes = shape(_fields()[other].annotation)
+    written = f"{flag(other)} {_metavar(other, takes)}"
+    raise BadInputError(
+        f"{where}: {value!r} is not one of {', '.join(holds.choices)}. Did you mean {written}?"
+    )
 
 
 def _is_share(value: Any) -> bool:

@@ -19,7 +19,7 @@ from outpace.planner.communication.volume import Tally, step_traffic
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
 from outpace.records.certificate import Certificate, ParityVerdict
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, join_or
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import EXACT
 from outpace.records.pipelines import default_microbatches
@@ -129,7 +129,7 @@ def plan_for(
     if left or not samples:
         raise BadInputError(
             f"{Trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
-            f"each; verify on {' or '.join(str(n) for n in (1, 2, 4, 8))} processes"
+            f"each; verify on {join_or((1, 2, 4, 8))} processes"
         )
     schedule = schedule_of(strategy, sizes["pp"], "1f1b")
     parts = default_microbatches(schedule, sizes["pp"], samples)
@@ -158,7 +158,7 @@ def verify(
         if plan.optimizer not in EXACT:
             raise BadInputError(
                 f"optimizer {plan.optimizer} rounds what it keeps or computes, and no two plans "
-                f"round alike. Verify the plan with optimizer {' or '.join(EXACT)}; how far it "
+                f"round alike. Verify the plan with optimizer {join_or(EXACT)}; how far it "
                 "trains from AdamW is in docs/concepts/optimizers.md."
             )
     expected = {}

@@ -11,7 +11,7 @@ import torch
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
 from outpace.records.compiled import COMPILED, graph_obstacle
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, join_or
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
 from outpace.records.optimizers import OPTIMIZER_TRAITS, default_optimizer
@@ -306,7 +306,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
-        possible = " or ".join(str(batch) for batch in (lower, lower + shares) if batch)
+        possible = join_or(batch for batch in (lower, lower + shares) if batch)
         raise BadInputError(
             f"global batch {settings.global_batch} cannot be divided among {shares} "
             f"data-parallel ranks; {possible} can."

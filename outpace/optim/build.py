@@ -16,7 +16,7 @@ from outpace.optim.master import MasterWeights
 from outpace.optim.muon import Muon, is_hidden_matrix
 from outpace.optim.rounding import Noise
 from outpace.optim.state_dtypes import KeepsDtypes
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, join_or
 from outpace.records.optimizers import OPTIMIZER_TRAITS, OptimizerName, optimizers_that
 from outpace.records.settings import TrainSettings
 
@@ -98,7 +98,7 @@ def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
         if is_complex and name not in _STEPS_COMPLEX:
             raise BadInputError(
                 f"the model has complex parameters, which optimizer {name} does not step. Use "
-                f"--optimizer {' or '.join(_STEPS_COMPLEX)}."
+                f"--optimizer {join_or(_STEPS_COMPLEX)}."
             )
         if is_complex and name != "sgd":
             part |= {"fused": False, "foreach": False}

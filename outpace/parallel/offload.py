@@ -26,7 +26,7 @@ from outpace.optim.build import Build, Groups
 from outpace.optim.offload import with_offloading
 from outpace.parallel.layout import Layout
 from outpace.parallel.tensors import local
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, join_or
 from outpace.records.plan import GATHERS, Plan
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def require(plan: Plan, device: torch.device) -> None:
     if plan.strategy not in GATHERS and gathers(plan, device):
         raise BadInputError(
             f"offload_parameters {plan.offload_parameters}: strategy {plan.strategy} computes on "
-            f"{device.type} with parameters where they lie. Use strategy {' or '.join(GATHERS)}."
+            f"{device.type} with parameters where they lie. Use strategy {join_or(GATHERS)}."
         )
 
 

@@ -96,6 +96,12 @@ def first_names(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def join_or(names: Iterable[object]) -> str:
+    """Return alternatives for a sentence: "a", "a or b", "a, b or c"."""
+    *first, last = map(str, names)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def quote_names(names: Iterable[object], most: int = 24) -> str:
     """Return names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
 
@@ -123,7 +129,7 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     names = names or _similar_names(word, known)
     if not names:
         return ""
-    said = f" Did you mean {' or '.join(map(repr, names[:3]))}?"
+    said = f" Did you mean {join_or(map(repr, names[:3]))}?"
     return f"{said} ({remark[0].upper()}{remark[1:]}.)" if remark else said
 
 
@@ -159,8 +165,9 @@ def _one_slip(one: str, other: str) -> bool:
 def nearest_model(word: str, names: Iterable[str]) -> str:
     """Return `suggest` for models: the same family, generation and size in another spelling.
 
-    If there are none, return those of the family and generation with the closest size. Mixtral is
-    not a typing error for Mistral, nor Llama 4 for Llama 3, so neither is proposed.
+    If there are none, return those of the family and generation with the closest size, or those of
+    a size or family that stands alone ("405b", "llama-3.1"). Mixtral is not a typing error for
+    Mistral, nor Llama 4 for Llama 3, so neither is proposed.
     """
     known = list(names)
     by_family: dict[str, list[str]] = {}
@@ -169,7 +176,19 @@ def nearest_model(word: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(_letters(word), by_family, n=1, cutoff=0.6)
     alike = [name for family in close for name in by_family[family] if _same_numbers(name, word)]
     alike = alike or _nearest_sizes(word, by_family.get(_letters(word), []))
-    return f" Did you mean {' or '.join(map(repr, alike[:3]))}?" if alike else ""
+    begin = word.casefold() if len(word) > 2 else None
+    alike = alike or [name for name in known if _parts_of(word) <= _parts_of(name)
+                      or (begin is not None and name.startswith(begin))]  # fmt: skip
+    if not alike:
+        return ""
+    shown = [*map(repr, alike[:3]), *([f"{len(alike) - 3} more"] if len(alike) > 3 else [])]
+    return f" Did you mean {join_or(shown)}?"
+
+
+def _parts_of(name: str) -> set[str]:
+    """Split a model's name at its dashes and blanks: "llama-3.1-8b"; a number alone is a size."""
+    parts = re.split(r"[-_\s]+", name.casefold().strip())
+    return {f"{parts[0]}b"} if len(parts) == 1 and parts[0].isdigit() else set(parts)
 
 
 def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:

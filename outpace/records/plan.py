@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, join_or
 from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName
 from outpace.records.pipelines import SCHEDULES, refusal
 from outpace.records.precisions import COMPUTES_IN_FP16, MASTERS, PURE, SCALED, Precision
@@ -216,7 +216,7 @@ class Plan(Record):
         if self.offload_parameters == "cpu" and self.strategy not in GATHERS:
             raise ValueError(
                 f"offload_parameters cpu: strategy {self.strategy} computes with parameters in "
-                f"place and gathers none before use. Use strategy {' or '.join(GATHERS)}, or "
+                f"place and gathers none before use. Use strategy {join_or(GATHERS)}, or "
                 "offload_optimizer, which works here too"
             )
         elsewhere = self.offload_optimizer != "none" or self.offload_parameters != "none"
@@ -229,7 +229,7 @@ class Plan(Record):
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
                 f"offloading steps AdamW in fp32, whose state is known beforehand; optimizer is "
-                f"{self.optimizer}. Use {' or '.join(PLAIN_ADAMW)} with it"
+                f"{self.optimizer}. Use {join_or(PLAIN_ADAMW)} with it"
             )
         known = self.strategy in _OFFLOAD_FROM_COMPILED
         if self.offload_activations != "none" and self.compile and not known:
@@ -252,7 +252,7 @@ class Plan(Record):
         if self.strategy != "single" and self.strategy not in able:
             raise ValueError(
                 f"compress_gradients {kind}: strategy {self.strategy} has no such collective. Use "
-                f"strategy {' or '.join(able)}, or leave it out"
+                f"strategy {join_or(able)}, or leave it out"
             )
         if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
             raise ValueError(
@@ -338,7 +338,7 @@ class Plan(Record):
             raise ValueError(
                 f"precision {self.precision} keeps weights in 16 bits only, so optimizer "
                 f"{self.optimizer} would lose updates and moments. Use optimizer "
-                f"{' or '.join(LOW)}"
+                f"{join_or(LOW)}"
             )
         if self.precision == "fp8" and (self.tp > 1 or self.strategy == "tp"):
             raise ValueError(
@@ -357,7 +357,7 @@ class Plan(Record):
                 "optimizer_in_backward steps a parameter as soon as its gradient is complete, "
                 f"but strategy {self.strategy} keeps all gradients until the end of backward "
                 "(in buckets to reduce, or to accumulate micro-batches). Use strategy "
-                f"{' or '.join(IN_BACKWARD)}, or leave it out"
+                f"{join_or(IN_BACKWARD)}, or leave it out"
             )
         if self.precision in SCALED:
             raise ValueError(
@@ -450,7 +450,7 @@ class Plan(Record):
         per_pass = self.samples_per_pass * self.data_parallel
         if global_batch % per_pass:
             lower = global_batch // per_pass * per_pass
-            nearest = " or ".join(str(n) for n in (lower, lower + per_pass) if n)
+            nearest = join_or(n for n in (lower, lower + per_pass) if n)
             raise BadInputError(
                 "global batch = micro-batch × accumulation × data-parallel degree, but "
                 f"{global_batch} is not a multiple of {self._factors()} = {per_pass}. Use a global "

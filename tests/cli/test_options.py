@@ -109,6 +109,7 @@ def test_a_place_may_begin_with_the_home_where_no_shell_reads_it(
             "not one of cosine, linear, wsd, constant. Did you mean 'cosine'",
         ),
         (["--log", "wandb,tensorbord"], "Did you mean 'tensorboard'"),
+        (["--offload", "optimizer"], "Did you mean --offload-optimizer {none,cpu,disk}?"),
         (["--steps", "5", "--epochs", "1"], "give one of steps, tokens, epochs"),
         (["--data-weights", "1,2"], "2 values for 1 sources"),
         (["--compile", "yes"], "no argument 'yes'"),

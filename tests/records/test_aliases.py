@@ -52,7 +52,7 @@ def refusal(capsys, *argv: str) -> str:
         ("plan --model=gpt2 --emit fsdp2", "fsdp"),
         (
             "plan --model=gpt2 --machine=3060",
-            "rtx-3060-8-gb' or 'rtx-3060-12-gb' or 'rtx-3060-ti' or 'rtx-3060-laptop",
+            "rtx-3060-8-gb', 'rtx-3060-12-gb', 'rtx-3060-ti' or 'rtx-3060-laptop",
         ),
         ("plan --model=gpt2 --machine=p5.48xlarge", "aws-p5"),
         ("train run.toml", "--config run.toml"),

@@ -4,7 +4,7 @@ import pytest
 
 from outpace.catalog.models import PRESETS
 from outpace.catalog.outlines import OUTLINES
-from outpace.records.errors import nearest_model, readable
+from outpace.records.errors import join_or, nearest_model, readable, suggest
 
 KNOWN = (*PRESETS, *OUTLINES)
 
@@ -35,6 +35,24 @@ def test_no_other_model_is_suggested(name: str) -> None:
 )  # fmt: skip
 def test_a_slip_is(name: str, meant: str) -> None:
     assert f"Did you mean '{meant}'" in nearest_model(name, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("part", "meant"),
+    [("405b", "'llama-3.1-405b'?"), ("405B", "'llama-3.1-405b'?"), ("405", "'llama-3.1-405b'?"),
+     ("8x7b", "'mixtral-8x7b'"), ("llama-405b", "'llama-3.1-405b'?"),
+     ("70b", "'llama-2-70b', 'llama-3-70b', 'llama-3.1-70b' or "), ("llama-3.1", "'llama-3.1-8b'"),
+     ("qwen", "'qwen2-0.5b'")],
+)  # fmt: skip
+def test_a_size_or_family_alone_names_the_models_that_have_it(part: str, meant: str) -> None:
+    assert f"Did you mean {meant}" in nearest_model(part, KNOWN)
+
+
+def test_alternatives_are_joined_by_commas_and_or() -> None:
+    assert [join_or("abc"[:count]) for count in (1, 2, 3)] == ["a", "a or b", "a, b or c"]
+    assert "Did you mean 'loss-a', 'loss-b' or 'loss-c'?" in suggest(
+        "loss", ["loss-a", "loss-b", "loss-c"]
+    )
 
 
 def test_a_message_that_holds_a_text_whole_is_cut_in_its_midst():

@@ -28,7 +28,7 @@ from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import VARIED, SearchRequest
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
-from outpace.records.errors import BadInputError, suggest
+from outpace.records.errors import BadInputError, join_or, suggest
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LOW
 from outpace.records.outline import Outline
@@ -322,7 +322,7 @@ def _suggest_setting(name: str, value: str) -> str:
     begin = [known for known in KEPT if known.startswith(start)]
     begin = [known for known in begin if _accepts(known, value)] or begin
     if begin:
-        return f" Did you mean {' or '.join(map(repr, begin))}?"
+        return f" Did you mean {join_or(map(repr, begin))}?"
     return suggest(name, KEPT)
 
 

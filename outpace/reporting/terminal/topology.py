@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from outpace.records.errors import join_or
 from outpace.records.inventory import GpuState
 from outpace.records.topology import (
     LEGEND,
@@ -182,7 +183,7 @@ def link_faults(placement: Placement, topology: Topology) -> list[str]:
     missing, count = placement.missing, len(topology.gpus)
     if missing is None:
         return []
-    have = " or ".join(missing.links)
+    have = join_or(missing.links)
     others = f"the other {count - len(missing.gpus)} GPUs"
     lines = []
     if missing.gpus:
