@@ -64,7 +64,8 @@ def plans(job: PlanningProblem) -> Plans:
         raise BadInputError(_infeasible(job, found))
     found = _add_alternatives(used, found)
     shown = list_places(found)[: job.count]
-    planned = [_describe_plan(used, found, place, roles) for place, roles in shown]
+    listed = [place for place, _ in shown]
+    planned = [_describe_plan(used, found, place, roles, listed) for place, roles in shown]
     return Plans(
         model=job.outline.name,
         parameters=parameters(job.outline),
@@ -76,7 +77,7 @@ def plans(job: PlanningProblem) -> Plans:
         seq_len=wanted.seq_len,
         global_batch=wanted.global_batch,
         plans=tuple(planned),
-        rejected=tuple(rejected_families(used, found, [place for place, _ in shown])),
+        rejected=tuple(rejected_families(used, found, listed)),
         insistences=tuple(_insistences(job, _seconds(found))),
         considered=found.considered,
         took_s=time.perf_counter() - began,
@@ -348,7 +349,11 @@ def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
 
 
 def _describe_plan(
-    job: PlanningProblem, found: SearchResult, place: int, roles: tuple[Role, ...]
+    job: PlanningProblem,
+    found: SearchResult,
+    place: int,
+    roles: tuple[Role, ...],
+    listed: Sequence[int],
 ) -> RankedPlan:
     plan = to_plan(found.columns, place)
     return RankedPlan(
@@ -356,7 +361,7 @@ def _describe_plan(
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, found.columns, found.times, found.needs, place),
-        why=explain_plan(job, found, place, roles),
+        why=explain_plan(job, found, place, roles, listed),
         roles=roles,
         untrained=job.outline.untrained or plan.training_obstacle,
         placement=axis_links(job.cluster, plan),
@@ -558,4 +563,4 @@ def throughput(job: PlanningProblem, nodes: int) -> RankedPlan | None:
     used, found = _fastest(replace(job.with_nodes(nodes), count=2))
     if not len(found.ranked):
         return None
-    return _describe_plan(used, found, found.fastest, ("fastest",))
+    return _describe_plan(used, found, found.fastest, ("fastest",), [found.fastest])

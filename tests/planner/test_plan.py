@@ -1,5 +1,6 @@
 """The planner's answer: what is said of plans, of nodes that stay idle, and where nothing fits."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,44 @@ def test_the_first_plan_is_the_simplest_of_those_as_fast():
     assert lean.estimate.step_time_s <= 1.1 * fast.estimate.step_time_s
     assert throughput(asked("llama-3.1-8b", keep="compile=False", seq_len=8192, global_batch=8),
                       1).plan == fast.plan  # fmt: skip
+
+
+SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def seconds_of(words):
+    """Seconds before each of " more for", " less for" in a sentence, with their signs."""
+    found = re.findall(r"([0-9.]+) (µs|ms|s) (more|less) for", words)
+    return [float(n) * SECONDS[unit] * (1 if way == "more" else -1) for n, unit, way in found]
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "count", "values"),
+    [
+        ("llama-3-8b", "hgx-h100", 5, {"seq_len": 4096, "global_batch": 64}),
+        ("llama-3.1-8b", "hgx-h100", 4, {"seq_len": 8192, "global_batch": 8}),
+        ("gpt2-xl", "8xrtx-3090", 5, {"global_batch": 64}),
+        ("gpt2-xl", "8xrtx-3090", 1, {"global_batch": 64}),
+    ],
+)
+def test_reasons_name_plans_that_are_listed_and_add_up(model, machine, count, values):
+    answer = plans(asked(model, machine, count=count, **values))
+    fastest = answer.plan_for("fastest") if count > 1 else None
+    for one in answer.plans:
+        for named in re.findall(r"(?:next|fastest) \((.*?)\)[,:]", f"{one.why},"):
+            listed = any(other.title.startswith(named) for other in answer.plans)
+            assert listed or named.endswith(", not listed"), one.why
+        if fastest is None or not (gaps := seconds_of(one.why)):
+            continue
+        if one is not fastest:
+            more_s = one.estimate.step_time_s - fastest.estimate.step_time_s
+        else:
+            others = [other.estimate.step_time_s for other in answer.plans if other is not one]
+            more_s = min(others) - one.estimate.step_time_s
+        within = 0.02 * (abs(gaps[0]) + more_s)
+        assert gaps[0] <= more_s + within if len(gaps) == 1 else sum(gaps) <= more_s + within, (
+            one.why
+        )
 
 
 def test_nothing_is_offloaded_where_a_plan_as_fast_keeps_all_on_the_device():

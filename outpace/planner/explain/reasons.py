@@ -18,6 +18,7 @@ from outpace.planner.search.space import (
     refused_size,
     to_plan,
 )
+from outpace.records.errors import join_or
 from outpace.records.estimate import RejectedFamily, Role, join_roles
 from outpace.records.units import show_bytes, show_seconds, show_share
 
@@ -26,14 +27,18 @@ _ALIKE = 5e-4  # what would be shown as 0.0 %
 
 
 def explain_plan(
-    job: PlanningProblem, found: SearchResult, place: int, roles: Sequence[Role]
+    job: PlanningProblem,
+    found: SearchResult,
+    place: int,
+    roles: Sequence[Role],
+    listed: Sequence[int],
 ) -> str:
     """Return one sentence: why a plan is listed, compared with the fastest; for the fastest, with
-    the next.
+    the next of the plans that are `listed`.
     """
     if "fastest" in roles:
-        return _explain_fastest(job, found, place, roles)
-    against = _words_against(found, found.fastest, place)
+        return _explain_fastest(job, found, place, roles, listed)
+    against = _words_against(found, found.fastest, place, listed)
     mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
     slower = f"{show_share(mine / least - 1)} slower than the fastest"
     room, theirs = (show_bytes(round(float(found.needs[one]))) for one in (place, found.fastest))
@@ -47,47 +52,62 @@ def explain_plan(
     if "leanest" in roles:
         most = show_share(LEAN - 1)
         return f"leanest: {room} of memory, the least of plans up to {most} slower; {slower}"
-    gaps = _gaps(found, found.fastest, place)
-    name = min(gaps, key=lambda key: gaps[key])
     if mine / least - 1 < _ALIKE:
         return f"as fast as the fastest ({against})"
-    return f"{slower}: {show_seconds(max(0.0, -gaps[name]))} more for {PARTS[name]}"
+    return f"{slower}: {_largest_gap(found, place, found.fastest)}"
 
 
 def _explain_fastest(
-    job: PlanningProblem, found: SearchResult, place: int, roles: Sequence[Role]
+    job: PlanningProblem,
+    found: SearchResult,
+    place: int,
+    roles: Sequence[Role],
+    listed: Sequence[int],
 ) -> str:
-    """The fastest against the next kind, and what else it is."""
+    """The fastest against the next that is listed, and what else it is.
+
+    Where it is listed alone, against the next of another kind.
+    """
     begin = f"{join_roles(roles)}: "
-    others = [int(other) for other in found.ranked if other != place]
+    times = found.times.step_s
+    others = sorted({*map(int, listed)} - {place}, key=lambda one: float(times[one]))
+    others = others or [int(other) for other in found.ranked if other != place]
     if not others:
         return f"{begin}{_reason_for_single(job.wanted)}"
     other = others[0]
-    mine, theirs = found.times.step_s[place], found.times.step_s[other]
-    gaps = _gaps(found, other, place)
-    against = _words_against(found, other, place)
-    name = max(gaps, key=lambda key: gaps[key])
-    if gaps[name] <= 0 or theirs / mine - 1 < _ALIKE:
+    against = _words_against(found, other, place, listed)
+    gain = float(times[other] / times[place]) - 1
+    if gain < _ALIKE:
         return f"{begin}as fast as the next ({against})"
     return (
-        f"{begin}{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
-        f"{show_seconds(gaps[name])} more for {PARTS[name]}"
+        f"{begin}{show_share(gain)} faster than the next ({against}), which takes "
+        f"{_largest_gap(found, other, place)}"
     )
 
 
-def _gaps(found: SearchResult, other: int, place: int) -> dict[str, float]:
-    """Seconds that another plan takes more than one, part by part."""
-    return {
-        name: float(getattr(found.times, name)[other] - getattr(found.times, name)[place])
+def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
+    """Return the part in which a slower plan loses most, and what it saves in others.
+
+    A part alone may lose more than the whole step does.
+    """
+    gaps = {
+        name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
         for name in PARTS
     }
+    name = max(gaps, key=lambda key: gaps[key])
+    saved = -sum(gap for gap in gaps.values() if gap < 0)
+    more = f"{show_seconds(max(0.0, gaps[name]))} more for {PARTS[name]}"
+    if gaps[name] <= sum(gaps.values()):
+        return more
+    return f"{more} and {show_seconds(saved)} less for other parts"
 
 
-def _words_against(found: SearchResult, other: int, place: int) -> str:
+def _words_against(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
     """Another plan in words: all of them, where both split the model alike."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
     short = theirs.split(", micro-batch")[0]
-    return theirs if short == mine.split(", micro-batch")[0] else short
+    words = theirs if short == mine.split(", micro-batch")[0] else short
+    return words if other in listed else f"{words}, not listed"
 
 
 def _reason_for_single(wanted: SearchRequest) -> str:
@@ -128,15 +148,10 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
         return RejectedFamily(family=name, reason=reason, plan=plan)
     plan = to_plan(found.columns, place)
     seconds = float(found.times.step_s[place])
-    gaps = {
-        part: float(getattr(found.times, part)[place] - getattr(found.times, part)[first])
-        for part in PARTS
-    }
-    worst = max(gaps, key=lambda key: gaps[key])
     reason = (
         f"{show_seconds(seconds)} at best, with {choices(plan)}; "
         f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
-        f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
+        f"{_largest_gap(found, place, first)}"
     )
     return RejectedFamily(family=name, reason=reason, plan=plan)
 
@@ -172,7 +187,7 @@ def impossible(wanted: SearchRequest) -> str:
         return f"{begin.removesuffix('.')}: {wrong}."
     near = nearest_batches(wanted)
     if near:
-        remedy = f"Use a global batch of {_join_or(near)}, or insist on less."
+        remedy = f"Use a global batch of {join_or(f'{n:,}' for n in near)}, or insist on less."
     else:
         remedy = "Insist on less, or use other numbers of devices."
     return (
@@ -189,7 +204,7 @@ def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
         reason = refused_size(wanted, axis, int(keep.get(axis, 1)))
         if reason is not None:
             named = True
-            yield f"{reason}; {axis} may be {_join_or(allowed_sizes(wanted, axis))} here"
+            yield f"{reason}; {axis} may be {join_or(map(str, allowed_sizes(wanted, axis)))} here"
     kept = {axis: int(keep[axis]) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
             if int(keep.get(axis, 1)) > 1}  # fmt: skip
     product = math.prod(kept.values())
@@ -200,9 +215,3 @@ def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
     micro = int(keep.get("micro_batch", 1))
     if wanted.global_batch % micro:
         yield f"micro_batch {micro} does not divide the global batch of {wanted.global_batch}"
-
-
-def _join_or(numbers: Sequence[int]) -> str:
-    """ "1, 2 or 4"."""
-    *first, last = (f"{n:,}" for n in numbers)
-    return f"{', '.join(first)} or {last}" if first else last
