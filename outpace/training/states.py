@@ -4,6 +4,7 @@ Apart from `checkpoint`, which says when and where: loading DCP takes half a sec
 run that saves nothing, or not yet, does not wait for.
 """
 
+import io
 import mmap
 import os
 import threading
@@ -236,6 +237,27 @@ class _Planner(DefaultSavePlanner):
         return self._lent.read(super().resolve_data(write_item))
 
 
+class _QuietWriter(io.BufferedWriter):
+    """A file that may be flushed after it was closed.
+
+    torch's streams flush it when they are deleted: where a disk was full that is after its end,
+    and Python 3.13 says of each that an exception was ignored.
+    """
+
+    def flush(self) -> None:
+        if not self.closed:
+            super().flush()
+
+
+class _ThroughCache(FileSystem):
+    """Writes as torch does, and says nothing of files that could not be written."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with _QuietWriter(io.FileIO(path, mode)) as file:
+            yield file
+
+
 class _PastCache(FileSystem):
     """Writes so that nothing beside it lacks memory."""
 
@@ -255,10 +277,10 @@ class _Writer(_FileSystemWriter):
 
     def __init__(self, folder: Path, past_cache: bool = False) -> None:
         super().__init__(folder, sync_files=not past_cache)
+        self.fs = _PastCache() if past_cache else _ThroughCache()
         if past_cache:
             # Tensors on a CPU are not copied ahead, whatever other devices there are.
             self.per_thread_copy_ahead = 0
-            self.fs = _PastCache()
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
