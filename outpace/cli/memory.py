@@ -16,6 +16,7 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.records.strategies import splits_nothing
 
 if TYPE_CHECKING:
     from outpace.jobs.memory.query import AnyQuery, MemoryQuery, ModuleQuestion
@@ -155,6 +156,10 @@ def _show(
     plot, out = arguments.plot, arguments.out_file
 
     command = _plan_command(asked, arguments)
+    alone = splits_nothing(asked.settings.strategy, asked.plan.world_size)
+    if alone is not None:
+        more = "--nproc N" if arguments.machine is None else "--nodes N, or another --machine"
+        alone = f"{alone}: these are the figures of one process. Give several with {more}."
     said = document(
         traced,
         measured,
@@ -164,6 +169,7 @@ def _show(
         global_batch=asked.global_batch,
         accelerator=asked.accelerator,
         next_command=command,
+        hints=[] if alone is None else [alone],
     )
     text = json.dumps(said, indent=2)
     if out is not None:
@@ -181,7 +187,7 @@ def _show(
         return
     from outpace.reporting.terminal.console import Console
 
-    about = step + default_words(defaults)
+    about = step + default_words(defaults) + ("" if alone is None else f" {alone}")
     Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
     if plot is not None:
         Console().print(f"plot: {plot}", markup=False, highlight=False)

@@ -46,6 +46,13 @@ _SIGNATURES = {
     b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\xd0\xcf\x11\xe0": "an old Office document",
 }  # fmt: skip
+# How texts in markup languages begin; of YAML, a list of records.
+_MARKUP = {
+    "HTML": re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S),
+    "XML": re.compile(rb"\s*<\?xml\s"),
+    "YAML": re.compile(rb"(?:\s*(?:#[^\n]*|---[^\n]*)?\n)*- +[\"'\w]+ *:[^\n]*\n +[\"'\w]+ *:"),
+}
+_SNIFFED_MARKUP_BYTES = 4096
 # Splits as names of files say them (train.bin, fineweb_val_000000.bin, data.test.jsonl).
 _TRAIN_NAME = re.compile(r"(^|[-_. ])(train|training)([-_. ]|$)", re.I)
 _HELD_OUT_NAME = re.compile(
@@ -268,6 +275,34 @@ def binary_kind(head: bytes) -> str | None:
     if head.startswith(b"\xff\xff\xff\xff") and length % 8 == 0 and 0 < length < 1 << 20:
         return "an Arrow stream, as datasets writes it (name the folder of save_to_disk)"
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
+
+
+def markup_hints(source: Source) -> list[str]:
+    """Note that files are pages or lists in a markup language, whose marks are learnt as texts."""
+    if source.kind != "text" or source.reference == "stdlib":
+        return []
+    looked_at = source.files[:_COMPARED_FILES]
+    found = [(file, kind) for file in looked_at if (kind := _markup_of(file)) is not None]
+    if not found:
+        return []
+    kinds = " or ".join(dict.fromkeys(kind for _, kind in found))
+    which = f"{found[0][0]} is {kinds}"
+    if len(looked_at) > 1:
+        which = f"{len(found):,} of {len(looked_at):,} files of {source.reference} ({found[0][0]}"
+        which += f"{', …' if len(found) > 1 else ''}) {'are' if len(found) > 1 else 'is'} {kinds}"
+    return [
+        f"{which}, whose marks are learnt with the text. If that is not intended, extract the "
+        "texts, or write them as rows of a .jsonl"
+    ]
+
+
+def _markup_of(file: Path) -> str | None:
+    """Name the markup language that a file of text begins with, or whose suffix it has."""
+    if file.suffix.lower() in (".yaml", ".yml"):
+        return "YAML"
+    with readable(file) as stream:
+        head = stream.read(_SNIFFED_MARKUP_BYTES).removeprefix(b"\xef\xbb\xbf")
+    return next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:

@@ -149,5 +149,12 @@ def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ..
     return tuple(name for name, traits in TRAITS.items() if has(traits))
 
 
+def splits_nothing(strategy: Strategy | None, world_size: int) -> str | None:
+    """Return a sentence if a strategy that splits something has one process, else None."""
+    if world_size > 1 or strategy is None or not TRAITS[strategy].axes:
+        return None
+    return f"--strategy {strategy} on one process splits nothing"
+
+
 # Alone, not in a product of axes: parameters are sharded by `fully_shard`.
 FULLY_SHARDED = strategies_that(lambda traits: traits.zero >= 2)

@@ -232,6 +232,18 @@ def test_what_was_not_asked_for_is_named_before_the_figures(capsys):
     assert "--global-batch" not in head
 
 
+def test_a_strategy_that_splits_nothing_is_said_with_what_would(capsys):
+    words = ["memory", "--model=outpace-tiny", "--seq-len=16", "--strategy=gpipe"]
+    assert main([*words, "--json"]) == 0
+    (hint,) = json.loads(capsys.readouterr().out)["hints"]
+    assert hint.startswith("--strategy gpipe on one process splits nothing: these are")
+    assert hint.endswith("Give several with --nproc N.")
+    assert main([*words, "--nproc=2"]) == 0
+    assert "splits nothing" not in " ".join(capsys.readouterr().out.split())
+    assert main([*words[:-1], "--strategy=zero3", "--machine=rtx-4090"]) == 0
+    assert "several with --nodes N, or another" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_plan_file_is_what_is_traced(capsys, tmp_path):
     file = tmp_path / "plan.json"
     plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=2, checkpointing="full",

@@ -676,6 +676,29 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
     assert len(tokens(prepare(tmp_path / "texts"))[0]) == len(ids_of(A, A, B, C))
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "kind"),
+    [
+        ("page.txt", "\ufeff<!-- saved -->\n<!DOCTYPE html>\n<html><p>", "HTML"),
+        ("page.html", "<html lang=en><body>", "HTML"),
+        ("feed.txt", '<?xml version="1.0"?><feed>', "XML"),
+        ("rows.yaml", "rows:\n", "YAML"),
+        ("rows.txt", "---\n# two\n- text: one\n  label: a\n", "YAML"),
+        ("notes.md", "- Author: someone\n- Title: words\n", None),
+        ("page.md", "---\ntitle: words\n---\n<html> is a tag", None),
+        ("text.txt", "<i>not</i> a page", None),
+    ],
+)
+def test_marks_of_a_markup_language_are_said_to_be_learnt(tmp_path, prepare, name, begin, kind):
+    (tmp_path / name).write_text(begin + " words and more words. " * 200)
+    hints = prepare(str(tmp_path / name)).hints
+    said = f"{tmp_path / name} is {kind}, whose marks are learnt with the text."
+    assert any(hint.startswith(said) for hint in hints) is (kind is not None), hints
+    (tmp_path / "plain.txt").write_text("plain words. " * 400)
+    hints = prepare(str(tmp_path)).hints
+    assert any("1 of 2 files of" in hint for hint in hints) is (kind is not None), hints
+
+
 def test_rows_beside_texts_are_not_read_and_named(folder, prepare, ids_of):
     write_lines(folder / "index.jsonl", {"n": 1})
     corpus = prepare(folder)

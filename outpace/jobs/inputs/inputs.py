@@ -156,6 +156,7 @@ def gather(
                 *_other_tokenizer_hints(opened, settings, found.tokenizer),
                 *_class_hints(opened, settings, found.tokenizer, cache_dir, plan is not None),
                 *found.hints,
+                *_repeated_file_hints(settings),
             ),
         )  # fmt: skip
     seq_len = resolve_seq_len(settings, positions)
@@ -193,6 +194,7 @@ def gather(
             *_other_tokenizer_hints(opened, settings, tokenizer),
             *_class_hints(opened, settings, tokenizer, cache_dir),
             *_shared_file_hints(settings),
+            *_repeated_file_hints(settings),
             *dict.fromkeys((*corpora[0].hints, *corpora[1].hints, *foreign[:1])),
         ),
     )  # fmt: skip
@@ -282,6 +284,23 @@ def _shared_file_hints(settings: TrainSettings) -> list[str]:
         f"{found[0]}{more} also in --data, so the validation loss would be of text that is "
         "trained on. Leave it out of one of them"
     ]
+
+
+def _repeated_file_hints(settings: TrainSettings) -> list[str]:
+    """Note that sources of --data or --eval-data have files in common, copies included."""
+    hints = []
+    for option, names in (("--data", settings.data), ("--eval-data", settings.eval_data or ())):
+        if len(names) < 2:
+            continue
+        pairs = itertools.combinations([open_source(name) for name in names], 2)
+        found = list(dict.fromkeys(file for pair in pairs for file in files_in_both(*pair)))
+        if found:
+            more = f" and {len(found) - 1} more files are" if len(found) > 1 else " is"
+            hints.append(
+                f"{found[0]}{more} in {option} more than once, and counted as often. Leave one "
+                "out, unless it is to weigh more (--data-weights)"
+            )
+    return hints
 
 
 def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:

@@ -22,6 +22,7 @@ from outpace.jobs.defaults import (
 from outpace.jobs.inputs.inputs import build_objective, weights_of
 from outpace.jobs.inputs.tasks import step_costs
 from outpace.jobs.ranks.oom_guard import Guard
+from outpace.jobs.ranks.placement import placement_hints
 from outpace.jobs.ranks.shared_filesystem import require_shared
 from outpace.jobs.train.comm_stats import CommStats
 from outpace.jobs.train.context import Job
@@ -239,7 +240,8 @@ def assemble(
         stepper.free_cache()
         return found
 
-    tell(job.callbacks, "on_start", run_info(job, record, trained, start_step))
+    placement = placement_hints(job.groups)
+    tell(job.callbacks, "on_start", run_info(job, record, trained, start_step, placement))
     evaluate = partial(_initial_evaluation, job, start_step, measure, layout)
     initial = stop.unless_ended(evaluate)
     loop = Loop(

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.precisions import COMPUTES_IN_FP16, MEANS, PURE
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
+from outpace.records.strategies import splits_nothing
 from outpace.records.units import show_count, show_seconds
 from outpace.records.version import __version__
 from outpace.training.accounting import OPENING_STEPS
@@ -239,11 +241,8 @@ def _unused_gpus(job: Job) -> list[str]:
 def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
     """Return hints on settings that have no effect, or with which training rarely succeeds."""
     hints = []
-    if plan.world_size == 1 and settings.strategy not in (None, "single"):
-        hints.append(
-            f"--strategy {settings.strategy} on one process splits nothing. Start several with "
-            "--nproc N or torchrun"
-        )
+    if (alone := splits_nothing(settings.strategy, plan.world_size)) is not None:
+        hints.append(f"{alone}. Start several with --nproc N or torchrun")
     if settings.lr is not None and settings.lr > _LARGE_RATE and settings.optimizer != "sgd":
         hints.append(
             f"--lr {settings.lr:g} is large: each step moves weights by about as much, and "
@@ -285,10 +284,12 @@ def _recorded_rate(job: Job) -> tuple[Path, float] | None:
     return None if rate is None else (named, rate)
 
 
-def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
+def run_info(
+    job: Job, record: RunRecord, trained: int, start_step: int, placement: Sequence[str]
+) -> RunInfo:
     """Describe what is about to be trained, with hints on possible improvements."""
     parameters = record.parameters
-    hints = [*job.inputs.hints, *_repetitions(job)]
+    hints = [*job.inputs.hints, *_repetitions(job), *placement]
     hints += _computation(job, parameters) + _unlikely_settings(job.settings, job.plan)
     hints += _low_rate(job, record, start_step)
     if job.plan.lora_rank is not None:

@@ -1,5 +1,6 @@
 """A rank's memory as a table for the terminal, and as one JSON document."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -38,6 +39,7 @@ def document(
     global_batch: int,
     accelerator: Accelerator | None,
     next_command: str | None = None,
+    hints: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the JSON of `outpace memory`: the worst rank's peak and its anatomy first.
 
@@ -61,6 +63,7 @@ def document(
         "device_memory_bytes": capacity,
         "fits": fits,
         "next_command": next_command if fits is False else None,
+        "hints": list(hints),
         "model": model,
         "seq_len": seq_len,
         "global_batch": global_batch,

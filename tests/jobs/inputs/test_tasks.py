@@ -584,3 +584,6 @@ def test_files_that_are_trained_and_validated_on_are_said(home, chatted, tmp_pat
         )  # fmt: skip
         found = " ".join(gather(settings, None, home / "cache", 1, ()).hints)
         assert (f"{name} of --eval-data is also in --data" in found) is told
+        twice = {**settings.model_dump(), "data": (*settings.data, str(tmp_path / name))}
+        found = " ".join(gather(TrainSettings(**twice), None, home / "cache", 1, ()).hints)
+        assert (f"{name} is in --data more than once" in found) is told

@@ -1,0 +1,37 @@
+"""Whether ranks are numbered host by host, as groups of neighbouring ranks expect."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+
+from outpace.jobs.ranks.process_groups import Groups
+from outpace.records.ranks import Ranks
+
+
+def placement_hints(groups: Groups) -> list[str]:
+    """Say that neighbouring ranks are on different hosts. Collective where there are several."""
+    ranks = groups.ranks
+    if ranks.world_size == ranks.local_world_size:
+        return []
+    places: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(places, ranks, group=groups.patient)
+    stray = first_stray_rank(places)
+    if stray is None:
+        return []
+    return [
+        f"ranks are not numbered host by host: rank {stray} is on another host than rank "
+        f"{stray - 1}, though more ranks of that host follow. Results stay the same, but groups "
+        "of neighbouring ranks, as of --tp, cross hosts and wait for their network. Start with "
+        "srun --distribution=block, mpirun --map-by slot, or torchrun"
+    ]
+
+
+def first_stray_rank(places: Sequence[Ranks]) -> int | None:
+    """Return the first rank that is not beside the one before it, of ranks in order; or None."""
+    for before, after in pairwise(places):
+        ended = before.local_rank + 1 == before.local_world_size
+        if after.local_rank != (0 if ended else before.local_rank + 1):
+            return after.rank
+    return None
