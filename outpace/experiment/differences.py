@@ -13,6 +13,7 @@ from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.units import show_seconds
+from outpace.records.utilisation import disturbance
 from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
 # Of settings: what the plan has as it was resolved, what facts say, and where things lie.
@@ -32,7 +33,7 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
-    return first, *_part(results), *_slow_steps(runs, results), *_other_processes(runs)
+    return first, *_part(results), *_slow_steps(runs, results), *_other_programs(runs)
 
 
 def _change(values: Sequence[str]) -> str:
@@ -115,16 +116,11 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
     return told
 
 
-def _other_processes(runs: Mapping[str, Path]) -> list[str]:
-    """Say how many cores other processes used, which slows a run that waits for its threads."""
+def _other_programs(runs: Mapping[str, Path]) -> list[str]:
+    """Say how many cores other programs used, which slows a run that waits for its threads."""
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE
         loads = Measurement.load(path).utilisation if path.is_file() else ()
-        told += [
-            f"{name}: other processes kept {used:.1f} of the {len(load.host.cores)} cores of host "
-            f"{load.node} busy meanwhile."
-            for load in loads
-            if (used := load.host.disturbing_cores) is not None
-        ]
+        told += [f"{name}: {words}." for words in disturbance(loads)]
     return told

@@ -14,7 +14,7 @@ from outpace.experiment.past_runs import result_of
 from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.lines import ChangedLineError, strip_checksum
-from outpace.records.measurement import PARTS, Measurement, TimeParts
+from outpace.records.measurement import Measurement, TimeParts
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import device_utilisation
 from outpace.training.run_dir import METRICS_FILE, RUN_FILE
@@ -78,8 +78,7 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
     if price is not None and tokens_per_s:
         paid = 1 if runs[0].device == "cpu" else runs[0].world_size
         per_million = price * paid / 3600 / tokens_per_s * _MILLION
-    parts = {f"{part}_s": _median([getattr(run.parts, f"{part}_s") for run in runs]) or 0.0
-             for part in PARTS}  # fmt: skip
+    parts = {name: [getattr(run.parts, name) for run in runs] for name in TimeParts.model_fields}
     return {
         **{name: median_of(name) for name in ("step_time_s", "tokens_per_s", "samples_per_s",
                                        "model_flops_per_s", "mfu", "final_loss")},
@@ -90,7 +89,7 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
         "core_utilisation": _median([_on_cores(run) for run in runs]),
         "other_cores": _median([_other_cores(run) for run in runs]),
         "peak_memory_by_rank": _by_rank([run.peak_memory_by_rank for run in runs]),
-        "parts": TimeParts(**parts),
+        "parts": TimeParts.of_steps(parts),
         "price_per_million_tokens": per_million,
     }  # fmt: skip
 

@@ -119,6 +119,21 @@ class Verdict(Record):
         """Return both ends of the interval; None if there were too few rounds."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
+    @property
+    def claimed_faster(self) -> bool:
+        """Return whether the arm is claimed to be faster, and its median is."""
+        return self.claimed and not self._slower and (self.slowdown or 0.0) < 0
+
+    @property
+    def claimed_slower(self) -> bool:
+        """Return whether the arm is claimed to be slower, and its median is."""
+        return self.claimed and self._slower and (self.slowdown or 0.0) > 0
+
+    @property
+    def _slower(self) -> bool:
+        """Direction of the claim: of most rounds, where it was recorded."""
+        return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
+
     def words(
         self, arm: str, against: str, quantity: tuple[str, str] = ("slower", "faster")
     ) -> str:
@@ -130,7 +145,7 @@ class Verdict(Record):
         if self.low is None or self.high is None:
             return self._so_far(self.slowdown, arm, against, quantity)
         if self.claimed:
-            slower = self.slowdown > 0 if self.slower is None else self.slower
+            slower = self._slower
             size = self.slowdown if slower else -self.slowdown
             if size < 0:  # claimed early, and the median has turned since
                 return (

@@ -1,6 +1,8 @@
 """Measurements: one StepRecord per step, one Measurement per run."""
 
-from typing import Annotated, ClassVar
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -29,6 +31,23 @@ class TimeParts(Record):
     optimizer_s: float = 0.0
     communication_s: float = 0.0
     other_s: float = 0.0
+
+    @classmethod
+    def of_steps(cls, seconds: Mapping[str, Sequence[float]]) -> Self:
+        """Return the parts of a step of median length, given each step's; they add up to it.
+
+        Each is its mean over the half of the steps whose length is nearest the median, scaled to
+        the median: medians of the parts would add up to more or less than a step takes.
+        """
+        columns = [seconds[name] for name in cls.model_fields]
+        lengths = [sum(step) for step in zip(*columns, strict=True)]
+        if not lengths:
+            return cls()
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        middle = order[len(order) // 4 : len(order) - len(order) // 4]
+        scale = statistics.median(lengths) / (sum(lengths[step] for step in middle) or 1.0)
+        sums = [sum(column[step] for step in middle) for column in columns]
+        return cls(**{name: scale * s for name, s in zip(cls.model_fields, sums, strict=True)})
 
     @property
     def total_s(self) -> float:
@@ -197,7 +216,7 @@ class Measurement(Record):
     peak_memory_by_rank: tuple[int, ...] = Field(
         default=(), description="bytes per rank, of which the maximum is above; empty: unknown"
     )
-    parts: TimeParts = Field(description="median of each part")
+    parts: TimeParts = Field(description="of a step of median length")
     parts_by_rank: tuple[TimeParts, ...] = Field(
         default=(), description="the same by each rank's clock; `parts` is rank 0's"
     )

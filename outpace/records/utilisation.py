@@ -101,6 +101,16 @@ class Load(Record):
     host: HostLoad
 
 
+def disturbance(loads: Sequence[Load]) -> list[str]:
+    """Say of each host how many cores other programs kept busy, where enough to slow a run."""
+    return [
+        f"other programs kept {used:.1f} of the {len(load.host.cores)} cores"
+        f"{f' of host {load.node}' if len(loads) > 1 else ''} busy meanwhile"
+        for load in loads
+        if (used := load.host.disturbing_cores) is not None
+    ]
+
+
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
     """Return the mean over the devices that a run used; None if unknown.
 

@@ -3,7 +3,6 @@
 import numpy as np
 
 from outpace.records.finding import Examination, Finding, Slowdown, cost_order
-from outpace.records.measurement import PARTS, TimeParts
 from outpace.records.units import show_seconds, show_share
 from outpace.records.utilisation import average
 from outpace.reporting.bottleneck import BottleneckInputs, limits
@@ -47,17 +46,12 @@ def run_examination(run: RunFolder) -> Examination:
 
 
 def _measured_parts(run: RunFolder) -> BottleneckInputs:
-    """Measured parts of a step; of an unfinished run, the medians of its steps."""
+    """Measured parts of a step; of an unfinished run, of the steps that it did."""
     measured = run.measurement
-    steady = {name: run.steps.steady(f"{name}_s") for name in PARTS} if len(run.steps) else {}
-    medians = {
-        f"{name}_s": float(np.nanmedian(values)) if np.isfinite(values).any() else 0.0
-        for name, values in steady.items()
-    }
     loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
     plan = run.record.plan
     return BottleneckInputs(
-        parts=TimeParts(**medians) if measured is None else measured.parts,
+        parts=run.steps.median_parts() if measured is None else measured.parts,
         device=run.record.device if measured is None else measured.device,
         strategy=plan.strategy,
         processes=plan.world_size,

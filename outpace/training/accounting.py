@@ -111,15 +111,9 @@ class Ledger:
         )
 
     def median_parts(self) -> TimeParts:
-        """Return the median of each part over the latest steps after warm-up."""
-        if not self.steady:
-            return TimeParts()
-        return TimeParts(
-            **{
-                f"{part}_s": statistics.median(getattr(r, f"{part}_s") for r in self.steady)
-                for part in PARTS
-            }
-        )
+        """Return the parts of a step of median length, of the latest after warm-up."""
+        names = TimeParts.model_fields
+        return TimeParts.of_steps({name: [getattr(r, name) for r in self.steady] for name in names})
 
     def rate(self, name: str) -> float | None:
         """A cost of steps per second, by its name in Costs, over the latest after warm-up.

@@ -109,7 +109,7 @@ def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monk
     (other / "result.json").write_text(json.dumps(result))
     assert main(["compare", str(run), str(other)]) == 0
     said = capsys.readouterr().out
-    assert f"{other.name}: other processes kept 1.4 of the 2 cores of host 0 busy" in said
+    assert f"{other.name}: other programs kept 1.4 of the 2 cores busy" in said
     assert "took 3.0 times as long as" in said
 
 

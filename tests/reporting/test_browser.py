@@ -128,10 +128,16 @@ def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport
         wide: plot.querySelector(".main-svg").getBoundingClientRect().width,
         room: plot.getBoundingClientRect().width,
         scrolls: plot.querySelectorAll(".legend .scrollbar:not([width='0'])").length,
+        covered: [...plot.querySelectorAll(".legend .bg")].some((legend) => {
+            const [one, bar] = [legend, plot.querySelector(".modebar")].map(
+                (part) => part.getBoundingClientRect());
+            return bar.bottom > one.top + 1 && bar.top < one.bottom && bar.left < one.right;
+        }),
     }))""")
     assert len(drawn) == int(tab.run("document.documentElement.dataset.drawn")) >= 3
     assert all(one["marks"] > 0 and 200 < one["wide"] <= one["room"] + 1 for one in drawn), drawn
     assert not any(one["scrolls"] for one in drawn), "a legend has no room"
+    assert not any(one["covered"] for one in drawn), "the toolbar covers a legend"
     wide = tab.run("document.documentElement.scrollWidth")
     assert wide <= viewport["width"], f"{wide} px in {viewport['width']}: scrolls sideways"
 

@@ -19,7 +19,9 @@ from outpace.records.measurement import Measurement, StepTimeCheck
 from outpace.records.plan import Plan
 from outpace.records.topology import Endpoint, Topology
 from outpace.records.tuning import Tuning
+from outpace.records.utilisation import HostLoad, Load
 from outpace.reporting.data import chrome_trace as trace
+from outpace.reporting.data.prediction import predict
 from outpace.reporting.data.run_folder import read_run
 from outpace.reporting.documents.certificate import certificate_document
 from outpace.reporting.documents.comparison import comparison_document
@@ -88,9 +90,45 @@ def test_a_run_cites_one_prediction_which_is_what_was_measured_before_it(run):
     assert dict(document.facts)["measured to expected"] == "-11.3%"
 
 
-def test_a_guess_that_any_time_confirms_is_no_verdict(of_run):
+def test_a_guess_that_most_times_confirm_is_no_verdict_but_where_it_fails(run):
     """This machine was not probed: the interval is of a factor of some ten."""
-    assert not any("planner predicts" in line for line in of_run.verdict)
+    found = read_run(run)
+    interval = predict(found.record, found.hosts, None).planned.estimate
+    for seconds, outside in ((interval.step_time_s, False), (2 * interval.high_s, True)):
+        measured = found.measurement.model_copy(update={"step_time_s": seconds})
+        verdict = run_document(replace(found, measurement=measured)).verdict
+        said = [line for line in verdict if "planner predicts" in line]
+        assert [line.endswith("the measurement lies outside.") for line in said] == [True] * outside
+
+
+def test_cores_that_other_programs_had_are_in_the_verdict(run):
+    found = read_run(run)
+    for run_cores, told in ((0.4, True), (1.9, False)):
+        load = Load(duration_s=9.0, host=HostLoad(cores=(1.0, 1.0), run_cores=run_cores))
+        measured = found.measurement.model_copy(update={"utilisation": (load,)})
+        verdict = run_document(replace(found, measurement=measured)).verdict
+        sentence = "Other programs kept 1.6 of the 2 cores busy meanwhile, so steps took longer"
+        assert any(line.startswith(sentence) for line in verdict) is told
+
+
+def test_times_of_a_resumed_run_are_named_by_its_last_part(run, of_run):
+    assert "until step 1" in dict(of_run.facts)
+    found = read_run(run)
+    resumed = run_document(
+        replace(found, measurement=found.measurement.model_copy(update={"start_step": 4}))
+    )
+    assert {"until step 5", "time since step 4"} <= {name for name, _ in resumed.facts}
+    assert " a step since it was resumed after step 4: " in resumed.verdict[1]
+
+
+def test_held_out_data_have_a_column_of_metrics_where_there_are_some(run, of_run):
+    held_out = next(one for one in section(of_run, "Loss") if isinstance(one, DataTable))
+    assert held_out.columns == ("after step", "loss", "perplexity")
+    found = read_run(run)
+    classified = found.evaluations[0].model_copy(update={"metrics": {"accuracy": 0.5}})
+    document = run_document(replace(found, evaluations=(classified,)))
+    table = next(one for one in section(document, "Loss") if isinstance(one, DataTable))
+    assert table.columns[-1] == "metrics" and table.rows[0][-1] == "accuracy 0.5000"
 
 
 def test_losses_can_be_seen_by_step_tokens_and_time(of_run):

@@ -181,6 +181,12 @@ def test_csv_has_nothing_that_a_spreadsheet_computes():
     assert values[0]["text"] == "-1.5"  # a number is one
 
 
+def test_a_column_without_content_is_left_out():
+    table = DataTable("a", ("b", "c", "d"), (("e", "", Number(None, "–")), ("f", "", "")))
+    assert table.columns == ("b", "d") and [row[0] for row in table.rows] == ["e", "f"]
+    assert DataTable("a", ("b", "c"), ()).columns == ("b", "c")
+
+
 def test_a_table_of_unequal_rows_is_a_mistake():
     with pytest.raises(ValueError, match="2 columns"):
         DataTable("a", ("b", "c"), (("d",),))

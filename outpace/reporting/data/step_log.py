@@ -13,7 +13,7 @@ from pyarrow import json as arrow_json
 from pydantic_core import from_json
 
 from outpace.records.errors import BadInputError
-from outpace.records.measurement import PARTS, WARMUP_STEPS
+from outpace.records.measurement import PARTS, WARMUP_STEPS, TimeParts
 from outpace.records.run import resume_command
 from outpace.reporting.charts.downsample import Floats
 
@@ -46,6 +46,13 @@ class StepLog:
     def steady(self, name: str) -> Floats:
         """Return a column without the first steps, unless there are few others."""
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
+
+    def median_parts(self) -> TimeParts:
+        """Return the parts of a step of median length; those that are unknown count as 0."""
+        names = TimeParts.model_fields
+        return TimeParts.of_steps(
+            {name: np.nan_to_num(self.steady(name)).tolist() for name in names}
+        )
 
 
 def read_steps(path: Path) -> StepLog:

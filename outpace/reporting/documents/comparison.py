@@ -216,7 +216,7 @@ def _parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]
     if not parts:
         yield Paragraph("The time by part is not recorded for these arms.")
         return
-    yield step_breakdown.parts_figure("Time of a step by part, the median of runs", parts)
+    yield step_breakdown.parts_figure("Time of a step by part, at the median of runs", parts)
     yield from runs_parts.ranks(runs)
 
 

@@ -9,6 +9,7 @@ from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement, StepTimeCheck, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.utilisation import average, disturbance
 from outpace.reporting.charts.figures import counts, prediction_bars, seconds, sizes
 from outpace.reporting.data import chrome_trace
 from outpace.reporting.data.prediction import Prediction, predict
@@ -33,10 +34,10 @@ from outpace.reporting.sections import (
 )
 from outpace.reporting.sections.environment import run_environment, topology
 from outpace.reporting.sections.estimate import parts_bars
-from outpace.reporting.terminal.summary import runtime_name
+from outpace.reporting.terminal.summary import first_step_name, runtime_name
 from outpace.training.run_dir import METRICS_FILE
 
-# An interval that is wider, of a machine that was never measured, confirms any time.
+# Within an interval that is wider, of a machine that was never measured, most times lie.
 _WIDEST = 4.0
 
 
@@ -68,7 +69,8 @@ def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
 
 def _verdict(run: RunFolder, said: Prediction | str) -> list[str]:
     changed = [f"{sentence}, so do not rely on its values." for sentence in run.changed]
-    return [_outcome(run), *_failure_sentences(run), *_speed(run), *_right(run, said), *changed]
+    sentences = [_outcome(run), *_failure_sentences(run), *_speed(run), *_other_programs(run)]
+    return [*sentences, *_right(run, said), *changed]
 
 
 def _outcome(run: RunFolder) -> str:
@@ -115,7 +117,20 @@ def _speed(run: RunFolder) -> list[str]:
     speed = f"{show_seconds(step_time_s)} a step"
     if tokens is not None:
         speed = f"{show_count(tokens)} tokens/s, {speed}"
+    if run.measurement is not None and run.measurement.start_step:
+        speed = f"{speed} since it was resumed after step {run.measurement.start_step:,}"
     return [f"{speed}: {share} of it computing{lost if most_s > 0.01 * parts.total_s else ''}."]
+
+
+def _other_programs(run: RunFolder) -> list[str]:
+    """Say how many cores other programs used, where it is enough to slow steps."""
+    measured = run.measurement
+    loads = () if measured is None else measured.utilisation
+    loads = loads or tuple(average(one.loads) for one in run.utilisation if one.loads)
+    return [
+        f"{words.capitalize()}, so steps took longer than they would alone."
+        for words in disturbance(loads)
+    ]
 
 
 def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
@@ -131,9 +146,9 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
     if isinstance(said, str) or step_time_s is None:
         return []
     one = said.planned.estimate
-    if one.high_s > _WIDEST * one.low_s:
-        return []
     inside = one.low_s <= step_time_s <= one.high_s
+    if inside and one.high_s > _WIDEST * one.low_s:
+        return []
     return [
         f"The planner predicts {show_seconds(one.step_time_s)} per step, "
         f"{show_seconds(one.low_s)} to {show_seconds(one.high_s)} with {one.level:.0%} "
@@ -163,7 +178,7 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
             if measured is None
             else {runtime_name(measured): show_seconds(measured.train_runtime)}
         ),
-        "until the first step": first_step_words(measured),
+        **({} if measured is None else {first_step_name(measured): first_step_words(measured)}),
     }
     return [(name, value) for name, value in found.items() if value]
 
@@ -189,13 +204,10 @@ def tokens_per_s(run: RunFolder) -> float | None:
 
 
 def median_parts(run: RunFolder) -> TimeParts | None:
-    """Return the median parts of a step on rank 0; None if no step was recorded."""
+    """Return the parts of a step of median length on rank 0; None if no step was recorded."""
     if run.measurement is not None:
         return run.measurement.parts if run.measurement.parts.total_s else None
-    found = {name: _median(run, name) for name in TimeParts.model_fields}
-    if not len(run.steps):
-        return None
-    return TimeParts(**{name: value or 0.0 for name, value in found.items()})
+    return run.steps.median_parts() if len(run.steps) else None
 
 
 def peak_memory(run: RunFolder) -> int | None:

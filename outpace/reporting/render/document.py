@@ -18,7 +18,7 @@ Cell = str | Number
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows with as many cells as there are columns."""
+    """Rows with as many cells as there are columns; columns without any content are left out."""
 
     kind: ClassVar[str] = "table"
     title: str
@@ -29,6 +29,12 @@ class DataTable:
         lengths = {len(row) for row in self.rows} - {len(self.columns)}
         if lengths:
             raise ValueError(f"{self.title}: rows of {lengths} cells, {len(self.columns)} columns")
+        if not self.rows:
+            return
+        kept = [place for place in range(len(self.columns)) if any(row[place] for row in self.rows)]
+        object.__setattr__(self, "columns", tuple(self.columns[place] for place in kept))
+        rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
+        object.__setattr__(self, "rows", rows)
 
 
 @dataclass(frozen=True)

@@ -66,29 +66,35 @@ _NOTES = {
 
 
 def headline(comparison: Comparison) -> str | None:
-    """Say which of three or more arms is fastest, and whether that is claimed; None for fewer.
+    """Say which of three or more arms is claimed to be the fastest, or that none is; None for
+    fewer arms.
 
     Only differences to the first are tested.
     """
     first, *others = comparison.arms
-    known = [one for one in others if one.verdict is not None and one.verdict.slowdown is not None]
+    known = {
+        one.arm: one.verdict
+        for one in others
+        if one.verdict is not None and one.verdict.slowdown is not None
+    }
     if len(known) < 2 or comparison.experiment.metric is not None:
         return None
-    shares = {one.arm: one.verdict.slowdown or 0.0 for one in known if one.verdict is not None}
-    best = min(known, key=lambda one: shares[one.arm])
-    if shares[best.arm] >= 0:
-        claimed = [one.arm for one in known if one.verdict is not None and one.verdict.claimed]
-        return f"Fastest: {first.arm}{_claims(claimed, len(known))}."
-    own = best.verdict is not None and best.verdict.claimed
-    than = f"{show_share(-shares[best.arm])} faster than {first.arm}"
-    claim = "" if own else ", which is not claimed"
-    return f"Fastest: {best.arm}, {than}{claim}. Only differences to {first.arm} are tested."
-
-
-def _claims(claimed: Sequence[str], of: int) -> str:
-    if len(claimed) == of:
-        return ", claimed against each other arm"
-    return f", claimed against {', '.join(claimed)}" if claimed else ", which is not claimed"
+    tested = f"Only differences to {first.arm} are tested."
+    faster = [name for name, verdict in known.items() if verdict.claimed_faster]
+    slower = [name for name, verdict in known.items() if verdict.claimed_slower]
+    if len(slower) == len(known):
+        return f"Fastest: {first.arm}, claimed against each other arm."
+    ratios = {first.arm: 1.0} | {name: 1 + (one.slowdown or 0.0) for name, one in known.items()}
+    best = min(ratios, key=lambda name: ratios[name])
+    if best in faster:
+        gain = show_share(1 - ratios[best])
+        return f"Fastest: {best}, {gain} faster than {first.arm}. {tested}"
+    claims = f"{', '.join(faster)}: claimed to be faster than {first.arm}" if faster else ""
+    if slower and not faster:
+        claims = f"{', '.join(slower)}: claimed to be slower than {first.arm}"
+    ahead = "" if best == first.arm else f", {show_share(1 - ratios[best])} ahead of {first.arm}"
+    said = ["No arm is claimed to be the fastest", f"By the median ratio it is {best}{ahead}"]
+    return ". ".join([*said, *([claims] if claims else []), tested])
 
 
 def opening(comparison: Comparison) -> list[str]:

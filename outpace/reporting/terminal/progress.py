@@ -7,14 +7,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 from outpace.records.measurement import (
-    PARTS,
     Evaluation,
     Measurement,
     RunInfo,
@@ -185,10 +184,11 @@ class TrainingProgress(Callback):
         info, load = self._info, self._load
         if info is None or len(self._latest) < _LEAST_STEPS:
             return ""
-        parts = {part: median(getattr(one, f"{part}_s") for one in self._latest) for part in PARTS}
+        names = TimeParts.model_fields
+        seconds = {name: [getattr(one, name) for one in self._latest] for name in names}
         found = bottleneck(
             BottleneckInputs(
-                TimeParts(**{f"{part}_s": seconds for part, seconds in parts.items()}),
+                TimeParts.of_steps(seconds),
                 info.device,
                 info.plan.strategy,
                 info.plan.world_size,

@@ -25,6 +25,11 @@ def runtime_name(measurement: Measurement) -> str:
     return f"time since step {started:,}" if started else "time in all"
 
 
+def first_step_name(measurement: Measurement) -> str:
+    """Name what `first_step_s` measures; in a resumed run, the first step of its last part."""
+    return f"until step {measurement.start_step + 1:,}"
+
+
 def summary(measurement: Measurement) -> RenderableType:
     """Return losses, speed, parts of the time, a sample and the run's path, for 80 columns or more.
 
@@ -35,6 +40,9 @@ def summary(measurement: Measurement) -> RenderableType:
     parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
     if measurement.parts.total_s > 0:
         parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
+        if measurement.start_step:
+            since = f"Times and rates are of the steps after step {measurement.start_step:,}."
+            parts += [Padding(Text(since, style="dim"), (0, 2))]
         parts += [Padding(Text(sentence), (1, 2, 0, 2)) for sentence in _advice(measurement)]
     if measurement.utilisation:
         parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
@@ -126,7 +134,7 @@ def _speed(measurement: Measurement) -> Table:
         table.add_row("tokens", show_whole(measurement.tokens))
     table.add_row(runtime_name(measurement), show_seconds(measurement.train_runtime))
     if measurement.first_step_s is not None:
-        table.add_row("until step 1", show_seconds(measurement.first_step_s))
+        table.add_row(first_step_name(measurement), show_seconds(measurement.first_step_s))
     if measurement.compile_s:
         table.add_row("of it, compiling", show_seconds(measurement.compile_s))
     if measurement.world_size > 1:

@@ -67,20 +67,25 @@ def test_names_and_figures_are_whole_at_any_width(width):
     ("steps_s", "rounds", "line"),
     [
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 12, "Fastest: a, claimed against each other arm."),
-        ({"a": 1.0, "b": 1.2, "c": 1.1}, 3, "Fastest: a, which is not claimed."),
+        ({"a": 1.0, "b": 1.2, "c": 1.1}, 3,
+         "No arm is claimed to be the fastest. By the median ratio it is a. Only differences to a "
+         "are tested."),
         ({"a": 1.0, "b": 0.9, "c": 0.8}, 12,
          "Fastest: c, 20.0 % faster than a. Only differences to a are tested."),
         ({"a": 1.0, "c": 0.8, "d": 1.0}, 3,
-         "Fastest: c, 20.0 % faster than a, which is not claimed. Only differences to a are "
-         "tested."),
+         "No arm is claimed to be the fastest. By the median ratio it is c, 20.0 % ahead of a. "
+         "Only differences to a are tested."),
+        ({"a": 1.0, "b": 1.2, "c": 1.0}, 12,
+         "No arm is claimed to be the fastest. By the median ratio it is a. b: claimed to be "
+         "slower than a. Only differences to a are tested."),
     ],
 )  # fmt: skip
 def test_of_several_arms_the_fastest_comes_first(steps_s, rounds, line):
     comparison = compared(steps_s, rounds)
-    assert printed(comparison, 100).split("\n")[1].strip() == line
+    assert " ".join(printed(comparison, 100).split()).startswith(line)
     document = comparison_document(comparison)
     assert document.verdict[0] == line and len(document.verdict) == 3
-    assert "Fastest" not in printed(compared({"a": 1.0, "b": 1.2}, rounds), 100)
+    assert "astest" not in printed(compared({"a": 1.0, "b": 1.2}, rounds), 100)
 
 
 def words_of(document):

@@ -75,6 +75,14 @@ def test_the_time_until_the_first_step_is_shown_and_how_much_was_compiling() -> 
     assert "compiling" not in shown(summary(measurement(first_step_s=4.0)))
 
 
+def test_times_of_a_resumed_run_are_named_by_its_last_part() -> None:
+    text = shown(summary(measurement(start_step=50, first_step_s=4.0)))
+    assert "4.00 s" in row(text, "until step 51") and "until step 1 " not in text
+    assert "1 min 35 s" in row(text, "time since step 50") and "time in all" not in text
+    assert "Times and rates are of the steps after step 50." in text
+    assert "steps after" not in shown(summary(measurement(first_step_s=4.0)))
+
+
 def test_shares_of_the_time_add_up_and_bars_grow_with_them() -> None:
     text = shown(summary(measurement()))
     rows = [next(ln for ln in text.splitlines() if ln.strip().startswith(part)) for part in PARTS]
