@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from published_frameworks import Framework, find_framework
@@ -22,7 +22,7 @@ from published_models import (
     padded_vocabulary,
     stated_outline,
 )
-from published_recipes import recipe_recomputation, recipe_stack
+from published_recipes import recipe_recomputation, recipe_stack, virtual_stages
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.stacks import SoftwareStack
@@ -316,7 +316,31 @@ def adapters(row: Row) -> Adapters | None:
     low = f"{task} {row['precision']}".casefold()
     four = "nf4" in low or "4-bit" in low or "int4" in low
     # With a scale of 16 bits for each 64 or 128 weights.
-    return Adapters(int(found[1]), targets, 0.5 + 2 / 64 if four else None)
+    packed = 0.5 + 2 / 64 if four else None
+    # Qwen's finetune.py has disable_exllama, for which transformers takes AutoGPTQ's operators;
+    # fms-acceleration's plugins have kernels of Triton.
+    eager = "GPTQ" in row["precision"] and "accelerated-peft" not in row["framework"]
+    return Adapters(
+        int(found[1]), targets, packed, kept=_kept_adapters(row), unpacks_by_operators=eager
+    )
+
+
+def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:
+    """Return in what dtype PEFT keeps adapters beside a base of 16 bits, and multiplies them.
+
+    In fp32 since 0.12 of July 2024 (autocast_adapter_dtype), which trl 0.13 came after; inputs are
+    cast to that first (but not those of packed weights, where something is autocast:
+    peft/tuners/lora/bnb.py, Linear4bit). Where nothing is autocast, products are in fp32, too
+    (scripts/benchmarks/scenarios.yaml of fms-acceleration, standard-peft: torch_dtype bfloat16 and
+    no bf16; PEFT's method_comparison: use_amp false).
+    """
+    said = row["precision"]
+    if "adapters in fp32" in said:
+        return "fp32"
+    packed = "gptq" in said.casefold() or "nf4" in said
+    if "trl 0.13" not in row["framework"] or packed:
+        return "low"
+    return "fp32" if "pure" in said else "cast"
 
 
 def software(row: Row) -> SoftwareStack:
@@ -326,10 +350,14 @@ def software(row: Row) -> SoftwareStack:
         return recipe_stack(found, outline(row), row["source"], row["gpu"], row["precision"])
     if "DeepEP" in row["framework"]:
         return found.model_copy(update={"dispatcher": "deepep"})
-    # fms-acceleration's kernels from unsloth: norms, rotations, activations, the loss.
+    # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
+    # kernels from unsloth: norms, rotations, activations, the loss.
+    changes: dict[str, str] = {}
+    if "trl 0.13" in row["framework"]:
+        changes["experts"] = "triton" if "scattermoe" in row["framework"] else "loop"
     if "foak" in row["framework"]:
-        return found.model_copy(update={"elementwise": "fused"})
-    return found
+        changes["elementwise"] = "fused"
+    return found.model_copy(update=changes)
 
 
 def kernel(row: Row) -> Kernel:
@@ -545,7 +573,7 @@ def _virtual(row: Row, pp: int) -> Sequence[int]:
     if said:
         return (int(float(said)),)
     if row["micro_batch"]:
-        return (1,)
+        return (virtual_stages(row.source, outline(row)) or 1,)
     return tuple(n for n in _VIRTUAL if layers % (pp * n) == 0)
 
 

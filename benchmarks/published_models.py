@@ -162,7 +162,7 @@ def _attention(
     values: Mapping[str, str], hidden: int, *, causal: bool, bias: bool
 ) -> AttentionShape:
     arch = values["arch"]
-    heads = _int(values["heads"] or hidden // _HEAD)
+    heads = _int(values["heads"] or _unstated_heads(values, hidden))
     grouped = _of_test(values, "kv_groups") or heads
     # Qwen3's and GLM-4.5's heads are 128 wide whatever the hidden width (their config.json).
     wide = arch.startswith(("qwen3", "glm4"))
@@ -173,6 +173,17 @@ def _attention(
         qkv_bias=bias or "qkv bias" in arch or arch.startswith(("internlm", "glm4")),
         out_bias=bias or arch.startswith("internlm"),
     )  # fmt: skip
+
+
+def _unstated_heads(values: Mapping[str, str], hidden: int) -> int:
+    """Return heads of a model whose row has none: of 128 where its source does not say either.
+
+    BLOOM's prequel says them between its tables (bigscience 053adafe, train/tr11-176B-ml/
+    chronicles-prequel.md): NHEADS=96 with NHIDDEN=14400, and "all NHEADS=64 (above too)".
+    """
+    if values.get("source_key") == "bloom-prequel":
+        return 96 if hidden == 14400 else 64
+    return hidden // _HEAD
 
 
 def _mlps(values: Mapping[str, str], width: int, *, gated: bool, bias: bool) -> list[Any]:

@@ -14,6 +14,16 @@ _RELEASE = re.compile(r"§(\d+\.\d+)")
 _LATEST = 26.08
 
 
+def virtual_stages(source_key: str, model: Outline) -> int | None:
+    """Return a rank's stages where a configuration that a row names leaves them to its defaults.
+
+    NVIDIA's GPT-3 of MLPerf 3.1 interleaves 12, and none of its configurations says otherwise
+    (training_results_v3.1 f33f9444, NVIDIA/benchmarks/gpt3/implementations/pytorch, conf/
+    custom.yaml: virtual_pipeline_model_parallel_size, INTERLEAVED_PIPELINE).
+    """
+    return 12 if source_key == "mlperf-3.1" and model.layers == 96 else None
+
+
 def recipe_recomputation(model: Outline) -> str:
     """Return the mode of recomputation of a model's recipes.
 

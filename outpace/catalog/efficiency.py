@@ -356,6 +356,19 @@ UNEVEN_SOURCE = (
     "(ai-dynamo/aiconfigurator 095f58a5, TensorRT-LLM, vLLM and SGLang); B200 1.14 and 1.55"
 )
 
+# How much longer Triton's grouped products take than those by tiles, with what they move.
+TRITON_EXPERTS: Mapping[Architecture, float] = MappingProxyType(
+    {
+        **dict.fromkeys(("pascal", "volta", "turing", "ampere", "cdna2"), 1 / 0.54),
+        **dict.fromkeys(("ada", "hopper", "blackwell", "cdna3", "cdna4"), 1 / 0.78),
+    }
+)
+TRITON_EXPERTS_SOURCE = (
+    "medians of 6 shapes on A100 (sglang 0.5.10, fused_moe_triton) and of 13 on H100 (vllm, "
+    "triton), bf16, a balanced load of 64 tokens an expert and more, all experts on one device "
+    "(ai-dynamo/aiconfigurator 095f58a5); others as the nearest"
+)
+
 # Of a bridge between two cards, by a ring of its two devices.
 BRIDGE_SHARE = 21.5 / 50
 BRIDGE_SOURCE = (

@@ -20,6 +20,9 @@ Attention = Literal["fused", "flash2", "flash3", "cudnn"]
 # Of tokens on their way to experts: every rank has all of its group's; a copy of a token goes to
 # each of its experts; or one to each rank, and across the network to each node.
 Dispatcher = Literal["allgather", "alltoall", "deepep"]
+# Of experts' products: all of a layer at once; by Triton's kernels (scattermoe); one after another
+# in Python, each by its slice of all experts' weight (transformers 4's GraniteMoe).
+Experts = Literal["grouped", "triton", "loop"]
 
 
 class SoftwareStack(Record):
@@ -32,6 +35,8 @@ class SoftwareStack(Record):
     are sent by one rank after the other. `fuses_dropout`: bias, dropout and the sum into the
     residual stream are one kernel. `dispatcher` is how tokens reach experts, beside computing of
     another micro-batch where it `overlaps_dispatch`. `graphs`: passes are replayed as CUDA graphs.
+    `sums_by_stages`: of interleaved stages each sums its gradients, and gathers its parameters,
+    beside the passes of the others. `experts` is how their products are computed.
     """
 
     name: str
@@ -45,6 +50,8 @@ class SoftwareStack(Record):
     dispatcher: Dispatcher = "alltoall"
     overlaps_dispatch: bool = False
     graphs: bool = False
+    sums_by_stages: bool = False
+    experts: Experts = "grouped"
     source: str
 
 
@@ -63,12 +70,14 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         "experts' tokens by all_to_all_single (its standard dispatcher; DeepEP's is to be chosen)",
     ),
     SoftwareStack(
-        name="megatron", elementwise="fused", fuses_dropout=True,
+        name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
         source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts (weights' "
         "in a step's first micro-batch, is_first_microbatch) and attention (cuDNN's), "
         "bias_swiglu_fusion, bias_dropout_fusion; gradients are reduced and parameters gathered by "
         "buckets beside computing (--overlap-grad-reduce, --overlap-param-gather); transformer/moe/"
-        "token_dispatcher.py: --moe-token-dispatcher-type alltoall, as its guide of MoE advises",
+        "token_dispatcher.py: --moe-token-dispatcher-type alltoall, as its guide of MoE advises; "
+        "pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving: param_sync_"
+        "func of a stage at the first micro-batch of the one before, grad_sync_func at its last",
     ),
     SoftwareStack(
         name="megatron-lm", fuses_dropout=True,

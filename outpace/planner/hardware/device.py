@@ -48,7 +48,8 @@ class DeviceRates:
     A tile of a product takes as long as if its inner dimension were `fill` longer. Even short
     products reach no more than `limit` of the best rate; within a step, which is a sustained load,
     they reach at most `sustained` of it, in fp8 `sustained_fp8`. `measured_ratios` are of products
-    that were measured on this very device, by dtype: how much longer they took.
+    that were measured on this very device, by dtype: how much longer they took. Triton's grouped
+    products of experts take `triton_experts` times as long as products by tiles.
     """
 
     name: str
@@ -83,6 +84,7 @@ class DeviceRates:
     measured_ratios: Mapping[str, tuple[MeasuredProduct, ...]] = field(default_factory=dict)
     sustained: float = 1.0
     sustained_fp8: float = 1.0
+    triton_experts: float = 1.0
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -158,6 +160,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         host_memory_bytes_per_s=efficiency.HOST_MEMORY_BYTES_PER_S,
         disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
         unaligned=efficiency.UNALIGNED[chip.architecture],
+        triton_experts=efficiency.TRITON_EXPERTS[chip.architecture],
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
         spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,

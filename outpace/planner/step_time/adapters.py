@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -11,13 +11,20 @@ from outpace.planner.model.outline import Weight, weights
 from outpace.planner.plan_batch import Floats
 from outpace.records.outline import Outline
 
-# Widths of an adapter's input and output that it moves (peft/tuners/lora/layer.py, Linear.forward):
-# dropout reads, writes and masks the input; the output is scaled and added to the frozen product's.
-# Backwards dropout's and the sum of the input's gradients, and the scaling's.
-_INPUT_AHEAD, _OUTPUT_AHEAD = 2.0, 2.0 + 3.0
-_INPUT_BACK, _OUTPUT_BACK = 2.0 + 3.0, 2.0
+_FP32 = 4.0
+
 # Operators: dropout, two products with their transposed weights, scaling, sum; backwards without.
-OPERATORS_AHEAD, OPERATORS_BACK = 7.0, 5.0
+_OPERATORS_AHEAD, _OPERATORS_BACK = 7.0, 5.0
+# Casts of adapters that are kept in fp32: of the input, to the product's dtype and back. Multiplied
+# in fp32 the result is cast instead, and backwards the frozen product's gradient, too.
+_CASTS = {"low": (0.0, 0.0), "cast": (2.0, 2.0), "fp32": (2.0, 3.0)}
+# Bytes of a number of four bits between reading it packed and writing it in 16 bits, by operators
+# (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shifted to int32 (4), cast to int8
+# (4 + 1), masked where it is (1 + 1), less its zero (1 + 1), read to be scaled (1).
+_UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
+# Edges of the smallest tile of cuBLAS's products without tensor cores (sgemm_32x32_sliced1x4), and
+# what they take of the inner dimension at a time.
+_SIMT_TILE, _SIMT_DEPTH = 32, 8
 
 
 class Target(NamedTuple):
@@ -35,12 +42,24 @@ class Adapters:
     """Adapters of `rank` on the weights that `targets` name, all else frozen.
 
     `base_bytes` are those of a frozen weight's number where it is unpacked for each product (nf4,
-    GPTQ); None: it is kept as it is multiplied.
+    GPTQ); None: it is kept as it is multiplied. `kept`: adapters beside a base of 16 bits are in
+    its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype), multiplied in 16 bits
+    by autocast or FSDP ("cast") or as they are ("fp32").
+    `unpacks_by_operators`: unpacking is operators of torch, whose result autograd keeps for the
+    backward; else a kernel, once more before the gradient of the input.
     """
 
     rank: int
     targets: Mapping[str, Target]
     base_bytes: float | None = None
+    kept: Literal["low", "cast", "fp32"] = "low"
+    unpacks_by_operators: bool = False
+
+    @property
+    def operators(self) -> tuple[float, float]:
+        """Return the operators of one adapter, forwards and backwards."""
+        ahead, back = _CASTS[self.kept]
+        return _OPERATORS_AHEAD + ahead, _OPERATORS_BACK + back
 
     def parameters(self, outline: Outline) -> float:
         """Return the number of trained parameters."""
@@ -60,7 +79,8 @@ def adapter_s(
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Seconds forwards, of gradients of inputs, and of the adapters' own gradients.
 
-    `shape` is tokens, outputs and inputs of the frozen product on a rank; products are in 16 bits.
+    `shape` is tokens, outputs and inputs of the frozen product on a rank; products are in 16 bits,
+    or in fp32 without tensor cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
     """
     tokens, n, k = shape
     count, share = adapters.targets[weight.name]
@@ -68,25 +88,66 @@ def adapter_s(
     rate = np.full_like(tokens, device.rate("bf16"))
 
     def product(rows: Floats, columns: Floats, inner: Floats) -> Floats:
+        if adapters.kept == "fp32":
+            return count * _simt_product_s(device, rows, columns, inner)
         return count * sustained_product_s(device, rate, rows, columns, inner, item)
 
-    moved = device.memory_bytes_per_s
     inputs, outputs = count * tokens * k, tokens * n * share
+    (input_ahead, output_ahead), (input_back, output_back) = _moved_bytes(adapters, item)
     ahead = product(tokens, rank, k) + product(tokens, each, rank)
-    ahead = ahead + (inputs * (_INPUT_AHEAD * item + 1) + outputs * _OUTPUT_AHEAD * item) / moved
+    ahead = ahead + (inputs * input_ahead + outputs * output_ahead) / device.memory_bytes_per_s
     back = product(tokens, k, rank) + product(tokens, rank, each)
-    back = back + (inputs * (_INPUT_BACK * item + 1) + outputs * _OUTPUT_BACK * item) / moved
+    back = back + (inputs * input_back + outputs * output_back) / device.memory_bytes_per_s
     own = product(k, rank, tokens) + product(rank, each, tokens)
     return ahead, back, own
 
 
-def unpacking_s(device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats) -> Floats:
-    """Return seconds in which frozen weights are read packed and written as they are multiplied.
+def _moved_bytes(
+    adapters: Adapters, item: Floats
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Return bytes of an adapter's input and output, forwards and backwards.
 
-    As bitsandbytes does, and GPTQ's kernels for training: before the product and once more before
-    its gradient of the input.
+    peft/tuners/lora/layer.py, Linear.forward: dropout reads, writes and masks the input; the output
+    is scaled and added to the frozen product's. Backwards dropout's and the sum of the input's
+    gradients, and the scaling's. Kept in fp32, the input is cast before (_cast_input_dtype), by
+    each adapter for itself, and for the product once more; or what is multiplied in fp32 has its
+    sum cast. So are their gradients.
+    """
+    if adapters.kept == "low":
+        return (2 * item + 1, 5 * item), (5 * item + 1, 2 * item)
+    cast, dropout = item + _FP32, 2 * _FP32 + 1
+    if adapters.kept == "cast":
+        return (2 * cast + dropout, 5 * item), (2 * cast + dropout + 3 * item, 2 * item)
+    scaling = 2 * _FP32
+    ahead = (cast + dropout, scaling + item + 2 * _FP32 + cast)
+    return ahead, (dropout + cast + 3 * item, 2 * cast + scaling)
+
+
+def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
+    """Return seconds of a product in fp32 of which one dimension is an adapter's rank.
+
+    Its tiles are as narrow as cuBLAS has them, and other dimensions are long enough to fill the
+    device with them.
+    """
+    padded = np.ceil(rows / _SIMT_TILE) * np.ceil(columns / _SIMT_TILE) * _SIMT_TILE**2
+    flops = 2 * padded * np.ceil(inner / _SIMT_DEPTH) * _SIMT_DEPTH
+    moved = _FP32 * (rows * inner + inner * columns + rows * columns)
+    busy = np.maximum(flops / device.rate("fp32"), moved / device.memory_bytes_per_s)
+    seconds: Floats = device.fixed_s + busy
+    return seconds
+
+
+def unpacking_s(
+    device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats
+) -> tuple[Floats, Floats]:
+    """Return seconds in which frozen weights are unpacked, before a product and its gradient's.
+
+    Kernels, as bitsandbytes' and GPTQ's of Triton, read them packed and write them as they are
+    multiplied.
     """
     if adapters.base_bytes is None:
-        return np.zeros_like(elements)
-    seconds: Floats = elements * (adapters.base_bytes + item) / device.memory_bytes_per_s
-    return seconds
+        return np.zeros_like(elements), np.zeros_like(elements)
+    by_operators = adapters.unpacks_by_operators
+    moved = adapters.base_bytes + (_UNPACKED_BY_OPERATORS if by_operators else 0.0) + item
+    seconds: Floats = elements * moved / device.memory_bytes_per_s
+    return seconds, np.zeros_like(seconds) if by_operators else seconds

@@ -185,16 +185,34 @@ class CollectiveTimes(StepTimeSetup):
         # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
         product = c.strategy_in("3d")
         states = np.where(product, of.scatter, of.sum)
-        own_gather = np.where(product, self.exposed_s(of.gather, ahead, units), of.weights)
-        zero1 = self.exposed_s(states, back, buckets) + self.exposed_s(of.replicas, back, buckets)
+        own_gather = np.where(product, self._beside_stages_s(of.gather, ahead, units), of.weights)
+        plain = self._beside_stages_s(of.replicas, back, buckets)
+        zero1 = self._beside_stages_s(states, back, buckets) + plain
         # Layer by layer: a gather before each forward and backward, a sum after.
         sums = of.scatter + of.replicas
         gathered = self.exposed_s(of.gather, shared * ahead, units + 1)
         zero3 = rounds * (gathered + self.exposed_s(of.gather + sums, shared * back, units + 1))
         zero2 = rounds * (gathered + self.exposed_s(sums, shared * back, units + 1))
-        plain = self.exposed_s(of.replicas, back, buckets)
         levels = [c.zero == level for level in (1, 2, 3)]
         return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
+
+    def _beside_stages_s(self, comm_s: Floats, pass_s: Floats, units: Floats) -> Floats:
+        """Return what a micro-batch's passes leave exposed of gradients' sums, or of gathers.
+
+        Of interleaved stages each has its own: its parameters are gathered while the stage before
+        takes its micro-batches forwards, as many at a time as there are ranks, and its gradients
+        are summed while the stages before it take theirs backwards. So the first stage of a rank
+        alone has no more than one micro-batch's pass beside its own.
+        """
+        c = self.c
+        apart = c.schedule_in("interleaved") & self.q.stack.sums_by_stages
+        stages = np.where(apart, c.stages_per_rank, 1)
+        first = self.exposed_s(comm_s / stages, pass_s / stages, np.maximum(units / stages, 1.0))
+        others = (stages - 1) / stages
+        hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * pass_s) * others
+        hides = self.device.hides if self.q.stack.overlaps else 0.0
+        found: Floats = first + comm_s * others - hides * hidden_s
+        return found
 
     def _buckets(self, grads: Floats) -> Floats:
         """Parts in which replicas sum up; the embedding's gradient is the last to be whole, and a

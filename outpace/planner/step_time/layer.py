@@ -11,17 +11,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from outpace.catalog import efficiency
-from outpace.catalog.stacks import Dispatcher, Elementwise
+from outpace.catalog.stacks import Dispatcher, Elementwise, Experts
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, seen_length, weights
 from outpace.planner.plan_batch import Floats
-from outpace.planner.step_time.adapters import (
-    OPERATORS_AHEAD,
-    OPERATORS_BACK,
-    Adapters,
-    adapter_s,
-    unpacking_s,
-)
+from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 # What the newest PyTorch takes on the chip; a kernel by name (where the chip has none of it, as
@@ -36,8 +30,8 @@ class Cells:
     `rate` is FLOP/s of its products, `item` bytes of their numbers, `wide` those of the residual
     stream. `samples` of a micro-batch; `fused`: attention is; `norm_split` is by how many ranks
     norms and residual are cut (sequence parallelism), `etp` by how many experts are.
-    `elementwise`: how a program without a compiler computes them; `fuses_dropout` and `dispatcher`
-    are its traits, too (catalog.stacks). `adapters` are what is trained, where weights are frozen.
+    `elementwise`: how a program without a compiler computes them; `fuses_dropout`, `dispatcher` and
+    `experts` are its traits, too (catalog.stacks). Beside frozen weights `adapters` are trained.
     """
 
     rate: Floats
@@ -53,6 +47,7 @@ class Cells:
     elementwise: Elementwise = "kernels"
     fuses_dropout: bool = False
     dispatcher: Dispatcher = "alltoall"
+    experts: Experts = "grouped"
     adapters: Adapters | None = None
 
 
@@ -110,6 +105,16 @@ _PADDED_TO = 64
 # 3929da2).
 _WHOLE = 0.25
 _EAGER_LOSS = (3, 6)  # times the bytes of a logit, and of a number in fp32
+# Operators of scattermoe beyond those that any layer of experts has (fms-acceleration 876e2ed,
+# plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): its sort, the blocks that experts'
+# tokens are padded to, three products with their buffers; where ranks share experts out, counts
+# that are exchanged and read, the order of what arrives, and the way back (expert_parallel.py).
+_SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
+# Of an expert's product in Python (transformers 4.45, granitemoe, GraniteMoeParallelExperts): its
+# slice of the weight, transposed, and the product. Backwards beyond those: a second product,
+# and of the slice a tensor of zeros as large as all experts' weight (made and filled), its
+# slice, the copy, and the sum with the other experts'.
+_LOOP_AHEAD, _LOOP_BACK = 3.0, 7.0
 _CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the other way round
 
 
@@ -148,7 +153,10 @@ def layer(
         targets = cells.adapters.targets
         names = [weight.name for weight in weights(stack, outline.hidden)]
         count = sum(targets[name].number for name in names if name in targets)
-        calls, more = calls + OPERATORS_AHEAD * count, OPERATORS_BACK * count
+        launched = cells.adapters.operators
+        calls, more = calls + launched[0] * count, launched[1] * count
+    by_experts, by_experts_back = _expert_operators(stack, cells)
+    calls, more = calls + by_experts, more + by_experts_back
     scaled = _float8(device, cells) * _SCALING_OPERATORS * len([*weights(stack, outline.hidden)])
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
     tight = cells.compiled > 0
@@ -179,9 +187,12 @@ def _weight(
         # Ranks of tp that do not cut experts have each their part of the tokens.
         batch = np.maximum(weight.experts / cells.ep, 1.0)
         tokens = tokens * weight.active / batch * cells.etp / cells.tp
-    one = sustained_product_s(device, cells.rate, tokens, n, k, cells.item, batch)
-    inputs = sustained_product_s(device, cells.rate, tokens, k, n, cells.item, batch)
-    grads = sustained_product_s(device, cells.rate, k, n, tokens, cells.item, batch)
+    one, inputs, grads = (
+        _product(device, cells, weight, shape, batch)
+        for shape in ((tokens, n, k), (tokens, k, n), (k, n, tokens))
+    )
+    if weight.experts and cells.experts == "loop":
+        grads = grads + _slices_s(device, batch, batch * n * k * cells.item)
     eight = _float8(device, cells) * batch
     tight = (cells.compiled > 0) | (cells.elementwise == "fused")
     casts = np.where(tight, 1.0, _SCALED_EAGERLY)
@@ -200,6 +211,40 @@ def _weight(
     return one, inputs, grads
 
 
+def _product(
+    device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
+    batch: Floats | float,
+) -> Floats:  # fmt: skip
+    """Return seconds of a weight's product, of experts as the software computes them."""
+    if weight.experts and cells.experts == "loop":
+        return batch * sustained_product_s(device, cells.rate, *shape, cells.item)
+    seconds = sustained_product_s(device, cells.rate, *shape, cells.item, batch)
+    slower = device.triton_experts if weight.experts and cells.experts == "triton" else 1.0
+    return seconds * slower
+
+
+def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
+    """Return seconds in which gradients of slices of a weight are put together.
+
+    Each is written into zeros as large as the whole weight, of `nbytes`, which are added up (torch,
+    tools/autograd/derivatives.yaml, select_backward).
+    """
+    moved = nbytes * (experts + 2 + 3 * (experts - 1))
+    seconds: Floats = moved / device.memory_bytes_per_s
+    return seconds
+
+
+def _expert_operators(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
+    """Return operators of a layer's experts beyond `_operators`, forwards and backwards."""
+    none = np.zeros_like(cells.ep)
+    if stack.mlp is None or not stack.mlp.experts or cells.experts == "grouped":
+        return none, none
+    if cells.experts == "triton":
+        return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
+    products = 2 * stack.mlp.experts / cells.ep  # up, with its gate, and down
+    return _LOOP_AHEAD * products, _LOOP_BACK * products
+
+
 def _frozen_weight(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     products: tuple[Floats, Floats],
@@ -209,8 +254,8 @@ def _frozen_weight(
     one, inputs = products
     grads = np.zeros_like(one)
     if weight.name not in ("head", "router"):
-        unpacked = unpacking_s(device, cells.adapters, shape[1] * shape[2], cells.item)
-        one, inputs = one + unpacked, inputs + unpacked
+        before = unpacking_s(device, cells.adapters, shape[1] * shape[2], cells.item)
+        one, inputs = one + before[0], inputs + before[1]
     if weight.name in cells.adapters.targets:
         ahead, back, grads = adapter_s(device, cells.adapters, weight, shape, cells.item)
         one, inputs = one + ahead, inputs + back

@@ -152,7 +152,7 @@ class StepTimeSetup:
         self.cells = replace(
             Cells(*unique.T), elementwise=software.elementwise,
             fuses_dropout=software.fuses_dropout, dispatcher=software.dispatcher,
-            adapters=self.q.adapters,
+            experts=software.experts, adapters=self.q.adapters,
         )  # fmt: skip
         self.tokens = c.micro_batch * self.q.seq_len / c.cp
 

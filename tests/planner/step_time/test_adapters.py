@@ -86,6 +86,43 @@ def test_weights_of_four_bits_are_unpacked_for_each_product():
     assert more == pytest.approx(passes * 2 * weights * (0.5 + 2) / MOVED, rel=1e-3)
 
 
+def test_weights_that_operators_unpack_move_more_and_are_kept_for_the_backward():
+    """AutoGPTQ's operators: shifted to int32, cast to int8, masked, less its zero, scaled."""
+    slow = replace(FLAT, memory_bytes_per_s=MOVED)
+    plain = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
+    eager = replace(ON_UP, base_bytes=0.5, unpacks_by_operators=True)
+    more = sum(step(replace(plain, adapters=eager)).values()) - sum(step(plain).values())
+    moved = 0.5 + 4 + (4 + 1) + (1 + 1) + (1 + 1) + 1 + 2
+    assert more == pytest.approx(8 * 16 * 2 * 1024 * 4096 * moved / MOVED, rel=1e-3)
+
+
+def test_adapters_kept_in_fp32_cast_their_inputs_twice_either_way():
+    slow = replace(FLAT, memory_bytes_per_s=MOVED)
+    low = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
+    cast = replace(low, adapters=replace(ON_UP, kept="cast"))
+    more = sum(step(cast, micro_batch=8).values()) - sum(step(low, micro_batch=8).values())
+    # Cast up and down, and dropout in fp32 with its mask in place of 16 bits.
+    wider = 2 * (2 + 4) + (4 + 4 + 1) - (2 + 2 + 1)
+    assert more == pytest.approx(16 * 8 * 512 * 1024 * 2 * wider / MOVED, rel=1e-6)
+    whole = replace(low, adapters=replace(ON_UP, kept="fp32"))
+    fast = replace(slow, best_flops_per_s={"bf16": RATE, "fp32": NEVER})
+    found = step(replace(whole, device=fast), micro_batch=8)
+    assert sum(found.values()) > sum(step(cast, micro_batch=8).values())
+
+
+def test_products_of_adapters_in_fp32_have_tiles_of_32():
+    """Six products of a rank of 8, of which four have it as an edge of their result."""
+    rate = 1e9
+    device = replace(FLAT, best_flops_per_s={"bf16": RATE, "fp32": rate})
+    adapters = replace(ON_UP, kept="fp32")
+    question = StepTimeQuestion(BLOCKS, 512, device, WIRED, other_program=True, adapters=adapters)
+    found = sum(step(question, micro_batch=8).values())
+    tokens = 8 * 512
+    frozen = 2 * tokens * 2 * 16 * 2 * 1024 * 4096 / RATE
+    edges = 16 * 2 * tokens * (2 * 32 + 8) * (1024 + 4096)
+    assert found - frozen == pytest.approx(edges / rate, rel=1e-3)
+
+
 def test_parameters_are_those_that_trainers_print():
     """litgpt, tutorials/resource-tables.md: Llama 2 7B, rank 8 on queries and values."""
     model = outline(PRESETS["llama-2-7b"].spec, "llama-2-7b")

@@ -153,6 +153,24 @@ def test_a_stack_whose_passes_are_graphs_does_not_wait_for_its_host():
     assert step(replace(slow, stack=replaced(graphs=True)), 8, micro_batch=8)["host_s"] == 0
 
 
+def test_interleaved_stages_are_summed_and_gathered_beside_the_others():
+    """One of a rank's two stages has no more than its own pass beside its collectives."""
+    plan = {"strategy": "3d", "dp_shard": 8, "pp": 4, "zero": 1, "pp_microbatches": 8}
+    loops = {"pp_schedule": "interleaved", "virtual_stages": 2}
+    short = StepTimeQuestion(
+        BLOCKS, 512, replace(FLAT, best_flops_per_s={"bf16": 1e17}), replace(WIRED, per_node=1),
+        other_program=True,
+    )  # fmt: skip
+    longer = replace(short, device=replace(FLAT, best_flops_per_s={"bf16": 1e14}))
+    apart = replaced(sums_by_stages=True)
+    whole, alone = (step(q, 64, **plan, **loops)["data_s"] for q in (short, longer))
+    found = step(replace(longer, stack=apart), 64, **plan, **loops)["data_s"]
+    assert alone / 2 < found < whole / 2 < alone < whole
+    plain = {**plan, "pp_schedule": "1f1b"}
+    assert step(replace(longer, stack=apart), 64, **plain) == step(longer, 64, **plain)
+    assert STACKS["megatron"].sums_by_stages and not STACKS["outpace"].sums_by_stages
+
+
 def test_whole_experts_on_ranks_of_tp_need_no_sum_over_tp():
     wired = StepTimeQuestion(EXPERTS, 512, FLAT, WIRED)
     cut = step(wired, 4, strategy="3d", dp_shard=4, tp=2, ep=4)["tensor_s"]

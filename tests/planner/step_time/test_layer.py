@@ -218,6 +218,37 @@ def test_tokens_are_put_in_the_order_of_their_experts_and_back():
         assert more == pytest.approx(expected), values
 
 
+def experts_work(device, **traits):
+    model = Outline(
+        name="experts", hidden=1024, vocab=0, max_positions=64,
+        stacks=(Stack(layers=1, mlp=Mlp(width=512, experts=32, active=4), norms=0),),
+    )  # fmt: skip
+    shape = replace(cells(samples=8), **traits)
+    return layer(device, model, model.stacks[0], shape, 64, "fused")
+
+
+def test_experts_one_after_another_put_gradients_of_slices_together():
+    """F.linear(x[i], self.weight[i]): zeros as large as the weight for each expert, added up."""
+    slow = replace(FLAT, memory_bytes_per_s=1e12)
+    grouped, loop = (experts_work(slow, experts=name) for name in ("grouped", "loop"))
+    weight = 32 * 1024 * 512 * 2
+    moved = 2 * (32 * weight + 2 * weight + 31 * 3 * weight)
+    assert loop.weights_s[0] - grouped.weights_s[0] == pytest.approx(moved / 1e12)
+    assert loop.forward_s[0] == pytest.approx(grouped.forward_s[0])
+    assert loop.forward_operators[0] - grouped.forward_operators[0] == 2 * 32 * 3
+    assert loop.backward_operators[0] - grouped.backward_operators[0] == 2 * 32 * (3 + 7)
+
+
+def test_tritons_experts_take_as_much_longer_as_was_measured():
+    device = replace(FLAT, triton_experts=1.5)
+    grouped, triton = (experts_work(device, experts=name) for name in ("grouped", "triton"))
+    router = 2 * 8 * 64 * 1024 * 32 / RATE
+    assert triton.products_s[0] - router == pytest.approx(1.5 * (grouped.products_s[0] - router))
+    more = triton.forward_operators[0] - grouped.forward_operators[0]
+    apart = experts_work(device, experts="triton", ep=np.array([4.0]))
+    assert 0 < more < apart.forward_operators[0] - grouped.forward_operators[0]
+
+
 def attention_s(chip, kernel, length, model="llama-3-8b"):
     """A forward and a backward of one sample's attention in one layer."""
     device = of_accelerator(ACCELERATORS[chip])
