@@ -8,8 +8,8 @@ which every node is inner in one and a leaf in the other.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,18 @@ class Fabric:
     group_shares: Mapping[int, float] = field(default_factory=dict)
     all_to_all_share: float = 1.0
     all_to_all_network_share: float = 1.0
+
+    def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
+        """Return the fabric with other rates, one for all plans or one for each.
+
+        A device's link to one other keeps its share of that to all.
+        """
+        share = self.pair_bytes_per_s / self.inside_bytes_per_s
+        pair = inside * share if self.inside_bytes_per_s < np.inf else inside
+        rates: dict[str, Any] = {
+            "inside_bytes_per_s": inside, "across_bytes_per_s": across, "pair_bytes_per_s": pair,
+        }  # fmt: skip
+        return replace(self, **rates)
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
         """Return ranks per node, nodes, and groups per node's cards for groups of `size` ranks
@@ -170,10 +182,15 @@ class Fabric:
                 best = np.minimum(best, late + np.maximum(inside, across) / share)
         return best
 
-    def send_s(self, nbytes: Floats, stride: Ints) -> Floats:
-        """Return the time of a message to the rank `stride` further on, with all ranks sending."""
-        leaves = stride >= self.per_node
-        rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
+    def send_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Return the time of a message to the next of `size` ranks `stride` apart, all sending.
+
+        Where they lie on several nodes, the slowest goes between two of these, over cards that it
+        shares with those beside it.
+        """
+        leaves = size * stride > self.per_node
+        card = self.across_bytes_per_s / np.minimum(stride, self.per_node)
+        rate = np.where(leaves, np.minimum(card, self.pair_bytes_per_s), self.pair_bytes_per_s)
         last = [one for one in self.protocols if not one.by_size][-1]
         found: Floats = last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
         return found

@@ -47,7 +47,7 @@ class CollectiveTimes(StepTimeSetup):
                 outputs / self.device.memory_bytes_per_s + 3 * self.device.fixed_s
             )
             widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
-            each = self.fabric.send_s(self.tokens * widths * self.item, c.tp)
+            each = self.fabric.send_s(self.tokens * widths * self.item, c.cp, c.tp)
             total = total + stack.layers / c.pp * (c.cp - 1) * each
         share = (c.cp - 1) / c.cp
         full = self.c.modes[:, MODES.index("full")]

@@ -160,7 +160,7 @@ class Pipelines(Passes, Parameters):
         c = self.c
         nbytes = self.tokens * self.outline.hidden * self.item
         nbytes = nbytes / np.where(c.sequence_parallel, c.tp, 1)
-        one = self.fabric.send_s(nbytes, c.tp * c.cp * c.data_parallel)
+        one = self.fabric.send_s(nbytes, c.pp, c.tp * c.cp * c.data_parallel)
         posted = 2.0 * (c.microbatches + c.pp - 1) * c.stages_per_rank * _EXCHANGE_OPERATORS
         return one, (posted * self.device.operator_s).astype(np.float64)
 
