@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from outpace.cli.parser import Parser, number_type
-from outpace.jobs.planning.network import SHARE, TOLERANCE, NetworkQuestion, network_report
+from outpace.jobs.planning.network import TOLERANCE, NetworkQuestion, network_report
 from outpace.records.network import NetworkReport
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
@@ -17,8 +17,8 @@ _ABOUT = (
 )
 _EPILOG = (
     "Without --plan the strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × "
-    "PP × DP. Computation is estimated from the rates that outpace probe measured (--probe), "
-    "or as a share of the catalog's peak. Derivation: docs/concepts/network.md."
+    "PP × DP. Steps are the planner's, from the rates that outpace probe measured (--probe) or "
+    "from the catalog's. What is counted: docs/concepts/network.md."
 )
 _MOST_NODES = 100_000  # no machine has more, and each number of ranks is looked into
 
@@ -146,10 +146,10 @@ def _parser() -> Parser:
     add(
         "--share",
         type=number_type(float, 0.01, 1),
-        default=SHARE,
+        default=None,
         metavar="X",
-        help="share of the catalog's peak that computation reaches, without a probe (default: "
-        f"{SHARE:g})",
+        help="share of the catalog's peak that products reach, without a probe (default: what "
+        "published measurements say)",
     )
     add(
         "--tolerance",

@@ -7,7 +7,7 @@ import pytest
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.cli.main import main
-from outpace.jobs.planning import auto_plan
+from outpace.jobs.machine_file import find_probe
 from outpace.jobs.planning.request import PlanQuestion, job
 from outpace.probing.hardware.machine import identify
 
@@ -292,4 +292,4 @@ def test_its_file_is_no_probe_of_this_machine(
     (tmp_path / "machine.json").write_text(json.dumps({"node": "hgx-h100", "runs": []}))
     notes = job(PlanQuestion("outpace-tiny", None, precision="fp32")).cluster.notes
     assert any("outpace calibrate" in note and "--machine machine.json" in note for note in notes)
-    assert auto_plan.probe_here(identify(find_accelerator)) is None
+    assert find_probe(identify(find_accelerator)) is None

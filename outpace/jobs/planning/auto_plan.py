@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.custom_model import build_custom_model
 from outpace.interop.models import names_code, open_model
@@ -17,6 +15,7 @@ from outpace.jobs.defaults import (
     resolve_seq_len,
 )
 from outpace.jobs.inputs.tasks import NOT_CLASSIFY
+from outpace.jobs.machine_file import find_probe, has_probe_file, used_machine
 from outpace.jobs.memory.traced_plan import fullest
 from outpace.jobs.planning.find_outline import find_outline
 from outpace.jobs.planning.request import KEPT, default_vary
@@ -35,11 +34,9 @@ from outpace.records.plan import AXES, Plan, PlanFile, Strategy
 from outpace.records.precisions import LEVELS, WHERE_OFFLOADED
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.training_log import is_corrected
 from outpace.records.tuning import TUNING_FILE, Tuning
 from outpace.records.units import show_bytes, show_seconds
 
-PROBE_FILE = Path("machine.json")
 DEFAULT = "default"
 # Settings beside the plan that a step's time depends on.
 _OF_A_STEP = (
@@ -225,31 +222,13 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
         return [settings.nproc]
     if machine.devices:
         return [len(machine.devices)]
-    return candidate_world_sizes(machine) if _has_probe_file() else [1]
-
-
-def _has_probe_file() -> bool:
-    """Return whether a file by outpace probe is here; one by outpace calibrate does not count."""
-    return PROBE_FILE.is_file() and not is_corrected(PROBE_FILE)
+    return candidate_world_sizes(machine) if has_probe_file() else [1]
 
 
 def candidate_world_sizes(machine: Machine) -> list[int]:
     """Return numbers of processes that divide a CPU's cores evenly."""
     most = min(machine.host_cores, _MOST_RANKS)
     return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
-
-
-def probe_here(machine: Machine) -> Machine | None:
-    """Return what outpace probe measured on this machine, if its file is here."""
-    if not _has_probe_file():
-        return None
-    found = Machine.load(PROBE_FILE)
-    return None if found.probed is None or machine.differences(found) else found
-
-
-def used_machine(machine: Machine, device: torch.device) -> Machine:
-    """Return the machine without accelerators if the training runs on the processor."""
-    return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine
 
 
 def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
@@ -350,7 +329,7 @@ def _cluster(
             "a different number. It plans for equal hosts. Give each the same number, or "
             "choose --strategy and its axes yourself."
         )
-    probed = probe_here(machine)
+    probed = find_probe(machine)
     if probed is not None:
         cluster = of_probe(probed, per_node)
     else:

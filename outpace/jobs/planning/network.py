@@ -2,33 +2,26 @@
 cost.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outpace.catalog.dimensions import DIMENSIONS
-from outpace.planner.calibration.cluster import assumed_network_note, default_network
+from outpace.planner.hardware.device import check_dtype
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.model.flops import parameter_count
+from outpace.planner.model.outline import outline
 from outpace.planner.network.default_plans import PRODUCT, NetworkStudy, candidate_plans
-from outpace.planner.network.requirement import NetworkProblem, answer
-from outpace.planner.network.roofline import Roof
-from outpace.planner.network.site import NetworkOptions, Site, value_of
+from outpace.planner.network.requirement import NetworkEntry, NetworkProblem, answer
+from outpace.planner.network.site import NetworkOptions, Site
 from outpace.records.errors import BadInputError
-from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
 from outpace.records.network import Need, Network, NetworkReport
 from outpace.records.optimizers import default_optimizer
 from outpace.records.plan import Checkpointing, Plan, PlanFile
 from outpace.records.precisions import Precision
 
-SHARE = 0.5
-_SHARE_SOURCE = (
-    "157 of an A100's 312 TFLOP/s in a training on one node, without a network: BigScience, "
-    "train/tr11-176B-ml/chronicles-prequel.md, 18B, TP 8"
-)
 TOLERANCE = 0.05
 _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
 
@@ -41,7 +34,8 @@ class NetworkQuestion:
     node, as text, the last one being the machine's; `inside`: a device's link within its node.
     `plan`: a file with the only plan to consider, whose length and batch are used unless others are
     given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
-    peak that computation reaches; `tolerance`: share of a step that the network may cost.
+    peak that products reach, None for that of published measurements; `tolerance`: share of a step
+    that the network may cost.
     """
 
     model: str
@@ -59,7 +53,7 @@ class NetworkQuestion:
     pp: int | None = None
     precision: Precision | None = None
     checkpointing: Checkpointing = "none"
-    share: float = SHARE
+    share: float | None = None
     tolerance: float = TOLERANCE
 
 
@@ -72,7 +66,6 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
             asked.networks, asked.inside, asked.share,
         )
     )  # fmt: skip
-    notes = _assume_network(site)
     plan = None
     if asked.plan is not None:
         file = PlanFile.load(asked.plan, option="--plan ")
@@ -80,42 +73,61 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
         asked = replace(asked, seq_len=asked.seq_len or file.seq_len,
                         global_batch=asked.global_batch or file.global_batch)  # fmt: skip
     precision = site.precision(asked.precision if plan is None else plan.precision)
-    rate, memory_rate = site.rate(precision), site.memory_rate()
-    roof, link = Roof(value_of(rate), value_of(memory_rate)), site.device_network()
-    inside = math.inf if link is None else link.bytes_per_s  # nothing goes over it
-    seq_len = asked.seq_len or min(spec.max_positions, 2048)
-    networks = _networks(asked.networks, site.own)
-    device_links = [] if link is None else by_rate([link, *device_ladder(site.accelerator)])
-    needs, refused = [], {}
-    for title, chosen, batch in _plans(asked, plan, spec, site, precision):
-        if isinstance(chosen, str):
-            refused[title] = chosen
-            continue
-        try:
-            question = NetworkProblem(
-                chosen, spec, batch, seq_len, site.per_node, roof, inside, site.memory_bytes
-            )
-            needs.append(
-                answer(question, networks, site.own, asked.tolerance, title, device_links, link)
-            )
-        except BadInputError as error:
-            if plan is not None:
-                raise
-            refused[title] = str(error)
-    answered = _answer(asked, name, spec, site, (rate, memory_rate), needs, refused)
-    return answered.model_copy(update={"notes": (*notes, *answered.notes)})
+    cluster, link = site.cluster(precision), site.device_network()
+    check_dtype(precision, cluster.device)
+    problem = NetworkProblem(
+        spec=spec,
+        outline=outline(spec, name),
+        seq_len=asked.seq_len or min(spec.max_positions, 2048),
+        cluster=cluster,
+        tolerance=asked.tolerance,
+        networks=_networks(asked.networks, site.own),
+        present=site.own,
+        device_links=[] if link is None else by_rate([link, *device_ladder(site.accelerator)]),
+        present_link=link,
+    )
+    refused: dict[str, str] = {}
+    if plan is not None:
+        needs = answer(problem, [_file_entry(asked, plan, site)])
+    else:
+        needs, refused = _compare(asked, problem, site, precision)
+    return _answer(asked, name, problem, site, precision, needs, refused)
 
 
-def _assume_network(site: Site) -> list[str]:
-    """Give nodes sold without a network the planner's default; return what is assumed."""
-    node = site.node
-    if node is None:
-        return []
-    notes = [] if node.assumed is None else [node.assumed]
-    if site.own is None and site.nodes > 1 and node.accelerator is not None:
-        site.own = default_network(node)
-        notes.append(assumed_network_note(node, site.own))
-    return notes
+def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
+    """Return the plan of a file. Raises BadInputError if it is for another number of devices."""
+    world = site.nodes * site.per_node
+    if plan.world_size != world:
+        raise BadInputError(
+            f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
+            f"{site.nodes} × {site.per_node} = {world} are given. Set its axes (dp_shard, "
+            "…), or --nodes, or name another --machine."
+        )
+    batch = asked.global_batch or plan.samples_per_pass * plan.data_parallel
+    return NetworkEntry(plan.strategy, plan, batch)
+
+
+def _compare(
+    asked: NetworkQuestion, problem: NetworkProblem, site: Site, precision: Precision
+) -> tuple[list[Need], dict[str, str]]:
+    """Return the needs of one plan for each strategy, and why others are not possible."""
+    common: dict[str, Any] = {
+        "precision": precision,
+        "optimizer": default_optimizer(precision),
+        "checkpointing": asked.checkpointing,
+    }
+    axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
+    study = NetworkStudy(
+        problem.spec, nodes=site.nodes, per_node=site.per_node, common=common, axes=axes,
+        global_batch=asked.global_batch or site.nodes * site.per_node * asked.micro_batch,
+        micro_batch=asked.micro_batch, fits=problem.fits,
+    )  # fmt: skip
+    found = list(candidate_plans(study))
+    refused = dict(one for one in found if not isinstance(one, NetworkEntry))
+    if axes and PRODUCT in refused:
+        given = " ".join(f"--{axis} {size}" for axis, size in axes.items())
+        raise BadInputError(f"{given}: {refused[PRODUCT]}.")
+    return answer(problem, [one for one in found if isinstance(one, NetworkEntry)]), refused
 
 
 def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
@@ -144,38 +156,6 @@ def _networks(words: Sequence[str], machine_network: Network | None) -> list[Net
     return by_rate([*named, *ladder()])
 
 
-def _plans(
-    asked: NetworkQuestion, plan: Plan | None, spec: ModelSpec, site: Site, precision: str
-) -> list[tuple[str, Plan | str, int]]:
-    world = site.nodes * site.per_node
-    if plan is not None:
-        if plan.world_size != world:
-            raise BadInputError(
-                f"{asked.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, but "
-                f"{site.nodes} × {site.per_node} = {world} are given. Set its axes (dp_shard, "
-                "…), or --nodes, or name another --machine."
-            )
-        batch = asked.global_batch or plan.samples_per_pass * plan.data_parallel
-        return [(plan.strategy, plan, batch)]
-    common: dict[str, Any] = {
-        "precision": precision,
-        "optimizer": default_optimizer(precision),  # type: ignore[arg-type]
-        "checkpointing": asked.checkpointing,
-    }
-    axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
-    study = NetworkStudy(
-        spec, nodes=site.nodes, per_node=site.per_node, common=common, axes=axes,
-        global_batch=asked.global_batch or world * asked.micro_batch,
-        micro_batch=asked.micro_batch, memory_bytes=site.memory_bytes,
-    )  # fmt: skip
-    found = [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in candidate_plans(study)]
-    impossible = [chosen for title, chosen, _ in found if title == PRODUCT]
-    if axes and impossible:
-        given = " ".join(f"--{axis} {size}" for axis, size in axes.items())
-        raise BadInputError(f"{given}: {impossible[0]}.")
-    return found
-
-
 def _model(reference: str) -> tuple[str, ModelSpec]:
     if reference in DIMENSIONS:
         return reference, DIMENSIONS[reference].spec
@@ -193,32 +173,32 @@ def _model(reference: str) -> tuple[str, ModelSpec]:
 def _answer(
     asked: NetworkQuestion,
     name: str,
-    spec: ModelSpec,
+    problem: NetworkProblem,
     site: Site,
-    rates: tuple[Figure, Figure],
+    precision: Precision,
     needs: list[Need],
     refused: dict[str, str],
 ) -> NetworkReport:
     probed = None if site.probe is None else site.probe.probed
     fits = [] if probed is None else [f for f in probed.fits if f.collective in _MEASURED]
-    assumed = rates[0].origin == "catalog"
-    usual = asked.share == SHARE
+    rate, memory_rate = site.rates(precision, problem.cluster.device)
+    share = asked.share if rate.origin == "catalog" else None
     return NetworkReport(
         model=name,
-        parameters=parameter_count(spec),
-        seq_len=asked.seq_len or min(spec.max_positions, 2048),
+        parameters=parameter_count(problem.spec),
+        seq_len=problem.seq_len,
         machine=asked.machine or "as probed",
         nodes=site.nodes,
         devices_per_node=site.per_node,
-        rate=rates[0],
-        memory_rate=rates[1],
-        share=asked.share if assumed else None,
-        share_source=(_SHARE_SOURCE if usual else "as asked") if assumed else None,
+        rate=rate,
+        memory_rate=memory_rate,
+        share=share,
+        share_source=None if share is None else "as asked",
         tolerance=asked.tolerance,
-        inside=site.device_network(),
+        inside=problem.present_link,
         present=site.own,
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),
         refused=refused,
-        notes=tuple(_notes(asked.global_batch, needs)),
+        notes=(*site.notes, *_notes(asked.global_batch, needs)),
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.jobs.defaults import resolve_device, resolve_plan
+from outpace.jobs.machine_file import find_probe, used_machine
 from outpace.jobs.planning import auto_plan
 from outpace.planner.calibration.fit_rates import (
     UNKNOWN,
@@ -57,7 +58,7 @@ def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
     GPU.
     """
     machine = identify(find_accelerator)
-    if resolve_device(settings, Ranks()).type != "cpu" or auto_plan.probe_here(machine) is not None:
+    if resolve_device(settings, Ranks()).type != "cpu" or find_probe(machine) is not None:
         return None
     return measure_host_rates(machine.host_cores)
 
@@ -79,7 +80,7 @@ class Proposer:
         self.machine = identify(find_accelerator)
         own, device = _ranks(settings), resolve_device(settings, Ranks())
         self.default = resolve_plan(settings, own, device, self.machine)
-        used = auto_plan.used_machine(self.machine, device)
+        used = used_machine(self.machine, device)
         self._jobs: dict[int, PlanningProblem] = {}
         self._told: dict[tuple[PlanTrial, ...], _Lessons] = {}
         refused: list[BadInputError] = []

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.nodes import NODES, find_node
+from outpace.jobs.machine_file import PROBE_FILE, find_probe
 from outpace.jobs.planning.export_format import assign_trainer
 from outpace.jobs.planning.find_outline import find_outline
 from outpace.planner.calibration.cluster import (
@@ -21,7 +22,7 @@ from outpace.planner.calibration.cluster import (
 )
 from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.explain.hints import FP8_PARAMETERS
-from outpace.planner.hardware.device import dtype_of
+from outpace.planner.hardware.device import check_dtype, dtype_of
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
@@ -38,7 +39,6 @@ from outpace.records.training_log import CorrectedMachine, is_corrected
 from outpace.records.units import read_bytes
 
 PLANNED_SEQ_LEN = 2048
-PROBE_FILE = Path("machine.json")  # as outpace probe names it
 CALIBRATED_HINT = (
     f"{PROBE_FILE} here was written by outpace calibrate for another machine, so it is not "
     f"read. To plan for that machine, use --machine {PROBE_FILE}."
@@ -100,7 +100,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
     outline = _with_positions(outline, seq_len, asked.trained)
     keep = read_keep(asked.keep)
     precision = asked.precision or _precision(cluster, asked.autocast)
-    _check_dtype(keep.get("precision", precision), cluster)
+    check_dtype(keep.get("precision", precision), cluster.device)
     question = PlanningProblem(
         outline=outline,
         cluster=cluster,
@@ -162,27 +162,14 @@ def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[A
     return {"compile": VARIED["compile"]} if asks else {}
 
 
-def _check_dtype(precision: Precision, cluster: Cluster) -> None:
-    """Raise BadInputError for a dtype that an accelerator cannot multiply."""
-    device = cluster.device
-    has = sorted(device.best_flops_per_s)
-    if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
-        raise BadInputError(
-            f"precision {precision}: {device.name} has no matrix products in "
-            f"{dtype_of(precision)}. It has {', '.join(has)}."
-        )
-
-
 def _this_machine(asked: PlanQuestion) -> Cluster:
     """Return this machine as outpace probe measured it, if its file is here; else as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
         notes = (CALIBRATED_HINT,)
-    elif PROBE_FILE.is_file():
-        found = Machine.load(PROBE_FILE)
-        if found.probed is not None and not machine.differences(found):
-            return _cluster(replace(asked, machine=str(PROBE_FILE)))
+    elif find_probe(machine) is not None:
+        return _cluster(replace(asked, machine=str(PROBE_FILE)))
     if asked.network is not None:
         raise BadInputError(
             f"--network {asked.network} applies to a machine. Name it with --machine."

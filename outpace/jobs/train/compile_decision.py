@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outpace.jobs.planning.auto_plan import question, used_machine
+from outpace.jobs.machine_file import used_machine
+from outpace.jobs.planning.auto_plan import question
 from outpace.planner.plan import estimate_plan
 from outpace.records.compiled import Region, compiled_region
 from outpace.records.errors import BadInputError

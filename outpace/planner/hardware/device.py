@@ -11,6 +11,7 @@ import numpy as np
 from outpace.catalog import efficiency
 from outpace.catalog.links import LINKS
 from outpace.planner.plan_batch import PRECISIONS, Bools, Floats, Ints
+from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision
 
@@ -107,6 +108,16 @@ class DeviceRates:
 def dtype_of(precision: Precision) -> Dtype:
     """Return the dtype in which matrix products are computed."""
     return PRECISION_TRAITS[precision].products
+
+
+def check_dtype(precision: Precision, device: DeviceRates) -> None:
+    """Raise BadInputError for a dtype that an accelerator cannot multiply."""
+    has = sorted(device.best_flops_per_s)
+    if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
+        raise BadInputError(
+            f"precision {precision}: {device.name} has no matrix products in "
+            f"{dtype_of(precision)}. It has {', '.join(has)}."
+        )
 
 
 def items(precision: Ints) -> Floats:

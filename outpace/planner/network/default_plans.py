@@ -1,17 +1,15 @@
 """The plans that `outpace network` compares by default: one for each strategy."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.planner.network.requirement import states_bytes
+from outpace.planner.network.requirement import NetworkEntry
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-# A title, the plan, and the global batch nearest to what was asked for that it divides.
-Entry = tuple[str, Plan, int]
 PRODUCT = "TP × PP × DP"
 
 
@@ -20,7 +18,7 @@ class NetworkStudy:
     """Values shared by all plans.
 
     `global_batch`: approximate samples per step; `common`: precision, checkpointing; `axes`: the
-    requested tp and pp.
+    requested tp and pp; `fits`: whether a plan of a global batch fits a device, None if unknown.
     """
 
     spec: ModelSpec
@@ -30,7 +28,7 @@ class NetworkStudy:
     micro_batch: int
     common: Mapping[str, Any]
     axes: Mapping[str, int]
-    memory_bytes: int | None
+    fits: Callable[[Plan, int], bool | None]
 
     @property
     def world(self) -> int:
@@ -38,10 +36,11 @@ class NetworkStudy:
         return self.nodes * self.per_node
 
 
-def candidate_plans(study: NetworkStudy) -> Iterator[Entry | tuple[str, str]]:
+def candidate_plans(study: NetworkStudy) -> Iterator[NetworkEntry | tuple[str, str]]:
     """DDP, ZeRO-1/2/3 with the same micro-batch, ZeRO-3 with all samples at once, TP, PP, and both.
 
     TP and PP alone are over all devices; a product that comes out as one of the others is left out.
+    Each has the global batch nearest to what was asked for that it divides.
 
     A pair of two texts is a strategy with the reason why it is not possible.
     """
@@ -60,21 +59,25 @@ def candidate_plans(study: NetworkStudy) -> Iterator[Entry | tuple[str, str]]:
     alone = [_tensor(study), _pipeline(study)] if world > 1 else []
     yield from alone
     product = _product(study)
-    shown = {"DP", *(title for title, plan, *_ in alone if isinstance(plan, Plan))}
-    if world == 1 or product[0].removesuffix(str(world)) not in shown:
+    shown = {"DP", *(one.title for one in alone if isinstance(one, NetworkEntry))}
+    title = product.title if isinstance(product, NetworkEntry) else product[0]
+    if world == 1 or title.removesuffix(str(world)) not in shown:
         yield product
 
 
-def _entry(study: NetworkStudy, title: str, values: dict[str, Any]) -> Entry | tuple[str, str]:
+def _entry(
+    study: NetworkStudy, title: str, values: dict[str, Any]
+) -> NetworkEntry | tuple[str, str]:
     try:
         plan = Plan.parse({**study.common, **values}, title)
     except BadInputError as error:
         return title, str(error)
     per_pass = plan.samples_per_pass * plan.data_parallel
-    return title, plan, max(1, round(study.global_batch / per_pass)) * per_pass
+    batch = max(1, round(study.global_batch / per_pass)) * per_pass
+    return NetworkEntry(title, plan, batch)
 
 
-def _tensor(study: NetworkStudy) -> Entry | tuple[str, str]:
+def _tensor(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
     shared = {name: getattr(study.spec, name) for name in ("heads", "kv_heads", "ffn")}
     odd = [f"{size} {name}" for name, size in shared.items() if size % study.world]
     if odd:
@@ -83,7 +86,7 @@ def _tensor(study: NetworkStudy) -> Entry | tuple[str, str]:
     return _entry(study, "TP", values)
 
 
-def _pipeline(study: NetworkStudy) -> Entry | tuple[str, str]:
+def _pipeline(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
     if study.world > study.spec.layers:
         return "PP", f"{study.spec.layers} layers are fewer than {study.world} devices"
     count = max(study.world, round(study.global_batch / study.micro_batch))
@@ -91,8 +94,8 @@ def _pipeline(study: NetworkStudy) -> Entry | tuple[str, str]:
                                 "micro_batch": study.micro_batch})  # fmt: skip
 
 
-def _product(study: NetworkStudy) -> Entry | tuple[str, str]:
-    """TP within a node; the fewest stages whose states fit a device; the rest are replicas."""
+def _product(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
+    """TP within a node; the fewest stages that fit a device; the rest are replicas."""
     spec, world = study.spec, study.world
     tp = study.axes.get("tp") or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:
@@ -100,7 +103,7 @@ def _product(study: NetworkStudy) -> Entry | tuple[str, str]:
     stages = [n for n in range(1, min(world // tp, spec.layers) + 1) if world // tp % n == 0]
     if study.axes.get("pp"):
         stages = [study.axes["pp"]]
-    found: Entry | tuple[str, str] = (PRODUCT, "no number of stages divides the devices")
+    found: NetworkEntry | tuple[str, str] = (PRODUCT, "no number of stages divides the devices")
     for pp in stages:
         if world % (tp * pp):
             return PRODUCT, f"tp {tp} × pp {pp} do not divide {world} devices"
@@ -113,7 +116,6 @@ def _product(study: NetworkStudy) -> Entry | tuple[str, str]:
             "strategy": "3d", "micro_batch": study.micro_batch,
             "pp_microbatches": max(pp, samples) if pp > 1 else 1, **axis_values,
         })  # fmt: skip
-        made, room = found[1], study.memory_bytes
-        if isinstance(made, Plan) and room and states_bytes(made, spec) <= room:
+        if isinstance(found, NetworkEntry) and study.fits(found.plan, found.global_batch):
             return found
     return found

@@ -1,90 +1,118 @@
-"""Bandwidth that a plan needs: its communication compared with the computation that can hide it.
+"""Bandwidth that plans need: what a step takes on other networks, by the planner's time model.
 
-The derivation, with its sources, is in docs/concepts/network.md.
+docs/concepts/network.md says what is counted.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.planner.calibration.cluster import Cluster, network_share
 from outpace.planner.communication.flows import Flow, Part, Where, flows
 from outpace.planner.communication.node_placement import Crossing, place
 from outpace.planner.communication.volume import StepOnRank
-from outpace.planner.memory.optimizer_bytes import optimizer_bytes
-from outpace.planner.model.shapes import parameter_shapes
-from outpace.planner.network.roofline import Roof, RooflineTimes, times
-from outpace.planner.pipeline.schedules import schedule_graph
-from outpace.planner.pipeline.simulator import StageTime
+from outpace.planner.memory import peak
+from outpace.planner.plan_batch import Floats, PlanBatch, of_plans
+from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.step_time.estimate import estimate, stages_of
+from outpace.planner.step_time.setup import StepTimeQuestion
+from outpace.records.memory import Kind
 from outpace.records.model import ModelSpec
 from outpace.records.network import Need, Network, NetworkCost, Traffic
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
-from outpace.records.precisions import PRECISION_TRAITS
 from outpace.records.strategies import FULLY_SHARDED
 
-_LEAST = 1e3  # bytes/s: slower links are not told apart
-_UNPLAYED = 2e-3  # what a message takes, as a share of a forward, while a schedule is played
+_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links are not told apart, faster ones cost nothing
+_ROUNDS, _RATES = 4, 64  # in which that range is narrowed down to a millionth, and rates in each
 _NOTHING = "nothing"
+_STATES: tuple[Kind, ...] = ("weights", "gradients", "optimizer state")
+
+
+@dataclass(frozen=True)
+class NetworkEntry:
+    """A plan with its title, and the samples of its step."""
+
+    title: str
+    plan: Plan
+    global_batch: int
 
 
 @dataclass(frozen=True)
 class NetworkProblem:
-    """A plan on nodes of `per_node` devices whose links within a node carry `inside_bytes_per_s`.
+    """A model on a machine, and the networks to compare there.
 
-    `memory_bytes` of a device, None where it is not known.
+    `networks` are a node's, of which the machine has `present`; `device_links` are a device's to
+    the others of its node, of which it has `present_link`. `tolerance`: share of a step that the
+    network may cost.
     """
 
-    plan: Plan
     spec: ModelSpec
-    global_batch: int
+    outline: Outline
     seq_len: int
-    per_node: int
-    roof: Roof
-    inside_bytes_per_s: float
-    memory_bytes: int | None = None
+    cluster: Cluster
+    tolerance: float
+    networks: Sequence[Network] = ()
+    present: Network | None = None
+    device_links: Sequence[Network] = ()
+    present_link: Network | None = None
+
+    def fits(self, plan: Plan, global_batch: int) -> bool | None:
+        """Return whether a plan fits a device, by the planner's formula; None if unknown."""
+        room = self.cluster.device.memory_bytes
+        columns = of_plans([plan], global_batch, self.outline.layers)
+        kind = self.cluster.device.kind
+        needed = peak.reserved_bytes(self.outline, self.seq_len, columns, kind)
+        return None if room is None else bool(needed[0] <= room)
 
 
-def answer(
-    question: NetworkProblem,
-    networks: Iterable[Network],
-    present: Network | None,
-    tolerance: float,
-    title: str | None = None,
-    device_links: Iterable[Network] = (),
-    present_link: Network | None = None,
-) -> Need:
-    """Return what the plan needs so that the network costs at most `tolerance` of a step.
+def link_share(link: Network) -> float:
+    """Return the share of its rate that a link between devices of a node reaches."""
+    return efficiency.HOST_BRIDGE_SHARE if _is_pcie(link) else network_share(link)
 
-    `device_links` are what a device could have to the others of its node, `present_link` what it
-    has;
-    both are taken into account as if the network between nodes took no time. Raises BadInputError
-    for plans whose traffic is not known, or that do not divide the batch.
+
+def _is_pcie(link: Network) -> bool:
+    return link.name.startswith("PCIe")
+
+
+def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
+    """Return what each plan needs so that the network costs at most the tolerance of a step.
+
+    Links of devices are taken into account as if the network between nodes took no time. Raises
+    BadInputError for plans whose traffic is not known, or that do not divide the batch.
     """
-    step = NetworkStep(question)
-    inside = question.inside_bytes_per_s
-    ladder = tuple(map(step.cost, networks))
-    device_ladder = tuple(map(step.device_cost, device_links))
-    states, memory = states_bytes(question.plan, question.spec), question.memory_bytes
-    by_node, by_device = (1 + tolerance) * step.ideal_s, (1 + tolerance) * step.compute_s
-    return Need(
-        title=title or question.plan.strategy,
-        plan=question.plan,
-        global_batch=question.global_batch,
-        identity=question.plan.identity(question.global_batch),
-        compute_s=step.compute_s,
-        traffic=tuple(map(step.record_traffic, step.crossings)),
-        node_bytes=sum(c.node_bytes for c in step.crossings),
-        least_node_bytes_per_s=_least(lambda rate: step.seconds(inside, rate) <= by_node),
-        least_device_bytes_per_s=_least(lambda rate: step.seconds(rate, math.inf) <= by_device),
-        costs=ladder,
-        cheapest=_cheapest(ladder, tolerance),
-        present_cost=None if present is None else step.cost(present),
-        device_costs=device_ladder,
-        cheapest_inside=_cheapest(device_ladder, tolerance),
-        present_device_cost=None if present_link is None else step.device_cost(present_link),
-        states_bytes=states,
-        fits=None if memory is None or states <= memory else False,
-    )
+    steps = NetworkSteps(asked, entries)
+    node, device = steps.node_costs(), steps.device_costs()
+    least_node, least_device = steps.least_node(), steps.least_device()
+    found = []
+    for at, entry in enumerate(entries):
+        columns = steps.columns.take([at])
+        traffic = PlanTraffic(asked, entry, columns)
+        states = peak.anatomy(asked.outline, asked.seq_len, columns, asked.cluster.device.kind)
+        found.append(Need(
+            title=entry.title,
+            plan=entry.plan,
+            global_batch=entry.global_batch,
+            identity=entry.plan.identity(entry.global_batch),
+            compute_s=float(steps.compute_s[at]),
+            traffic=tuple(map(traffic.record, traffic.crossings)),
+            node_bytes=sum(c.node_bytes for c in traffic.crossings),
+            least_node_bytes_per_s=float(least_node[at]),
+            least_device_bytes_per_s=float(least_device[at]),
+            costs=node[at],
+            cheapest=_cheapest(node[at], asked.tolerance),
+            present_cost=_cost_of(asked.present, node[at]),
+            device_costs=device[at],
+            cheapest_inside=_cheapest(device[at], asked.tolerance),
+            present_device_cost=_cost_of(asked.present_link, device[at]),
+            states_bytes=round(sum(float(states[kind][0]) for kind in _STATES)),
+            fits=asked.fits(entry.plan, entry.global_batch),
+        ))  # fmt: skip
+    return found
 
 
 def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
@@ -93,38 +121,144 @@ def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None
     return min(enough, key=lambda network: network.bytes_per_s, default=None)
 
 
-def _least(enough: Callable[[float], bool]) -> float:
-    """The least rate that is enough, to a millionth; 0 where any is. An endless one has to be."""
-    if enough(_LEAST):
-        return 0.0
-    most = _LEAST
-    while not enough(most):
-        most *= 10
-    low, high = math.log(most / 10), math.log(most)
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(math.exp(middle)) else (middle, high)
-    return math.exp(high)
+def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
+    """The cost of the present network, by its own name."""
+    for cost in ladder:
+        if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
+            return cost.model_copy(update={"network": present})
+    return None
 
 
-class NetworkStep:
-    """A step of a plan: its compute times, and its communication placed on nodes."""
+class NetworkSteps:
+    """Steps of all plans at once, each on any number of networks."""
 
-    def __init__(self, question: NetworkProblem) -> None:
-        self.plan, self.spec = question.plan, question.spec
-        self._question = question
-        work = self._work(0)
-        self.passes = work.passes
-        self.micro_batches = work.passes * self.plan.pp_microbatches
-        self.times: RooflineTimes = times(work, question.roof)
-        self.crossings = [place(self.plan, flow, question.per_node) for flow in self._flows()]
-        # Of a rank: its layers, and what lies outside of them.
-        self._units = self.spec.layers // self.plan.pp + 1
-        self._laps = self.plan.stages_per_rank
+    def __init__(self, asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
+        self._asked = asked
+        self._question = StepTimeQuestion(
+            asked.outline, asked.seq_len, asked.cluster.device, asked.cluster.fabric
+        )
+        rows = [of_plans([e.plan], e.global_batch, asked.outline.layers) for e in entries]
+        self.columns = PlanBatch(**{
+            field.name: np.concatenate([getattr(row, field.name) for row in rows])
+            for field in fields(PlanBatch)
+        })  # fmt: skip
+        # Pipelines take as long as the planner's simulation of them on the present network.
+        times = estimate(self._question, self.columns)
+        pipelines = np.flatnonzero(self.columns.pp > 1)
+        simulated = simulate_pipelines(self._question, self.columns, times, pipelines)
+        self._simulated_s = (simulated.step_s - times.step_s)[:, None]
 
-    def _work(self, rank: int) -> StepOnRank:
-        asked = self._question
-        return StepOnRank(asked.plan, asked.spec, asked.global_batch, asked.seq_len, rank)
+    @property
+    def inside_bytes_per_s(self) -> float:
+        """Return what a device's present link reaches."""
+        return self._asked.cluster.fabric.inside_bytes_per_s
+
+    def seconds(self, inside: Floats | float, across: Floats | float) -> Floats:
+        """Return each plan's step times (plans, n), with links that reach these bytes/s.
+
+        `inside`: a device's link within its node; `across`: all cards of a node. Each is one
+        number or (plans or 1, n).
+        """
+        shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
+        plans = np.repeat(np.arange(shape[0]), shape[1])
+        rates = [np.broadcast_to(rate, shape).reshape(-1) for rate in (inside, across)]
+        question = replace(self._question, fabric=self._question.fabric.with_rates(*rates))
+        steps = estimate(question, self.columns.take(plans)).step_s.reshape(shape)
+        found: Floats = steps + self._simulated_s
+        return found
+
+    @cached_property
+    def ideal_s(self) -> Floats:
+        """Return steps with an infinitely fast network between nodes, and present links in them."""
+        return self.seconds(self.inside_bytes_per_s, math.inf)[:, 0]
+
+    @cached_property
+    def compute_s(self) -> Floats:
+        """Return steps on infinitely fast links, with the pipeline's bubble and the optimizer."""
+        return self.seconds(math.inf, math.inf)[:, 0]
+
+    @property
+    def node_share(self) -> float:
+        """Return the share of its rate that the machine's network reaches."""
+        return 1.0 if self._asked.present is None else network_share(self._asked.present)
+
+    def device_share(self, link: Network) -> float:
+        """Return the share of its rate that a device's link reaches: as the present one of its
+        kind.
+        """
+        own = self._asked.present_link
+        if own is None or _is_pcie(own) != _is_pcie(link):
+            return link_share(link)
+        return self.inside_bytes_per_s / own.bytes_per_s
+
+    def least_node(self) -> Floats:
+        """Return the least rate of a node's network that is enough, of the machine's kind."""
+        found = self._least(self.ideal_s, lambda r: self.seconds(self.inside_bytes_per_s, r))
+        return found / self.node_share
+
+    def least_device(self) -> Floats:
+        """Return the least rate of a device's link that is enough, of the machine's kind."""
+        own = self._asked.present_link
+        found = self._least(self.compute_s, lambda rates: self.seconds(rates, math.inf))
+        return found if own is None else found / self.device_share(own)
+
+    def _least(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
+        """Return the least rates by which steps take no more than is tolerated; 0 where any is."""
+        allowed = (1 + self._asked.tolerance) * of_s[:, None]
+        low, high = np.full_like(of_s, math.log(_LEAST)), np.full_like(of_s, math.log(_MOST))
+        for _ in range(_ROUNDS):
+            rates = np.linspace(low, high, _RATES, axis=1)
+            enough = seconds(np.exp(rates)) <= allowed
+            enough[:, -1] = True
+            first = np.argmax(enough, axis=1)[:, None]
+            low = np.take_along_axis(rates, np.maximum(first - 1, 0), axis=1)[:, 0]
+            high = np.take_along_axis(rates, first, axis=1)[:, 0]
+        found: Floats = np.where(high == math.log(_LEAST), 0.0, np.exp(high))
+        return found
+
+    def node_costs(self) -> list[tuple[NetworkCost, ...]]:
+        """Return each plan's costs of the networks between nodes."""
+        rates = [one.bytes_per_s * network_share(one) for one in self._asked.networks]
+        steps = self.seconds(self.inside_bytes_per_s, np.array([rates or [math.inf]]))
+        return self._costs(self._asked.networks, steps, self.ideal_s)
+
+    def device_costs(self) -> list[tuple[NetworkCost, ...]]:
+        """Return each plan's costs of a device's links within its node."""
+        links = self._asked.device_links
+        rates = [one.bytes_per_s * self.device_share(one) for one in links]
+        steps = self.seconds(np.array([rates or [math.inf]]), math.inf)
+        return self._costs(links, steps, self.compute_s)
+
+    def _costs(
+        self, networks: Sequence[Network], steps: Floats, ideal: Floats
+    ) -> list[tuple[NetworkCost, ...]]:
+        """Compare with an infinitely fast network."""
+        return [
+            tuple(
+                NetworkCost(network=one, step_s=step_s, slowdown=max(0.0, step_s / least_s - 1))
+                for one, step_s in zip(networks, row, strict=False)
+            )
+            for row, least_s in zip(steps.tolist(), ideal.tolist(), strict=True)
+        ]
+
+
+class PlanTraffic:
+    """Traffic of a plan in a step, on the nodes where its ranks lie, and what can hide it."""
+
+    def __init__(self, asked: NetworkProblem, entry: NetworkEntry, columns: PlanBatch) -> None:
+        self.plan = entry.plan
+        self._asked, self._entry = asked, entry
+        per_node = asked.cluster.fabric.per_node
+        self.crossings = [place(self.plan, flow, per_node) for flow in self._flows()]
+        question = StepTimeQuestion(
+            asked.outline, asked.seq_len, asked.cluster.device, asked.cluster.fabric
+        )
+        stages = stages_of(question, columns).times
+        count = self.plan.accumulation(entry.global_batch) * self.plan.pp_microbatches
+        self._last_s = max(stage.seconds("B") for stage in stages)
+        self._forward_s = count * max(stage.seconds("F") for stage in stages)
+        self._backward_s = count * self._last_s
+        self._attention_s = float(estimate(question, columns).attention_s[0])
 
     def _flows(self) -> list[Flow]:
         """The most of any stage, for each purpose and axis."""
@@ -132,7 +266,11 @@ class NetworkStep:
         most: dict[tuple[Part, Where], Flow] = {}
         for stage in sorted({0, self.plan.pp // 2, self.plan.pp - 1}):
             mine: dict[tuple[Part, Where], Flow] = {}
-            for flow in flows(self._work(stage * apart)):
+            asked = self._asked
+            work = StepOnRank(
+                self.plan, asked.spec, self._entry.global_batch, asked.seq_len, stage * apart
+            )
+            for flow in flows(work):
                 sent, link = flow.sent_bytes, flow.link_bytes
                 if (flow.part, flow.axis) in mine:
                     before = mine[flow.part, flow.axis]
@@ -143,125 +281,7 @@ class NetworkStep:
                     most[key] = flow
         return list(most.values())
 
-    @property
-    def _pass_s(self) -> float:
-        """Time of one micro-batch, forwards and backwards."""
-        return self.times.forward_s + self.times.backward_s
-
-    @property
-    def busy_s(self) -> float:
-        """Return the time in which a device computes."""
-        return self.micro_batches * self._pass_s
-
-    @property
-    def compute_s(self) -> float:
-        """Return the step time without communication: with the pipeline's bubble and the
-        optimizer.
-        """
-        ranks, schedule = self.plan.pp, self.plan.schedule
-        waiting = self.passes * (ranks - 1) / self._laps * self._pass_s
-        if schedule == "mp":
-            waiting = self.busy_s * (ranks - 1)
-        return self.busy_s + waiting + self.times.optimizer_s
-
-    @cached_property
-    def _hops(self) -> float:
-        """Number of messages between stages that a pass waits for, one after the other.
-
-        gpipe waits while it fills and drains. 1f1b has no micro-batch to spare and waits for two
-        messages a micro-batch besides; both are simulated. mp waits for all. Schedules with two
-        stages on a rank have micro-batches to spare: taken as waiting while they fill and drain.
-        """
-        ranks, schedule, count = self.plan.pp, self.plan.schedule, self.plan.pp_microbatches
-        if schedule not in ("gpipe", "1f1b"):
-            return 2 * (self._laps * ranks - 1)
-        stages = [StageTime(1.0, 1.0, 1.0)] * ranks
-        alone, sent = (
-            schedule_graph(schedule, ranks, count).makespan_s(stages, s) for s in (0.0, _UNPLAYED)
-        )
-        return (sent - alone) / _UNPLAYED
-
-    @cached_property
-    def ideal_s(self) -> float:
-        """Return the step time with an infinitely fast network between nodes, and present links
-        within them.
-        """
-        return self.seconds(self._question.inside_bytes_per_s, math.inf)
-
-    def cost(self, network: Network) -> NetworkCost:
-        """Return the cost of a network between nodes, compared with an infinitely fast one."""
-        step_s = self.seconds(self._question.inside_bytes_per_s, network.bytes_per_s)
-        return NetworkCost(
-            network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1)
-        )
-
-    def device_cost(self, link: Network) -> NetworkCost:
-        """Return the cost of a device's link within a node, compared with an infinitely fast
-        one.
-        """
-        step_s = self.seconds(link.bytes_per_s, math.inf)
-        slowdown = max(0.0, step_s / self.compute_s - 1)
-        return NetworkCost(network=link, step_s=step_s, slowdown=slowdown)
-
-    def seconds(self, inside: float, across: float) -> float:
-        """A step with device links of `inside` bytes/s and nodes' cards of `across` together."""
-        took: dict[Part, float] = {}
-        sends = 0.0
-        for crossing in self.crossings:
-            part = crossing.flow.part
-            took[part] = took.get(part, 0.0) + crossing.seconds(inside, across)
-            if part == "sends":
-                sends = self._sends_exposed(crossing, inside, across)
-        waited = [took.get(part, 0.0) for part in ("activations", "updates", "tied", "control")]
-        exposed = sum(waited) + sends + self._shards_exposed(took) + self._ring_exposed(took)
-        # However well it hides, a link cannot be busy for longer than the step.
-        return max(self.compute_s + exposed, sum(took.values()))
-
-    def _sends_exposed(self, crossing: Crossing, inside: float, across: float) -> float:
-        message_s = crossing.way_seconds(inside, across) / self.micro_batches
-        each_s = crossing.seconds(inside, across) / self.micro_batches
-        late_s = self.micro_batches * max(0.0, each_s - self._pass_s)
-        return self.passes * self._hops * message_s + late_s
-
-    def _ring_exposed(self, took: dict[Part, float]) -> float:
-        """Keys and values go round while attention is computed with those that came before."""
-        return max(0.0, took.get("ring", 0.0) - self.times.attention_share * self.busy_s)
-
-    def _shards_exposed(self, took: dict[Part, float]) -> float:
-        """Gathers and gradients, a unit at a time: a block's go while its neighbour computes.
-
-        Of U units that take g each beside computing of f each, the first has nothing to go behind:
-        U·max(f, g) and the lesser of the two, where it would have been U·f.
-        """
-        gathers, gradients = took.get("gathers", 0.0), took.get("gradients", 0.0)
-        forward_s = self.micro_batches * self.times.forward_s
-        backward_s = self.micro_batches * self.times.backward_s
-        if not self._shards:  # in the last backward, bucket by bucket
-            return self._exposed_s(gradients, self.times.backward_s, self._buckets)
-        if self.plan.pp > 1:  # one gather of all micro-batches' is for backwards
-            first = gathers * self.plan.pp_microbatches / (self.plan.pp_microbatches + 1)
-            hidden = self._exposed_s(first, forward_s, self._units)
-            return hidden + self._exposed_s(gathers - first, backward_s, self._units) + gradients
-        first = gathers if self.plan.strategy == "zero2" else gathers / 2
-        beside_backward = gathers - first + gradients
-        return self._exposed_s(first, forward_s, self._units) + self._exposed_s(
-            beside_backward, backward_s, self._units
-        )
-
-    @property
-    def _shards(self) -> bool:
-        return self.plan.strategy in (*FULLY_SHARDED, "3d")
-
-    @property
-    def _buckets(self) -> int:
-        work = self._work(0)
-        return max(1, sum(work.sizes) * work.item // (self.plan.bucket_mib * 2**20))
-
-    def _exposed_s(self, comm_s: float, compute_s: float, units: int) -> float:
-        """Return what is exposed of communication in equal parts, all but one with company."""
-        return max(comm_s / units, comm_s - compute_s * (units - 1) / units)
-
-    def record_traffic(self, crossing: Crossing) -> Traffic:
+    def record(self, crossing: Crossing) -> Traffic:
         """Return a crossing's record, with what it hides behind."""
         flow = crossing.flow
         behind, hide_s = self._hiding_pass(flow.part)
@@ -276,35 +296,14 @@ class NetworkStep:
         )
 
     def _hiding_pass(self, part: Part) -> tuple[str, float]:
-        forward_s = self.micro_batches * self.times.forward_s
-        backward_s = self.micro_batches * self.times.backward_s
+        busy_s = self._forward_s + self._backward_s
         if part == "gathers":
             first = self.plan.strategy == "zero2"
-            return ("forwards", forward_s) if first else ("forwards and backwards", self.busy_s)
+            return ("forwards", self._forward_s) if first else ("forwards and backwards", busy_s)
         if part == "gradients":
-            if not self._shards:
-                return "the last backward", self.times.backward_s
-            return (_NOTHING, 0.0) if self.plan.pp > 1 else ("backwards", backward_s)
+            if self.plan.strategy not in (*FULLY_SHARDED, "3d"):
+                return "the last backward", self._last_s
+            return (_NOTHING, 0.0) if self.plan.pp > 1 else ("backwards", self._backward_s)
         if part == "sends" and self.plan.schedule not in ("mp", "1f1b"):
-            return "other micro-batches", self.busy_s
-        if part == "ring":
-            return "attention", self.times.attention_share * self.busy_s
-        return _NOTHING, 0.0
-
-
-def states_bytes(plan: Plan, spec: ModelSpec) -> int:
-    """Return bytes of weights, gradients and optimizer state on a device: less than it needs."""
-    item = PRECISION_TRAITS[plan.precision].weight_bytes
-    shapes = parameter_shapes(spec)
-    weights = sum(math.prod(shape) for shape in shapes.values()) * item
-    kept = sum(
-        optimizer_bytes(shape, plan.optimizer, plan.precision, hidden=name.startswith("blocks."))
-        for name, shape in shapes.items()
-    )
-    parts = plan.tp * plan.pp
-    shards = plan.dp_shard * (plan.cp if plan.strategy == "3d" else 1)
-    if plan.strategy == "zero1":
-        return round((2 * weights + kept / shards) / parts)
-    if plan.strategy == "zero2":  # parameters are whole between forward and backward
-        return round((weights + (weights + kept) / shards) / parts)
-    return round((2 * weights + kept) / shards / parts)
+            return "other micro-batches", busy_s
+        return ("attention", self._attention_s) if part == "ring" else (_NOTHING, 0.0)

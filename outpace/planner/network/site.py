@@ -1,17 +1,28 @@
 """Site of `outpace network`: a machine of the catalog, a probed one, or both."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS, bytes_per_s
 from outpace.catalog.nodes import find_node
+from outpace.planner.calibration.cluster import (
+    Cluster,
+    assumed_network_note,
+    default_network,
+    network_share,
+    of_catalog,
+    of_probe,
+)
+from outpace.planner.hardware.device import DeviceRates, dtype_of
 from outpace.planner.hardware.networks import of_node, read_network
+from outpace.planner.network.requirement import link_share
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key, Unit
 from outpace.records.hardware import Accelerator, Node
-from outpace.records.machine import Machine
+from outpace.records.machine import Device, Machine
 from outpace.records.network import Network
 from outpace.records.precisions import Precision
 from outpace.records.probed import ProbeRecord
@@ -23,7 +34,10 @@ _ALIKE = 1.05
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Options of the user; the last of the `networks` is the machine's own."""
+    """Options of the user; the last of the `networks` is the machine's own.
+
+    `share`: share of the catalog's peak that products reach; None: as the planner has it.
+    """
 
     machine: str | None
     probe: Path | None
@@ -31,7 +45,7 @@ class NetworkOptions:
     devices_per_node: int | None
     networks: Sequence[str]
     inside: str | None
-    share: float
+    share: float | None
 
 
 class Site:
@@ -50,6 +64,8 @@ class Site:
             self.node = find_node(asked.machine, ACCELERATORS)
         if asked.probe is not None:
             self.probe = Machine.load(asked.probe, option="--probe ")
+        assumed = None if self.node is None else self.node.assumed
+        self.notes: list[str] = [] if assumed is None else [assumed]
         self.nodes: int = asked.nodes
         self.per_node: int = asked.devices_per_node or self._devices()
         self.own = self._default_network()
@@ -68,14 +84,20 @@ class Site:
         return self._results.ranks_per_host
 
     def _default_network(self) -> Network | None:
-        """The machine's: as asked last, as measured across nodes, or of the catalog."""
+        """The machine's: as asked last, as measured across nodes, of the catalog, or assumed."""
         if self._asked.networks:
             return read_network(self._asked.networks[-1])
         rate = None if self._results is None else self._results.node_network_bytes_per_s()
         if rate is not None:
             return Network(name="measured (all-reduce)", bytes_per_s=rate,
                            origin="measured", source="outpace probe")  # fmt: skip
-        return None if self.node is None else of_node(self.node)
+        if self.node is None:
+            return None
+        own = of_node(self.node)
+        if own is None and self.nodes > 1 and self.accelerator is not None:
+            own = default_network(self.node)
+            self.notes.append(assumed_network_note(self.node, own))
+        return own
 
     @property
     def _results(self) -> ProbeRecord | None:
@@ -89,10 +111,64 @@ class Site:
         first = self.probe.devices[0] if self.probe is not None and self.probe.devices else None
         return None if first is None else find_accelerator(first.name, first.memory_bytes)
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """Return the memory of a device that its driver leaves free."""
-        return None if self.accelerator is None else self.accelerator.usable_bytes
+    def cluster(self, precision: Precision) -> Cluster:
+        """Return the machine as the planner knows it, with the links of this site.
+
+        Raises BadInputError if its rates, or those of its links, are not known.
+        """
+        if precision == "fp64":
+            raise BadInputError(
+                "--precision fp64: no fp64 rate is known of this machine, nor of any other: it is "
+                "there to prove strategies with. Use the precision that you train in."
+            )
+        found = None
+        if self.node is not None and self.accelerator is not None:
+            found = of_catalog(self.node, self.nodes, None, self.per_node)
+        if self.probe is not None:
+            probed = of_probe(self._machine_with_devices(self.accelerator), self.per_node)
+            found = probed if found is None else replace(found, device=probed.device)
+        if found is None:
+            assert self.node is not None
+            raise BadInputError(
+                f"no rates are known of {self.node.name}, which has no accelerator of the catalog. "
+                "Measure it with outpace probe matmul memory --out machine.json, and give that "
+                "as --probe."
+            )
+        if self._asked.share is not None and self.probe is None:
+            found = replace(found, device=self._share_of_peak(found.device, precision))
+        link, fabric = self.device_network(), found.fabric
+        told = link is None or link.origin != "catalog" or self._asked.inside is not None
+        if told or self.node is None:
+            inside = math.inf if link is None else link.bytes_per_s * link_share(link)
+            fabric = fabric.with_rates(inside, fabric.across_bytes_per_s)
+        across = math.inf if self.own is None else self.own.bytes_per_s * network_share(self.own)
+        fabric = replace(fabric, per_node=self.per_node, across_bytes_per_s=across)
+        return replace(found, nodes=self.nodes, fabric=fabric)
+
+    def _machine_with_devices(self, chip: Accelerator | None) -> Machine:
+        """Return the probed machine, with the named machine's accelerators if it says of none."""
+        assert self.probe is not None
+        if chip is None or self.probe.devices:
+            return self.probe
+        device = Device(name=chip.driver_name, memory_bytes=chip.usable_bytes)
+        return self.probe.model_copy(update={"devices": (device,) * self.per_node})
+
+    def _share_of_peak(self, device: DeviceRates, precision: Precision) -> DeviceRates:
+        """Return the device where a pass takes what its products do at the share asked for.
+
+        Such shares are of whole passes, so that norms, memory and launches take nothing beside.
+        """
+        share = self._asked.share
+        assert share is not None
+        rates = {dtype: share * peak for dtype, peak in device.peak_flops_per_s.items()}
+        own = rates.get(dtype_of(precision), share * device.rate(dtype_of(precision)))
+        return replace(
+            device, best_flops_per_s=rates, curve=((1.0, 1.0),), sustained=1.0, sustained_fp8=1.0,
+            attention_forward=1.0, attention_backward=1.0, attention_narrow=1.0,
+            attention_half=0.0, attention_kernels={},
+            attention_rates={"bf16": own, "fp32": own},
+            memory_bytes_per_s=math.inf, operator_s=0.0, fixed_s=0.0, unit_s=0.0,
+        )  # fmt: skip
 
     def precision(self, asked: Precision | None) -> Precision:
         """Return the requested precision, else the fastest in which matrix products were measured.
@@ -119,45 +195,22 @@ class Site:
         best = {dtype: self._results.best_rate(dtype) for dtype in _MIXED}
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
-    def rate(self, precision: Precision) -> Figure:
-        """Return the FLOP/s of a device: measured, or a share of the peak."""
-        dtype = precision.split("-")[0]
-        probed = self._results
-        figure = None if probed is None else probed.best_rate(dtype)
-        if figure is not None:
-            return figure
-        peaks = {} if self.accelerator is None else dict(self.accelerator.peak.flops_per_s)
-        peak = {str(name): value for name, value in peaks.items()}.get(dtype)
-        if (peak is None or self.accelerator is None) and probed is not None:
-            raise BadInputError(
-                f"{self._asked.probe} has no steady {dtype} rate of matrix products, and the "
-                "catalog has no peak of this machine. Probe again while nothing else runs: outpace "
-                "probe matmul memory --out machine.json."
-            )
-        if peak is None or self.accelerator is None:
-            raise BadInputError(
-                f"no {dtype} rate is known of this machine: the catalog has no peak for it. "
-                "Measure it with outpace probe matmul --out machine.json, and give that as --probe."
-            )
-        return _figure("rate", dtype, "FLOP/s", peak * self._asked.share,
-                       f"{self._asked.share:g} of {self.accelerator.peak.source}")  # fmt: skip
-
-    def memory_rate(self) -> Figure:
-        """Return the bandwidth of a device's memory in bytes/s."""
-        probed = self._results
+    def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
+        """Return the FLOP/s of products and the bytes/s of memory that times rest on."""
+        dtype, probed = dtype_of(precision), self._results
+        source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
+        rate = None if probed is None else probed.best_rate(dtype)
+        if rate is None or rate.value is None:
+            rate = _figure("rate", dtype, "FLOP/s", device.rate(dtype) * device.sustained, source)
+        chip = self.accelerator
+        bytes_per_s = device.memory_bytes_per_s if chip is None else chip.memory_bytes_per_s
+        memory = _figure("memory", "all", "B/s", bytes_per_s, source)
         copies = [] if probed is None else [
             figure for figure in probed.figures
             if (figure.key.kind, figure.key.what) == ("memory", "copy")
         ]  # fmt: skip
-        if copies:  # the largest: no cache holds it
-            return max(copies, key=lambda figure: figure.key.number("bytes"))
-        if self.accelerator is None:
-            raise BadInputError(
-                "the machine's memory bandwidth is not known. Measure it with outpace probe all "
-                "--out machine.json, and give --probe machine.json."
-            )
-        return _figure("memory", "all", "B/s", self.accelerator.memory_bytes_per_s,
-                       self.accelerator.source)  # fmt: skip
+        # Of the largest array, which no cache holds.
+        return rate, max(copies, key=lambda figure: figure.key.number("bytes"), default=memory)
 
     def device_network(self) -> Network | None:
         """Return a device's link to the others of its node; None if it is alone there.
@@ -192,10 +245,3 @@ class Site:
 def _figure(kind: str, dtype: str, unit: Unit, value: float, source: str) -> Figure:
     key = Key(kind=kind, what="catalog", of={"dtype": dtype})
     return Figure(key=key, unit=unit, value=value, origin="catalog", source=source)
-
-
-def value_of(figure: Figure) -> float:
-    """Return a figure's value. Raises BadInputError where the measurement was unstable."""
-    if figure.value is None:
-        raise BadInputError(f"{figure.key} was not measured: {figure.unstable}. Probe again.")
-    return figure.value

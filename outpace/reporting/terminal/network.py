@@ -78,7 +78,7 @@ def _head(answered: NetworkReport) -> list[Text]:
     if answered.share is not None:
         rate = (
             f"{show_count(answered.rate.value, 'FLOP/s')} per device, ASSUMED: "
-            f"{answered.share:g} of the catalog's peak ({answered.share_source})"
+            f"{answered.share:g} of the catalog's peak, {answered.share_source}"
         )
     own = answered.present
     network = "not known"
@@ -93,7 +93,7 @@ def _head(answered: NetworkReport) -> list[Text]:
         f"{answered.seq_len:,} tokens, on {answered.nodes} × {answered.devices_per_node} = {world} "
         f"devices ({answered.machine}).",
         f"Computation: {rate}; memory {show_count(answered.memory_rate.value, 'B/s')}, "
-        f"{answered.memory_rate.origin}; times are lower bounds by this roofline.",
+        f"{answered.memory_rate.origin}; steps are the planner's.",
         f"Within a node: {inside}. Between nodes: {network}.",
     ]
     return [Text(line) for line in lines]
@@ -125,7 +125,7 @@ def _needs_table(answered: NetworkReport) -> Table:
         f"that each costs at most {100 * answered.tolerance:g} % of a step."
     )
     if any(need.fits is False for need in answered.needs):
-        table.caption += "† weights, gradients and optimizer state alone do not fit on a device."
+        table.caption += " † does not fit on a device."
     table.caption_justify = "left"
     return table
 

@@ -1,7 +1,8 @@
 """What a plan needs of the network."""
 
-import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,21 +10,23 @@ from hypothesis import strategies as st
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.catalog.models import preset
+from outpace.catalog.nodes import find_node
+from outpace.planner.calibration.cluster import network_share, of_catalog
 from outpace.planner.communication.flows import Flow
 from outpace.planner.communication.node_placement import place
-from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
-from outpace.planner.model.flops import parameter_count, step_flops
-from outpace.planner.network.default_plans import NetworkStudy, candidate_plans
-from outpace.planner.network.requirement import NetworkProblem, NetworkStep, answer
-from outpace.planner.network.roofline import Roof, times
-from outpace.planner.pipeline.schedules import orders
-from outpace.planner.pipeline.simulator import StageTime, simulate_stages
+from outpace.planner.model.flops import parameter_count
+from outpace.planner.model.outline import outline
+from outpace.planner.network.default_plans import NetworkEntry, NetworkStudy, candidate_plans
+from outpace.planner.network.requirement import NetworkProblem, NetworkSteps, answer
+from outpace.planner.network.site import NetworkOptions, Site
+from outpace.planner.plan import estimate_plan
+from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.space import SearchRequest
 from outpace.records.errors import BadInputError
 from outpace.records.network import Network
 from outpace.records.plan import Plan
 
-GIGA = 1e9
 TOLERANCE = 0.05
 LAYOUTS = [
     {"strategy": "ddp", "dp_replicate": 32},
@@ -41,58 +44,75 @@ LAYOUTS = [
 ]
 
 
-def question(layout, spec=None, *, batch=None, seq_len=2048, **values):
+def question(layout, spec=None, *, batch=None, nodes=4, **values):
+    """A plan on nodes of eight H100, with the catalog's networks to choose from."""
     plan = Plan.parse({"precision": "bf16", **layout}, "test")
     batch = batch or plan.samples_per_pass * plan.data_parallel * 2
-    given = {"per_node": 8, "roof": Roof(500e12, 3e12), "inside_bytes_per_s": 450 * GIGA, **values}
-    return NetworkProblem(plan, spec or preset("llama-3-8b"), batch, seq_len, **given)
+    spec, node = spec or preset("llama-3-8b"), find_node("hgx-h100", ACCELERATORS)
+    present = read_network("8 x infiniband-ndr")
+    link = Network(name="18 × NVLink 4", bytes_per_s=450e9, origin="catalog", source="test")
+    asked = NetworkProblem(
+        spec, outline(spec, "test"), 2048, of_catalog(node, nodes, present), TOLERANCE,
+        networks=ladder(), present=present, device_links=[link], present_link=link,
+    )  # fmt: skip
+    return replace(asked, **values), NetworkEntry("test", plan, batch)
+
+
+def reached(asked):
+    return asked.cluster.fabric.inside_bytes_per_s, asked.cluster.fabric.across_bytes_per_s
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: "-".join(map(str, one.values())))
+def test_a_step_is_the_planner_s(layout):
+    asked, entry = question(layout)
+    wanted = SearchRequest(
+        outline=asked.outline, seq_len=2048, global_batch=entry.global_batch, world=32, per_node=8,
+        precision="bf16",
+    )  # fmt: skip
+    planned = estimate_plan(PlanningProblem(asked.outline, asked.cluster, wanted), entry.plan)
+    (step_s,) = NetworkSteps(asked, [entry]).seconds(*reached(asked))[:, 0]
+    assert step_s == pytest.approx(planned.estimate.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: "-".join(map(str, one.values())))
 def test_least_is_least_and_the_cheapest_is_enough(layout):
-    asked = question(layout)
-    step, need = NetworkStep(asked), answer(asked, ladder(), None, TOLERANCE)
-    least, allowed = need.least_node_bytes_per_s, (1 + TOLERANCE) * step.ideal_s
+    asked, entry = question(layout)
+    steps = NetworkSteps(asked, [entry])
+    (need,) = answer(asked, [entry])
+    least, allowed = need.least_node_bytes_per_s, (1 + TOLERANCE) * steps.ideal_s[0]
+    inside, share = reached(asked)[0], network_share(asked.present)
     assert least > 0
-    assert step.seconds(asked.inside_bytes_per_s, least) <= allowed * (1 + 1e-9)
-    assert step.seconds(asked.inside_bytes_per_s, 0.99 * least) > allowed
+    below, above = steps.seconds(inside, share * least * np.array([[0.99, 1.0]]))[0]
+    assert above <= allowed < below
     device = need.least_device_bytes_per_s
     if device:
-        assert step.seconds(device, math.inf) <= (1 + TOLERANCE) * step.compute_s * (1 + 1e-9)
-    slowdowns = [cost.slowdown for cost in need.costs]
-    assert slowdowns == sorted(slowdowns, reverse=True)
-    enough = [cost.network for cost in need.costs if cost.network.bytes_per_s >= least]
+        own = steps.device_share(asked.present_link)
+        (took,) = steps.seconds(own * device, np.inf)[:, 0]
+        assert took <= (1 + TOLERANCE) * steps.compute_s[0]
+    enough = [cost.network for cost in need.costs if cost.slowdown <= TOLERANCE]
     assert need.cheapest == (enough[0] if enough else None)
     for cost in need.costs:
-        assert (cost.slowdown <= TOLERANCE) == (cost.network.bytes_per_s >= least)
+        carried = cost.network.bytes_per_s * network_share(cost.network)
+        assert (cost.slowdown <= TOLERANCE) == (carried >= share * least)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(LAYOUTS),
-    st.floats(1e6, 1e13),
-    st.floats(1, 100),
-    st.floats(1e13, 1e15),
-    st.integers(1, 16),
-)
-def test_a_faster_network_is_never_slower(layout, rate, factor, flops_per_s, per_node):
-    step = NetworkStep(question(layout, roof=Roof(flops_per_s, 3e12), per_node=per_node))
-    slow, fast = step.seconds(1e11, rate), step.seconds(1e11, factor * rate)
-    assert step.compute_s <= step.ideal_s <= fast <= slow
-    # All that leaves a node goes through the same cards, however well it hides.
-    assert slow >= sum(crossing.node_bytes for crossing in step.crossings) / rate * (1 - 1e-9)
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.floats(1e6, 1e13), st.floats(1, 100))
+def test_a_faster_network_is_never_slower(layout, rate, factor):
+    steps = NetworkSteps(*(lambda asked, entry: (asked, [entry]))(*question(layout)))
+    slow, fast = steps.seconds(1e11, np.array([[rate, factor * rate]]))[0]
+    (ideal,) = steps.seconds(1e11, np.inf)[:, 0]
+    assert steps.compute_s[0] <= ideal * (1 + 1e-9) <= fast * (1 + 1e-6) <= slow * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:5])
-def test_twice_as_fast_computing_needs_twice_the_network(layout):
-    needs = [
-        answer(question(layout, roof=Roof(f * 200e12, f * 1e15), inside_bytes_per_s=f * 1e12),
-               [], None, TOLERANCE)
-        for f in (1, 2)
-    ]  # fmt: skip
-    one, two = (need.least_node_bytes_per_s for need in needs)
-    assert two == pytest.approx(2 * one, rel=1e-5)
-    assert needs[0].compute_s == pytest.approx(2 * needs[1].compute_s)
+def test_plans_are_answered_together_as_each_alone():
+    asked, one = question(LAYOUTS[0])
+    other = question(LAYOUTS[3])[1]
+    alone = [*answer(asked, [one]), *answer(asked, [other])]
+    for need, its in zip(answer(asked, [one, other]), alone, strict=True):
+        assert [cost.step_s for cost in need.costs] == pytest.approx([c.step_s for c in its.costs])
+        assert need.least_node_bytes_per_s == pytest.approx(its.least_node_bytes_per_s, rel=1e-5)
+        assert (need.cheapest, need.traffic) == (its.cheapest, its.traffic)
 
 
 def test_a_ring_leaves_a_node_once_and_stages_leave_it_with_all_ranks():
@@ -115,44 +135,27 @@ def test_a_ring_leaves_a_node_once_and_stages_leave_it_with_all_ranks():
     assert nodes("sends", "pp", 32).node_bytes == 0
 
 
-def test_messages_that_1f1b_waits_for_are_those_of_its_schedule():
-    ranks, count = 4, 16
-    asked = question({"strategy": "1f1b", "pp": ranks, "pp_microbatches": count}, per_node=1)
-    step, across = NetworkStep(asked), 20 * GIGA
-    taken = step.times
-    stage = StageTime(taken.forward_s, taken.backward_s / 2, taken.backward_s / 2)
-    sends = next(c for c in step.crossings if c.flow.part == "sends")
-    message_s = sends.way_seconds(1, across) / step.micro_batches
-    played = simulate_stages(orders("1f1b", ranks, count), [stage] * ranks, message_s).makespan_s
-    expected = step.passes * played + taken.optimizer_s
-    assert step.seconds(math.inf, across) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_the_roofline_is_flops_over_rate_where_memory_is_no_bound(mode):
-    spec = preset("gpt2-xl")
-    plan = Plan.parse({"micro_batch": 4, "checkpointing": mode}, "test")
-    took = times(StepOnRank(plan, spec, 4, 1024, 0), Roof(1e12, 1e18))
-    flops = step_flops(spec, 1024, 4, mode)
-    assert took.forward_s + took.backward_s == pytest.approx(flops / 1e12, rel=0.01)
-
-
 # BLOOM, arXiv 2211.05100: table 3 for its sizes; §3.4: 48 nodes of 8 A100 with 4 Omni-Path links
 # of 100 Gbit/s, TP 4 · PP 12 · DP 8, micro-batches of 2, 2,048 samples a step. That is 400 Gbit/s a
 # node, 50 Gbit/s a GPU.
 BLOOM = DIMENSIONS["bloom-176b"].spec
-JEAN_ZAY = {"roof": Roof(157e12, 2039e9), "inside_bytes_per_s": 300 * GIGA, "per_node": 8}
-A_GPU, A_NODE = 8 * 50 / 8 * GIGA, 50 / 8 * GIGA  # what "50 Gbit/s" can be of
+A_GPU, A_NODE = 8 * 50e9 / 8, 50e9 / 8  # what "50 Gbit/s" can be of
 LEAN = {"precision": "bf16-pure", "optimizer": "adamw-bf16", "checkpointing": "full"}
 
 
-def bloom(layout, batch):
-    return question({**LEAN, **layout}, BLOOM, batch=batch, **JEAN_ZAY)
+def jean_zay(share=None):
+    options = NetworkOptions("hgx-a100", None, 48, None, ["4 x omni-path-100"], None, share)
+    return Site(options).cluster("bf16-pure")
 
 
-def product():
+def bloom(layout, batch, share=None):
+    return question({**LEAN, **layout}, BLOOM, batch=batch, cluster=jean_zay(share),
+                    present=read_network("4 x omni-path-100"))  # fmt: skip
+
+
+def product(share=None):
     axes = {"pp": 12, "dp_replicate": 8, "tp": 4, "micro_batch": 2, "pp_microbatches": 128}
-    return bloom({"strategy": "3d", **axes}, 2048)
+    return bloom({"strategy": "3d", **axes}, 2048, share)
 
 
 def zero3(micro_batch):
@@ -161,49 +164,58 @@ def zero3(micro_batch):
     return bloom({"strategy": "zero3", "dp_shard": 384, "micro_batch": micro_batch}, batch)
 
 
-def slowdown(asked, rate):
-    step = NetworkStep(asked)
-    return step.seconds(asked.inside_bytes_per_s, rate) / step.ideal_s - 1
+def slowdown(asked, entry, rate):
+    steps = NetworkSteps(asked, [entry])
+    took = steps.seconds(reached(asked)[0], rate * network_share(asked.present))
+    return took[0, 0] / steps.ideal_s[0] - 1
 
 
 def test_bloom_has_its_published_size_and_step_time():
     # 176,247,271,424 parameters, of which 28,672 are the norm after the embedding.
     assert parameter_count(BLOOM) == 176_247_271_424 - 2 * 14336
-    # "105" seconds a step: train/tr11-176B-ml/README.md of bigscience-workshop/bigscience.
-    assert NetworkStep(product()).seconds(300 * GIGA, A_GPU) == pytest.approx(105, rel=0.15)
+    # "105" seconds a step: train/tr11-176B-ml/README.md of bigscience-workshop/bigscience, with
+    # 157 of 312 TFLOP/s on one node (chronicles-prequel.md, 18B, TP 8).
+    asked, entry = product(share=157 / 312)
+    took = NetworkSteps(asked, [entry]).seconds(*reached(asked))
+    assert took[0, 0] == pytest.approx(105, rel=0.15)
 
 
 def test_bloom_was_not_bound_by_50_gbit_a_gpu_and_zero3_sends_far_more():
     plans = {"3d": product(), 1: zero3(1), 2: zero3(2), 5: zero3(5)}
-    needs = {name: answer(asked, [], None, TOLERANCE) for name, asked in plans.items()}
-    assert slowdown(product(), A_GPU) < 0.04
-    assert slowdown(zero3(1), A_GPU) > 0.1
+    needs = {name: answer(asked, [entry])[0] for name, (asked, entry) in plans.items()}
+    assert slowdown(*product(), A_GPU) < 0.04
+    assert slowdown(*zero3(1), A_GPU) > 0.5
     assert needs[1].least_node_bytes_per_s > 2 * needs["3d"].least_node_bytes_per_s
     # 3Ψ a pass, whatever goes behind it: 38, 23 and 7.6 times as many bytes leave a node.
     for samples, factor in ((1, 35), (2, 20), (5, 7)):
         assert needs[samples].node_bytes > factor * needs["3d"].node_bytes
     # Of a slow network the order is the same with any micro-batch.
-    assert slowdown(product(), A_NODE) < 0.25
-    assert all(slowdown(zero3(samples), A_NODE) > 0.75 for samples in (1, 2, 5))
+    assert slowdown(*product(), A_NODE) < 0.3
+    assert all(slowdown(*zero3(samples), A_NODE) > 1.5 for samples in (1, 2, 5))
 
 
-def test_what_hides_needs_less_than_what_does_not_though_it_is_more():
-    # The limit of the seeds' rule: with the whole share of a batch in one pass, gathers hide
-    # behind it, and pipeline messages and late gradients do not.
-    hidden, exposed = (answer(one, [], None, TOLERANCE) for one in (zero3(5), product()))
-    assert hidden.least_node_bytes_per_s < exposed.least_node_bytes_per_s
+def test_what_hides_needs_less_though_it_is_more():
+    # The whole share of a batch in one pass: 7.6 times the bytes of the product need less than
+    # twice the network, since most of them go while it computes.
+    (hidden,), (exposed,) = (answer(asked, [one]) for asked, one in (zero3(5), product()))
+    assert hidden.node_bytes > 7 * exposed.node_bytes
+    assert hidden.least_node_bytes_per_s < 2 * exposed.least_node_bytes_per_s
 
 
 def test_strategies_are_compared_with_batches_that_divide():
     found = list(candidate_plans(NetworkStudy(
         BLOOM, nodes=48, per_node=8, global_batch=2048, micro_batch=2, common=LEAN,
-        axes={"tp": 4, "pp": 12}, memory_bytes=80 * 2**30)))  # fmt: skip
-    assert [one[0] for one in found] == [
+        axes={"tp": 4, "pp": 12}, fits=lambda *_: True)))  # fmt: skip
+    titles = [one.title if isinstance(one, NetworkEntry) else one[0] for one in found]
+    assert titles == [
         "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP", "PP", "TP4 × PP12 × DP8",
     ]  # fmt: skip
     # 112 heads on 384 devices, and 70 layers.
-    assert [one[0] for one in found if len(one) == 2] == ["TP", "PP"]
-    for _, plan, batch in (one for one in found if len(one) == 3):
+    assert [one[0] for one in found if not isinstance(one, NetworkEntry)] == ["TP", "PP"]
+    for one in found:
+        if not isinstance(one, NetworkEntry):
+            continue
+        plan, batch = one.plan, one.global_batch
         assert plan.world_size == 384 and plan.accumulation(batch) >= 1
         assert abs(batch - 2048) <= plan.samples_per_pass * plan.data_parallel / 2
 

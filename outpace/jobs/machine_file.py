@@ -1,0 +1,28 @@
+"""The machine that this host is, and what `outpace probe` measured of it if its file is here."""
+
+from pathlib import Path
+
+import torch
+
+from outpace.records.machine import Machine
+from outpace.records.training_log import is_corrected
+
+PROBE_FILE = Path("machine.json")  # as outpace probe names it
+
+
+def has_probe_file() -> bool:
+    """Return whether a file by outpace probe is here; one by outpace calibrate does not count."""
+    return PROBE_FILE.is_file() and not is_corrected(PROBE_FILE)
+
+
+def find_probe(machine: Machine) -> Machine | None:
+    """Return what outpace probe measured on this machine, if its file is here."""
+    if not has_probe_file():
+        return None
+    found = Machine.load(PROBE_FILE)
+    return None if found.probed is None or machine.differences(found) else found
+
+
+def used_machine(machine: Machine, device: torch.device) -> Machine:
+    """Return the machine without accelerators if the training runs on the processor."""
+    return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine
