@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from outpace.jobs.defaults import find_in_catalog
-from outpace.jobs.memory.plan_costs import Account, JobSite, accounts_to_ask, predictor, rates
+from outpace.jobs.memory.plan_costs import Account, JobSite, accounts_to_ask, predictor
 from outpace.jobs.memory.trace_worker import TraceRequest
 from outpace.jobs.ranks.oom_guard import Shortage, readings
 from outpace.planner.fit.cost import Predict, most_bytes
@@ -120,7 +120,7 @@ class MemoryFit:
             return None
         if self._predict is None:
             self._predict = predictor(
-                self._account, self._settings, self._spec, self._seq_len, self._site
+                self._account, self._settings, self._spec, self._seq_len, self._site, self._machine
             )
         return self._predict
 
@@ -143,8 +143,7 @@ class MemoryFit:
                 "--memory-budget needs a prediction, which exists for outpace's transformers "
                 "on token data. Use --checkpointing selective or full."
             )
-        rate = rates(plan, self._machine, self._device)
-        return plan_within(plan, self._spec, budget_bytes, self.predict, rate)
+        return plan_within(plan, self._spec, budget_bytes, self.predict)
 
     def shortage(self, plan: Plan) -> Shortage | None:
         """Return a plan's predicted shortage; None if it fits, or nothing is known.
@@ -195,7 +194,6 @@ class MemoryFit:
             plan,
             self.limit.bytes - too_low,
             self.predict,
-            rates(plan, self._machine, self._device),
             self.changes(plan, resumes),
             enough=lambda: time.monotonic() > until_s,
         )

@@ -1,22 +1,27 @@
-"""Costs of plans on this job's ranks, from memory accounts."""
+"""Costs of plans on this job's ranks: memory by accounts, time by the planner's model."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from outpace.jobs.defaults import find_in_catalog
+from outpace.jobs.machine_file import find_probe, used_machine
 from outpace.jobs.memory.trace_worker import AccountSummary, TraceRequest
-from outpace.planner.communication.volume import step_traffic
-from outpace.planner.fit.cost import Cost, CostRates, Predict
-from outpace.planner.model.flops import parameter_count
+from outpace.planner.fit.cost import Cost, Predict
 from outpace.planner.pipeline.stages import representatives
+from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
 from outpace.records.memory import Kind
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from outpace.planner.step_time.adapters import Adapters
 
 Account = Callable[[TraceRequest], AccountSummary]
 _MIB = 1 << 20
@@ -28,12 +33,8 @@ _SHARE = 0.05
 _HEAP_BYTES = 3 * 32 * _MIB
 # Code that is loaded only for the optimizer, for saving and for exporting.
 _LATER_CODE_BYTES = 32 * _MIB
-# Shares of a datasheet's peaks that training reaches, and what is assumed where there is none.
-_OF_PEAK, _OF_BANDWIDTH = 0.5, 0.7
-_CORE_FLOPS_PER_S, _HOST_BYTES_PER_S = 40e9, 10e9
-_SLOW_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}
-# Moments of AdamW in fp32, which are read and written once a step where they lie elsewhere.
-_STATE_BYTES = 8
+# Of a number in 4 bits, with a scale of 8 for each 64 and one of 32 for each 256 of these.
+_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
@@ -57,16 +58,24 @@ class JobSite:
 
 
 def predictor(
-    account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite
+    account: Account,
+    settings: TrainSettings,
+    spec: ModelSpec,
+    seq_len: int,
+    site: JobSite,
+    machine: Machine,
 ) -> Predict:
     """Return a predictor of plans' costs for this model. The peak is the fullest rank's, with
     slack.
     """
     known: dict[Plan, Cost] = {}
+    # Most runs ask for no plan's cost, and would wait for the planner to be loaded.
+    timer = cache(lambda: step_timer(settings, spec, seq_len, site, machine))
 
     def predict(plan: Plan) -> Cost:
         if plan not in known:
             cost = _cost(account, settings, spec, plan, seq_len, site)
+            cost = replace(cost, step_s=timer()(plan))
             slack = site.held_bytes + slack_bytes(cost.tensor_bytes, site.device)
             known[plan] = replace(cost, peak_memory_bytes=cost.peak_memory_bytes + slack)
         return known[plan]
@@ -106,11 +115,8 @@ def _cost(
     fullest = max(found, key=lambda one: one.needed_bytes)
     return Cost(
         peak_memory_bytes=max(fullest.needed_bytes, *saved),
+        step_s=math.nan,
         tensor_bytes=max(*(one.peak_memory_bytes for one in found), *saved),
-        flops=max(one.flops for one in found),
-        bytes_moved=max(one.bytes_moved for one in found),
-        slow_bytes=_sent_bytes(plan, spec, seq_len, settings.global_batch)
-        + _offloaded_bytes(plan, spec),
         by_kind=fullest.by_kind,
     )
 
@@ -126,30 +132,49 @@ def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
     return 2 * state if copied else state
 
 
-def _sent_bytes(plan: Plan, spec: ModelSpec, seq_len: int, global_batch: int) -> int:
-    """Return the bytes sent, by formula; recomputation adds a few."""
-    plain = plan.model_copy(
-        update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
-    )
-    tally = step_traffic(plain, spec, global_batch=global_batch, seq_len=seq_len, rank=0)
-    return 0 if tally is None else tally.bytes
+def step_timer(
+    settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite, machine: Machine
+) -> Callable[[Plan], float]:
+    """Return the planner's time of a plan's step, on this machine as probed or as detected."""
+    from outpace.planner.calibration.cluster import of_host, of_probe
+    from outpace.planner.model.outline import classifier_outline, outline
+    from outpace.planner.plan_batch import of_plans
+    from outpace.planner.step_time.estimate import estimate
+    from outpace.planner.step_time.setup import StepTimeQuestion
+
+    ranks = site.ranks_per_host
+    used = used_machine(machine, site.device)
+    probed = find_probe(used)
+    try:
+        cluster = of_host(used, ranks) if probed is None else of_probe(probed, ranks)
+    except BadInputError:  # an accelerator of which nothing is known: as its host, which is slower
+        cluster = of_host(machine.model_copy(update={"devices": ()}), ranks)
+    model = outline(spec, settings.model)
+    if settings.task == "classify":
+        model = classifier_outline(model)
+    question = StepTimeQuestion(model, seq_len, cluster.device, cluster.fabric)
+
+    def step_s(plan: Plan) -> float:
+        asked = replace(question, adapters=adapters_of(plan, spec))
+        columns = of_plans([plan], settings.global_batch, model.layers)
+        return float(estimate(asked, columns).step_s[0])
+
+    return step_s
 
 
-def _offloaded_bytes(plan: Plan, spec: ModelSpec) -> int:
-    """Return the bytes of offloaded optimizer state, both ways."""
-    if plan.offload_optimizer == "none":
-        return 0
-    return 2 * _STATE_BYTES * parameter_count(spec) // (plan.dp_shard * plan.tp * plan.pp)
+def adapters_of(plan: Plan, spec: ModelSpec) -> "Adapters | None":
+    """Return a plan's adapters as the planner has them; None where all weights are trained."""
+    from outpace.planner.step_time.adapters import Adapters, Target
 
-
-def rates(plan: Plan, machine: Machine, device: torch.device) -> CostRates:
-    """Return the rates of one rank: from the catalog's entry for its device, else assumed."""
-    slow = _SLOW_BYTES_PER_S.get(device.type, 1e9)
-    if device.type == "cuda":
-        known = find_in_catalog(machine, device)
-        if known is not None:
-            peaks = {str(dtype): rate for dtype, rate in known.peak.flops_per_s.items()}
-            peak = peaks.get(plan.precision.split("-")[0], min(peaks.values()))
-            return CostRates(_OF_PEAK * peak, _OF_BANDWIDTH * known.memory_bytes_per_s, slow)
-        return CostRates(10e12, 500e9, slow)
-    return CostRates(_CORE_FLOPS_PER_S * machine.host_cores, _HOST_BYTES_PER_S, slow)
+    if plan.lora_rank is None:
+        return None
+    heads = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
+    of = {"qkv": heads, "out": {"out": 1}, "up": {"up": 1, **({"gate": 1} if spec.gated else {})},
+          "down": {"down": 1}}  # fmt: skip
+    targets = {}
+    for name, parts in of.items():
+        on = [part for part in parts if {part, "all"} & set(plan.lora_targets)]
+        if on:
+            share = sum(parts[part] for part in on) / sum(parts.values())
+            targets[name] = Target(len(on), share)
+    return Adapters(plan.lora_rank, targets, _NF4_BYTES if plan.base == "nf4" else None)

@@ -40,8 +40,6 @@ class AccountSummary(Record):
     peak_memory_bytes: int
     needed_bytes: int
     by_kind: dict[Kind, int]
-    flops: int
-    bytes_moved: int
 
 
 class Tracer:
@@ -142,8 +140,6 @@ def _answer(ask: TraceRequest) -> dict[str, Any]:
         "peak_memory_bytes": found.peak_memory_bytes,
         "needed_bytes": found.needed_bytes,
         "by_kind": found.peak.by_kind,
-        "flops": found.flops,
-        "bytes_moved": found.bytes_moved,
     }
 
 

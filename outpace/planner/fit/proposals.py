@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from outpace.planner.fit.cost import Cost, CostRates, Predict
+from outpace.planner.fit.cost import Cost, Predict
 from outpace.records.errors import BadInputError
 from outpace.records.memory import Kind
 from outpace.records.plan import Plan
@@ -54,7 +54,6 @@ class Proposal:
 class _TriedChange:
     settings: Change
     cost: Cost
-    seconds: float
 
 
 def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
@@ -99,7 +98,6 @@ def propose(
     plan: Plan,
     limit_bytes: int,
     predict: Predict,
-    rates: CostRates,
     kinds: Iterable[Sequence[Change]],
     count: int = 3,
     enough: Callable[[], bool] = lambda: False,
@@ -112,7 +110,7 @@ def propose(
     stop.
     """
     now = predict(plan)
-    base = _TriedChange({}, now, rates.seconds(now))
+    base = _TriedChange({}, now)
     need = now.peak_memory_bytes - limit_bytes
 
     def attempt(change: Change) -> _TriedChange | None:
@@ -120,10 +118,9 @@ def propose(
             other = change_plan(plan, change)
             if enough() or other == plan:
                 return None
-            cost = predict(other)
+            return _TriedChange(change, predict(other))
         except BadInputError:
             return None
-        return _TriedChange(change, cost, rates.seconds(cost))
 
     fitting: list[_TriedChange] = []
     helping: list[_TriedChange] = []
@@ -143,7 +140,7 @@ def propose(
         fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
     if len(fitting) < count:
         fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
-    fitting.sort(key=lambda tried: tried.seconds)
+    fitting.sort(key=lambda tried: tried.cost.step_s)
     return [_proposal(tried, base) for tried in fitting[:count]]
 
 
@@ -185,7 +182,7 @@ def _pairs(
 
     def seconds_of_both(pair: tuple[_TriedChange, _TriedChange]) -> float:
         one, other = pair
-        return one.seconds + other.seconds - base.seconds
+        return one.cost.step_s + other.cost.step_s - base.cost.step_s
 
     def saves_enough(pair: tuple[_TriedChange, _TriedChange]) -> bool:
         peaks = [tried.cost.peak_memory_bytes for tried in pair]
@@ -207,6 +204,6 @@ def _proposal(tried: _TriedChange, base: _TriedChange) -> Proposal:
     return Proposal(
         tried.settings,
         tried.cost.peak_memory_bytes,
-        tried.seconds / base.seconds - 1 if base.seconds else 0.0,
+        tried.cost.step_s / base.cost.step_s - 1,
         exact=not {"optimizer", "precision"} & set(tried.settings),
     )

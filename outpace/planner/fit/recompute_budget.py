@@ -8,7 +8,7 @@ Blocks are equal, so a choice is a number of blocks for each mode, and all choic
 from collections.abc import Mapping
 from typing import get_args
 
-from outpace.planner.fit.cost import Cost, CostRates, Predict
+from outpace.planner.fit.cost import Cost, Predict
 from outpace.planner.pipeline.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -24,9 +24,7 @@ Counts = dict[Checkpointing, int]
 _TRIES = 3
 
 
-def plan_within(
-    plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict, rates: CostRates
-) -> Plan:
+def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict) -> Plan:
     """Return `plan` with the block modes that fit into the budget at the lowest cost in time.
 
     Every pipeline stage uses the beginning of one pattern. Raises BadInputError if even recomputing
@@ -41,7 +39,7 @@ def plan_within(
     saved = {
         m: (plain.peak_memory_bytes - c.peak_memory_bytes) / length for m, c in uniform.items()
     }
-    costs = {m: (rates.seconds(c) - rates.seconds(plain)) / length for m, c in uniform.items()}
+    costs = {m: (c.step_s - plain.step_s) / length for m, c in uniform.items()}
     need = plain.peak_memory_bytes - budget_bytes
     for _ in range(_TRIES):
         counts = cheapest(length, saved, costs, need)

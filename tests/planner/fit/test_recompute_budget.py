@@ -4,19 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.planner.fit.cost import Cost, CostRates
+from outpace.planner.fit.cost import Cost
 from outpace.planner.fit.recompute_budget import MODES, cheapest, plan_within
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-RATES = CostRates(flops_per_s=1.0, bytes_per_s=1e30, slow_bytes_per_s=1e30)
 SPEC = ModelSpec.parse(
     {"family": "gpt2", "layers": 10, "hidden": 8, "heads": 1, "vocab": 9, "max_positions": 8},
     "test",
 )
 KEEPS = {"none": 100, "selective": 60, "attention": 20, "full": 10}
-FLOPS = {"none": 0, "selective": 1, "attention": 5, "full": 6}
+SECONDS = {"none": 0, "selective": 1, "attention": 5, "full": 6}
 
 
 def machine(stages=1, again=0):
@@ -28,13 +27,13 @@ def machine(stages=1, again=0):
         each = [modes[begin : begin + size] for begin in range(0, SPEC.layers, size)]
         back = again * any(mode != "none" for mode in modes)
         peak = 1000 + max(sum(KEEPS[mode] for mode in stage) for stage in each) + back
-        return Cost(peak, sum(FLOPS[mode] for mode in modes), 0)
+        return Cost(peak, sum(SECONDS[mode] for mode in modes))
 
     return predict
 
 
 def test_what_fits_already_stays():
-    assert plan_within(Plan(), SPEC, 2000, machine(), RATES) == Plan()
+    assert plan_within(Plan(), SPEC, 2000, machine()) == Plan()
 
 
 @pytest.mark.parametrize("budget", [1990, 1700, 1601, 1450, 1200, 1100])
@@ -43,9 +42,9 @@ def test_no_other_choice_of_modes_is_faster_and_fits(budget, again):
     predict = machine(again=again)
     if budget < 1100 + again:
         with pytest.raises(BadInputError, match=r"still needs 1\.10 KiB.*Use a smaller"):
-            plan_within(Plan(), SPEC, budget, predict, RATES)
+            plan_within(Plan(), SPEC, budget, predict)
         return
-    found = plan_within(Plan(), SPEC, budget, predict, RATES)
+    found = plan_within(Plan(), SPEC, budget, predict)
     assert predict(found).peak_memory_bytes <= budget
     numbers = [n for n in product(range(11), repeat=4) if sum(n) == 10]
     plans = [
@@ -53,14 +52,14 @@ def test_no_other_choice_of_modes_is_faster_and_fits(budget, again):
         for n in numbers
     ]
     costs = [predict(plan) for plan in plans]
-    least = min(cost.flops for cost in costs if cost.peak_memory_bytes <= budget)
+    least = min(cost.step_s for cost in costs if cost.peak_memory_bytes <= budget)
     # What comes back for a moment is learned by trying, so a block more may be recomputed.
-    assert predict(found).flops <= least + (FLOPS["selective"] if again else 0)
+    assert predict(found).step_s <= least + (SECONDS["selective"] if again else 0)
 
 
 def test_what_is_recomputed_most_comes_first_in_every_stage():
     plan = Plan(strategy="gpipe", pp=2, pp_microbatches=2)
-    found = plan_within(plan, SPEC, 1300, machine(stages=2), RATES)
+    found = plan_within(plan, SPEC, 1300, machine(stages=2))
     layers = found.checkpoint_layers
     assert layers[:5] == layers[5:]
     assert list(layers[:5]) == sorted(layers[:5], key=MODES.index, reverse=True)
@@ -69,7 +68,7 @@ def test_what_is_recomputed_most_comes_first_in_every_stage():
 
 def test_the_sentence_says_what_least_there_is():
     with pytest.raises(BadInputError, match=r"memory budget 1000 B.* still needs 1\.07 KiB"):
-        plan_within(Plan(), SPEC, 1000, machine(), RATES)
+        plan_within(Plan(), SPEC, 1000, machine())
 
 
 @given(
