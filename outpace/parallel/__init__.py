@@ -23,7 +23,9 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay an objective out by its plan; it is on its device or on meta (see `deferred_init`)."""
+    """Lay out an objective according to its plan. The objective is on its device, or on meta (see
+    `deferred_init`).
+    """
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(

@@ -10,7 +10,9 @@ from torch import nn
 
 
 def keep_argument_lists(unit: nn.Module) -> None:
-    """Let a unit of `fully_shard`, which has its hooks, work on the lists and dicts it is given."""
+    """Preserve the identity of lists and dicts that a module wrapped by `fully_shard` receives as
+    arguments.
+    """
     given: list[tuple[Any, Any]] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -51,17 +51,17 @@ def _refuse_ragged(plain: Any) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into equal parts: tensors with its samples are split, the rest is in each
-    part.
+    """Split a batch into equal parts: split the tensors that hold samples, and repeat everything
+    else in each part.
 
-    A tensor is taken to have samples if its first dimension is the batch's number of them.
+    A tensor holds samples if its first dimension equals the number of samples in the batch.
     """
     size = samples_in(batch) // parts
     return [_slice(batch, number * size, size) for number in range(parts)]
 
 
 def take_first(batch: Batch, count: int) -> Batch:
-    """Return the first `count` samples of a batch, as `cut` cuts it."""
+    """Return the first `count` samples of a batch, split in the same way as by `cut`."""
     return _slice(batch, 0, count)
 
 
@@ -79,9 +79,10 @@ def _slice(batch: Batch, begin: int, size: int) -> Batch:
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Return at least two parts with a share of every batch's samples, two batches' together.
+    """Combine the samples at index `place` of `places` in all batches into at least two parts.
 
-    Those at `place` among `places`; None where samples are too few, or cannot be put together.
+    Each part has samples of two batches. None if there are too few samples, or if they cannot be
+    concatenated.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -100,7 +101,9 @@ def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] 
 
 
 def explain_lengths(batch: Batch) -> str:
-    """Return how a batch is cut whose tensors have other lengths than samples; "" if none has."""
+    """Explain how a batch is cut if some tensors have lengths other than the number of samples; ""
+    if none do.
+    """
     samples = samples_in(batch)
     leaves = [one for one in tree_leaves(_plain(batch)) if isinstance(one, Tensor) and one.dim()]
     others = sorted({leaf.size(0) for leaf in leaves} - {samples})

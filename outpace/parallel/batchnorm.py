@@ -26,7 +26,7 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def require_run_once(module: nn.Module, recomputes: bool) -> None:
-    """Raises BadInputError where recomputation would run a batch normalisation twice."""
+    """Refuse recomputation that would run a batch normalisation twice. Raises BadInputError."""
     if recomputes and batch_norms(module):
         raise BadInputError(
             "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "
@@ -35,7 +35,7 @@ def require_run_once(module: nn.Module, recomputes: bool) -> None:
 
 
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let all batch normalisations use the statistics of all ranks' samples, on any device."""
+    """Make all batch normalisations use the statistics of all ranks' samples, on any device."""
     members = Members(group)
     for part in _changeable(module):
         part.__class__ = SynchronisedBatchNorm
@@ -43,7 +43,9 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def by_micro_batch(module: nn.Module) -> None:
-    """Let all batch normalisations keep moving averages by the mini-batch; see `commit`."""
+    """Make all batch normalisations update their moving averages once per mini-batch; see
+    `commit`.
+    """
     for part in _changeable(module):
         part.__class__ = MicroBatchNorm
         part.seen = None
@@ -100,7 +102,9 @@ class _ConvertedNorm(_BatchNorm):
 
 
 class MicroBatchNorm(_ConvertedNorm):
-    """Batch normalisation by each micro-batch's statistics, which gathers the mini-batch's."""
+    """Batch normalisation with each micro-batch's statistics, which collects those of the
+    mini-batch.
+    """
 
     seen: tuple[int, Tensor, Tensor] | None
 
@@ -146,7 +150,7 @@ def _widen(values_C: Tensor, like: Tensor) -> Tensor:
 
 
 class SynchronisedBatchNorm(_ConvertedNorm):
-    """Batch normalisation by the statistics of all members' samples, as in one process."""
+    """Batch normalisation with the statistics of all members' samples, as in a single process."""
 
     members: Members
 
@@ -166,12 +170,12 @@ class SynchronisedBatchNorm(_ConvertedNorm):
 
 
 class NormaliseAcrossRanks(torch.autograd.Function):
-    """(x − mean)/√(variance + eps) · weight + bias, with statistics of all ranks of a group.
+    """(x − mean)/√(variance + eps) · weight + bias, with the statistics of all ranks of a group.
 
-    One collective in each direction, of 2C + 1 and 2C numbers. The input's gradient has the two
-    sums over the batch of Ioffe and Szegedy 2015, §3, and these run over all ranks, since every
-    rank's loss depends on every rank's samples; weight's and bias's are of this rank's samples, and
-    added up with the others' by whatever reduces gradients.
+    Uses one collective in each direction, of 2C + 1 and 2C numbers. The input's gradient contains
+    the two sums over the batch of Ioffe and Szegedy 2015, §3. They run over all ranks, since every
+    rank's loss depends on every rank's samples. The gradients of weight and bias cover this rank's
+    samples only; the usual gradient reduction adds them up.
     """
 
     @staticmethod

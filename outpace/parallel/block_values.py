@@ -24,14 +24,14 @@ _CONSTANTS = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a value: where its tensors are, and what is the same each time."""
+    """The structure of a value: the positions of its tensors, and the parts that never change."""
 
     spec: TreeSpec
     constants: tuple[Any, ...]  # in the place of a tensor None
     tensors: tuple[bool, ...]
 
     def join(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with these tensors."""
+        """Rebuild the value from these tensors."""
         given = iter(tensors)
         leaves = [
             next(given) if is_tensor else constant
@@ -41,7 +41,9 @@ class Form:
 
 
 def split(value: Any) -> tuple[Form, list[Tensor]] | None:
-    """Split a value into form and tensors; None where it holds what cannot be sent."""
+    """Split a value into its form and its tensors; None if it contains something that cannot be
+    sent.
+    """
     leaves, spec = tree_flatten(value)
     if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
         return None
@@ -51,7 +53,7 @@ def split(value: Any) -> tuple[Form, list[Tensor]] | None:
 
 
 def collect_values(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
-    """Return the attributes and buffers of modules, without parameters and other modules."""
+    """Return the attributes and buffers of modules, except parameters and submodules."""
     found: dict[Key, Any] = {}
     for name, module in modules.items():
         for attribute, value in vars(module).items():
@@ -100,14 +102,14 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
 
 
 class ReadLog:
-    """Notes which of the attributes `keys` are read while they are watched."""
+    """Records which of the attributes `keys` are read."""
 
     def __init__(self) -> None:
         self.found: set[Key] = set()
 
     @contextmanager
     def record_reads(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Note reads of the attributes, by giving modules another class for as long."""
+        """Record reads of the attributes by temporarily changing the classes of the modules."""
         wanted: dict[nn.Module, dict[str, list[Key]]] = {}
         for key in keys:
             wanted.setdefault(modules[key[0]], {}).setdefault(key[1], []).append(key)
@@ -141,7 +143,7 @@ class ReadLog:
 
 
 def set_value(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
-    """Set a module's value, in its buffer or as a plain attribute."""
+    """Set a value of a module, as a buffer or as a plain attribute."""
     module, attribute = modules[key[0]], key[1]
     if attribute in module._buffers:
         module._buffers[attribute] = value
@@ -150,7 +152,9 @@ def set_value(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
 
 
 def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]:
-    """Return what a block has left. Raises BadInputError for what cannot travel between stages."""
+    """Return the value that a block stored. Raises BadInputError if it cannot be sent between
+    stages.
+    """
     found = split(_value(modules, key))
     if found is None:
         raise BadInputError(

@@ -28,12 +28,12 @@ MISSING = "is missing, and is there in one process"
 
 @dataclass(frozen=True)
 class ComparisonLimits:
-    """Tolerances for comparing two computations, by the numbers that they compute in.
+    """Tolerances for comparing two computations, depending on the precision in which they compute.
 
-    A whole tensor may be off by `relative` of its scale, its projection by `projection`. The scale
-    is at least `floor` of the largest of its kind, since gradients of many samples may cancel.
-    `loss` is the tolerance of sums of losses, `micro_loss` that of one micro-batch's loss; from
-    `cut` on, a loss that depends on how a batch is cut is reported.
+    A whole tensor may be off by `relative` of its scale, and its projection by `projection`. The
+    scale is at least `floor` of the largest of its kind, since gradients of many samples may
+    cancel. `loss` is the tolerance for sums of losses, `micro_loss` for one micro-batch's loss. If
+    cutting the batch changes the loss by at least `cut`, this is reported.
     """
 
     precision: str
@@ -54,10 +54,10 @@ HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_los
 
 
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
-    """Return a plan's tolerances, by the bytes of the narrowest numbers of any parameter.
+    """Return a plan's tolerances, depending on the smallest number of bytes of any parameter.
 
-    Under autocast the same samples go through the same kernels, and what is added up over them and
-    over ranks is fp32; but for parts of products (tp), and weights that are gathered in 16 bits.
+    Under autocast, the same samples go through the same kernels, and sums over them and over ranks
+    are in fp32. Exceptions are parts of products (tp) and weights that are gathered in 16 bits.
     """
     found = _choose_by_numbers(plan, narrowest)
     if plan.compress_gradients == "bf16":  # which rounds what ranks then add up
@@ -75,24 +75,26 @@ def _choose_by_numbers(plan: Plan, narrowest: int) -> ComparisonLimits:
 
 
 def parts_tolerance(plan: Plan, allowed: ComparisonLimits) -> ComparisonLimits:
-    """Return the tolerances between a batch and its parts, with other kernels."""
+    """Return the tolerances between a batch and its parts, which use other kernels."""
     return HALF if plan.precision not in ("fp32", "fp64") else allowed
 
 
 def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
-    """Return the tolerance between the loss of a batch and of its halves."""
+    """Return the tolerance between the loss of a batch and that of its halves."""
     return parts_tolerance(plan, allowed).cut
 
 
 def micro_loss_tolerance(narrowest: int, casts: bool) -> float:
-    """Return the tolerance of a micro-batch's loss by stages, by the narrowest bytes."""
+    """Return the tolerance of a micro-batch's loss in a pipeline, by the smallest number of
+    bytes.
+    """
     if casts or narrowest <= 2:
         return HALF.micro_loss
     return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
 
 
 def difference(one: float, other: float) -> float:
-    """Return the relative difference of two numbers; 0 where `other` is not finite."""
+    """Return the relative difference of two numbers; 0 if `other` is not finite."""
     if not math.isfinite(other):
         return 0.0
     return abs(one - other) / max(abs(one), abs(other), 1e-30)
@@ -101,10 +103,10 @@ def difference(one: float, other: float) -> float:
 class Projection:
     """Inner products of gradients with fixed random weights, the same on all ranks.
 
-    They are linear: sums over pieces, shards and ranks equal those of whole gradients, which need
-    not be gathered. A lost gradient changes the sum by its own product, and so does a doubled one.
-    Weights lie between 1/2 and 3/2, with either sign: no number is hidden, and equal ones do not
-    cancel.
+    They are linear, so sums over pieces, shards and ranks equal those of whole gradients, which
+    need not be gathered. A lost gradient changes the sum by its own product, and so does a doubled
+    one. The weights have magnitudes between 1/2 and 3/2 and random signs, so no gradient is hidden,
+    and equal ones do not cancel.
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
@@ -117,11 +119,11 @@ class Projection:
         self._single = self._weights.float()
 
     def project(self, gradient: Tensor) -> Tensor:
-        """Return the product of a whole gradient: one float64."""
+        """Return the inner product for a whole gradient, in float64."""
         return self._project_from(_flat(gradient), 0)
 
     def project_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        """Return the product of this rank's part of a parameter's gradient."""
+        """Return the inner product for this rank's part of a parameter's gradient."""
         values = local(gradient)
         if values is gradient:
             return self.project(gradient)
@@ -167,11 +169,13 @@ def square(gradient: Tensor) -> Tensor:
 
 
 class LayoutComparison:
-    """Comparison of one process with a layout, by sums of this rank. Collective to make.
+    """Comparison of a single process with a layout, from the sums on this rank. Creating it is
+    collective.
 
-    `plain` are the sums of losses, targets and the sizes of losses, then a product for each name,
-    then how many gradients each had; `layout` the sums of losses and targets; `gradients`
-    (3, names) the products of the layout's gradients, their squares, and how many ranks have them.
+    `plain` contains the sums of losses, targets and absolute losses, then a product for each name,
+    then the number of gradients of each. `layout` contains the sums of losses and targets.
+    `gradients` (3, names) contains the products of the layout's gradients, their squares, and the
+    number of ranks that have them.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class LayoutComparison:
         self._sizes = [math.sqrt(one) for one in squares]
 
     def first_wrong(self) -> tuple[str, str] | None:
-        """Return what differs, and the likely cause; None where nothing does."""
+        """Return the first difference and its likely cause; None if there is none."""
         loss, count, size = self._plain[:3]
         mine, mine_count = self._layout[:2]
         if not math.isfinite(loss):
@@ -254,7 +258,7 @@ class LayoutComparison:
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """Return what each tensor's difference is measured by: some gradients are truly zero."""
+    """Return the scale of each tensor's difference; it is not zero, although some gradients are."""
     sizes = {name: largest(tensor) for name, tensor in known.items()}
     least = floor * max(sizes.values(), default=0.0)
     return {name: max(size, least) for name, size in sizes.items()}
@@ -266,9 +270,9 @@ def largest(tensor: Tensor) -> float:
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
-    """Return the largest difference over the scale; None if only one of the two exists.
+    """Return the largest difference divided by the scale; None if only one of the two exists.
 
-    A gradient that one process does not have counts as zeros.
+    A gradient that a single process does not have counts as zeros.
     """
     if known is None:
         return 0.0 if not largest(tensor) else None
@@ -292,7 +296,7 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 
 
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Return why a tensor cannot be compared with one process's."""
+    """Return why a tensor cannot be compared with the one of a single process."""
     if known is None:
         return "is there, and is not in one process"
     if known.numel() and not tensor.numel():
@@ -301,7 +305,9 @@ def mismatch(tensor: Tensor, known: Tensor | None) -> str:
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe a wrong gradient: a multiple of the right one, or another parameter's."""
+    """Describe a wrong gradient, for example as a multiple of the right one or as another
+    parameter's.
+    """
     known = wanted.get(name)
     if known is None or tensor.shape != known.shape or not largest(known):
         return None

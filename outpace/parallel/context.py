@@ -36,9 +36,9 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 @dataclass(frozen=True)
 class SequenceRing:
-    """The ranks of one sequence; `rank` is this one's position.
+    """The ranks that share a sequence; `rank` is the position of this one.
 
-    `runs_on`: the kind of device to choose kernels for, if it is not that of the tensors.
+    `runs_on`: the kind of device to choose kernels for, if it differs from that of the tensors.
     """
 
     group: dist.ProcessGroup
@@ -47,7 +47,7 @@ class SequenceRing:
     runs_on: str | None = None
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send to the next rank, and to receive the same amount from the previous one."""
+        """Start sending to the next rank, and receiving the same amount from the previous one."""
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -59,11 +59,12 @@ class SequenceRing:
         return received, works
 
     def turns(self, causal: bool, length: int) -> Iterator["Turn"]:
-        """Yield what to compute while the keys of this rank, then those before it, are at hand.
+        """Yield the parts of attention to compute while the keys of this rank, and then those of
+        earlier ranks, are available.
 
-        Each rank's part is chunk i, then chunk 2N−1−i. Those of a rank before this one: its first
-        chunk lies before both chunks here, its second after both. Of a rank behind: both lie
-        before the second chunk here and after the first.
+        Each rank has chunk i and chunk 2N−1−i. For a lower rank, the first chunk precedes both
+        chunks here, and the second follows both. For a higher rank, both chunks precede the second
+        chunk here and follow the first.
         """
         everything, half = slice(None), length // 2
         for number in range(self.size):
@@ -80,7 +81,7 @@ class SequenceRing:
 
 @dataclass(frozen=True)
 class Turn:
-    """Slices of this rank's queries and of the keys at hand that these see."""
+    """Slices of this rank's queries and of the available keys that they attend to."""
 
     queries: slice
     keys: slice
@@ -109,7 +110,9 @@ def ring_attention(
 
 
 class RingAttention(torch.autograd.Function):
-    """Sums over turns in fp32 (fp64 for fp64), whatever the operands' dtype."""
+    """Attention around the ring, with sums over turns in fp32 (fp64 for fp64) for any operand
+    dtype.
+    """
 
     @staticmethod
     def forward(
@@ -185,7 +188,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class PartOfSequence(nn.Module):
-    """An objective on this rank's chunks of each sequence."""
+    """An objective that computes this rank's chunks of each sequence."""
 
     def __init__(self, objective: LanguageModelObjective, ring: SequenceRing) -> None:
         super().__init__()
@@ -236,14 +239,14 @@ class PartOfSequence(nn.Module):
 
 
 class ContextParallel(Replicas):
-    """Replicas whose ranks share samples. `meta_model` has the attention of one rank."""
+    """Replicas that share each sample. `meta_model` has the attention of a single rank."""
 
     def __init__(self, request: LayoutRequest, meta_copy: nn.Module) -> None:
         super().__init__(request)
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return the model as it computes without the other ranks of the ring."""
+        """Return a model that computes without the other ranks of the ring."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None
@@ -260,7 +263,9 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
-    """Have the model attend round the ring, in place. Raises BadInputError for another's model."""
+    """Replace the model's attention by ring attention, in place. Raises BadInputError for a custom
+    model.
+    """
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy cp replaces the attention of outpace's own transformers; it does not know "

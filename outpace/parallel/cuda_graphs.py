@@ -34,26 +34,29 @@ class Recorder(Protocol):
     """Interface for capturing the work of a device, such as `CudaRecorder`."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """Warm up passes before a capture, in the stream of the capture."""
+        """Enter the stream of the capture, to warm up passes before it."""
 
     def refuse_waits(self) -> AbstractContextManager[None]:
-        """Let whatever waits for the device raise RuntimeError."""
+        """Make every wait for the device raise RuntimeError."""
 
     def has_room(self) -> bool:
         """Return whether there is enough memory for graphs in addition to everything else."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`; calling the result repeats it into the tensors that `work` returned.
+        """Capture `work`. Calling the result runs it again and writes to the tensors that `work`
+        returned.
 
-        The work itself is not done. Raises RuntimeError if it cannot be captured.
+        Capturing does not run the work. Raises RuntimeError if it cannot be captured.
         """
 
     def release(self) -> None:
-        """Give back the memory of graphs that nobody has any more."""
+        """Free the memory of graphs that are no longer referenced."""
 
 
 class CudaRecorder:
-    """Recorder of a CUDA device. All graphs share one pool of memory: they never run at once."""
+    """Recorder for a CUDA device. All graphs share one memory pool, because they never run at
+    once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +74,7 @@ class CudaRecorder:
 
     @contextmanager
     def refuse_waits(self) -> Iterator[None]:
-        """Raise in the body where it waits for the device, by torch's own check."""
+        """Raise an error if the body waits for the device, using torch's own check."""
         before = torch.cuda.get_sync_debug_mode()
         _set_sync_debug_mode("error")
         try:
@@ -80,8 +83,8 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Require twice the memory of the passes so far: for graphs, and for what runs without
-        them.
+        """Require twice the memory of the passes so far, for graphs and for everything that runs
+        without them.
         """
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
@@ -90,10 +93,10 @@ class CudaRecorder:
         return free_bytes + cached_bytes > 2 * taken_bytes
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Return a graph, whose replay is queued in the current stream.
+        """Return a graph whose replay is queued in the current stream.
 
-        Raises BadInputError if CUDA refuses the captured work: torch's allocator and random numbers
-        then no longer work in this process.
+        Raises BadInputError if CUDA refuses the captured work, because torch's allocator and random
+        numbers then no longer work in this process.
         """
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
@@ -121,7 +124,7 @@ class CudaRecorder:
         return replay
 
     def release(self) -> None:
-        """Release the graphs once the device has finished them."""
+        """Release the graphs as soon as the device has finished them."""
         torch.cuda.synchronize(self._device)
         self._pool = None
         torch.cuda.empty_cache()
@@ -176,10 +179,11 @@ class _Work:
 
 
 class GraphedLayout(Layout):
-    """One process whose passes are captured after `WARMUP_PASSES` of each shape, then replayed.
+    """A single process whose passes are captured after `WARMUP_PASSES` of each shape, then
+    replayed.
 
-    Gradients of the first micro-batch of a step and of those that add to it are different graphs.
-    `on_failure` is told, once, why passes are not captured.
+    The first micro-batch of a step and those that accumulate gradients use different graphs.
+    `on_failure` is called once with the reason if passes cannot be captured.
     """
 
     shares_casts = False  # each graph makes its own, at addresses that only it uses

@@ -46,12 +46,12 @@ from outpace.records.pipelines import SCHEDULES
 
 
 class CustomPipelineStage(Stage):
-    """A stage whose user's forward may make checkpoints around its blocks."""
+    """A stage whose user-written forward may use activation checkpointing around its blocks."""
 
     submod: CustomStage
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward with checkpoints that do not re-enter."""
+        """Run the forward with non-reentrant activation checkpointing."""
         with without_reentry(not self.submod.first):
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
@@ -62,9 +62,9 @@ class CustomPipelineStage(Stage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> None:
-        """Run a backward; where it recomputes checkpoints, weights' gradients are not put off.
+        """Run a backward. If it recomputes activations, do not defer the gradients of weights.
 
-        They would be computed again for each of the weights.
+        Otherwise, the activations would be recomputed once more for each weight.
         """
         whole = full_backward or self.submod.recomputes
         if whole:
@@ -77,7 +77,7 @@ class CustomPipelineStage(Stage):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
-        """Compute the weights' gradients, unless they are there already."""
+        """Compute the gradients of weights, unless they exist already."""
         if bwd_chunk_id in self._done:
             return
         with (
@@ -87,7 +87,7 @@ class CustomPipelineStage(Stage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward; gradients that are sent are made contiguous."""
+        """Run the backward, and make gradients contiguous before they are sent."""
         gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
         if gradients is not None:
             gradients = tuple(g if g is None else g.contiguous() for g in gradients)
@@ -180,17 +180,19 @@ class CustomPipeline(SpreadLayout):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save; a stage without parameters may have none."""
+        """Return the state to save. A stage without parameters may have none."""
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Learn the forms for the schedule, and which buffers belong to each stage."""
+        """Determine the message forms for the schedule, and which buffers belong to each stage."""
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Learn what `learn_forms` does from a whole objective on this rank, without values."""
+        """Determine the same as `learn_forms` from a whole objective on this rank, without
+        values.
+        """
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -236,7 +238,9 @@ class CustomPipeline(SpreadLayout):
                 raise
 
     def plain_draws(self) -> PlainDraws:
-        """Return the seeds by which a plain module draws as the next step's stages do."""
+        """Return the seeds with which a plain module draws the same numbers as the stages in the
+        next step.
+        """
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, self._draws.peek(), group=self._group)
         keys = [told[rank] for rank in self._ranks_of]
@@ -277,9 +281,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate: forward passes only, one micro-batch after the other through this rank's
-        stages.
-        """
+        """Run forward passes only, one micro-batch after the other through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
         if not self._look.taken:
             self._look.take(parts[0], hooks)
@@ -323,7 +325,7 @@ class CustomPipeline(SpreadLayout):
             bucket.give()
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the gradients; the first rank counts those that the last holds too."""
+        """Return the gradients. The first rank counts those that the last rank holds too."""
         copies = self._rest if self._rank != self._ranks_of[0] else set()
         return [
             parameter.grad
@@ -332,12 +334,12 @@ class CustomPipeline(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise the weights, and those that other ranks send."""
+        """Replace the weights by fp32 copies, including those that other ranks send."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Sends what other ranks' blocks hold to the first rank; it alone may want them."""
+        """Send all blocks' parameters to the first rank, which alone may request them."""
         held = self.model.state_dict()
         weights: dict[str, Any] = {}
         for name, like in self._meta_model.state_dict().items():
@@ -478,9 +480,9 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Keep this rank's stages. The default process group must be there.
+    """Keep this rank's stages. Requires the default process group.
 
-    Raises BadInputError for blocks that cannot be stages.
+    Raises BadInputError if the blocks cannot be stages.
     """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.plan.compile:

@@ -60,7 +60,7 @@ class Message:
         return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
 
     def select(self, keys: Sequence[Key]) -> "Message":
-        """Return the message with these values only, without memory for tensors."""
+        """Return a message with only these values, without memory for tensors."""
         values = {key: self.values[key] for key in keys}
         return Message(self.form, self.tensors, values, self.returned).to_meta()
 
@@ -79,9 +79,9 @@ class Message:
 
 
 class StageExit(BaseException):
-    """Raised out of a user's forward, with what the stage's last block has returned.
+    """Exception that leaves a user's forward with the output of the stage's last block.
 
-    No Exception, so that theirs do not catch it.
+    It does not derive from Exception, so that the user's code does not catch it.
     """
 
     def __init__(self, output: Any, name: str) -> None:
@@ -150,13 +150,15 @@ class CustomStage(nn.Module):
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
-        """Return the modules in blocks, by their names in the model, with a trailing dot for a
-        block itself.
+        """Return the modules in blocks by their names in the model. The name of a block itself ends
+        with a dot.
         """
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """Return what this micro-batch sends to the next stage; on the last stage the totals."""
+        """Return the message of this micro-batch to the next stage; on the last stage, the
+        totals.
+        """
         self._micro_batch = micro_batch = int(number)
         message = None
         if self.first:
@@ -232,9 +234,10 @@ class CustomStage(nn.Module):
         return found, reads.found, moved
 
     def look_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
-        """The totals of one process; within `borrow(number)` a block has its parameters.
+        """Return the totals of a single process. Within `borrow(number)`, a block has its
+        parameters.
 
-        Their graph goes no further back than blocks' outputs, and values that travel.
+        Their graph reaches back only to the outputs of blocks and to values that are sent.
         """
         self._borrow, self._looks = borrow, True
         try:
@@ -246,7 +249,7 @@ class CustomStage(nn.Module):
         return found
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Let values that do not come here be NaN, in blocks that this stage does not run."""
+        """Set values that are not received here to NaN, in blocks that this stage does not run."""
         parts = self.modules_of(range(self.mine.start))
         sent = {*self.modules_of(self.mine).values(), *self._rest().values()}
         for key in keys:
@@ -378,7 +381,9 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Mark a micro-batch's backward; `done` if it is the last."""
+        """Mark a micro-batch's backward, in which activations may be recomputed; `done` if it is
+        the last.
+        """
         self._recomputing = micro_batch
         try:
             yield

@@ -47,7 +47,7 @@ LAYOUTS = (*_STYLES, *_WHOLE)
 class CustomTensorParallel(ShardedLayout):
     """Custom model on the ranks of `mesh`, which all read the same samples.
 
-    `shares` are names of modules whose weights are whole, and whose gradients are to be added up.
+    `shares` are names of modules whose weights are not split but whose gradients have to be summed.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class CustomTensorParallel(ShardedLayout):
         self._shares = [p for name in shares for p in self.model.get_submodule(name).parameters()]
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer; its kernels take no mixture of whole and split tensors."""
+        """Build the optimizer. Its kernels do not accept a mixture of plain and split tensors."""
         return build([part for group in groups for part in _split_by_kind(group)])
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; one rank tells the totals."""
+        """Compute the step's gradients; one rank reports the totals."""
         totals = super().gradients(batches, hooks)
         for parameter in self._shares:
             if parameter.grad is not None:
@@ -83,7 +83,7 @@ def _split_by_kind(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    """Return each module's layout by its full name. Raises BadInputError for what cannot be
+    """Return each module's layout by its full name. Raises BadInputError for modules that cannot be
     split.
     """
     table = given if given is not None else getattr(model, "tp_plan", None)
@@ -206,7 +206,7 @@ def _check_heads(model: nn.Module, ranks: int) -> None:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Split the model over all ranks, as the table says. Raises BadInputError."""
+    """Split the model over all ranks as the layouts specify. Raises BadInputError."""
     plan = request.plan
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     layouts = layouts_of(model, request.layouts, plan.tp)

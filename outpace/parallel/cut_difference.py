@@ -31,10 +31,11 @@ _MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
 
 @dataclass(frozen=True)
 class FirstPiece:
-    """A rank's first piece: `mean`, its loss, and of its `halves` sum and count, if they are known.
+    """A rank's first piece: `mean` is its loss, and `halves` are the sum and count of each half, if
+    known.
 
-    `drops`: whether the module drops anything, which halves' losses leave out. `buffers` are the
-    saved ones that the piece has moved.
+    `drops`: whether the module uses dropout, which is disabled for the halves' losses. `buffers`
+    are the saved buffers that the piece changed.
     """
 
     piece: Batch
@@ -46,9 +47,11 @@ class FirstPiece:
 
 @dataclass(frozen=True)
 class CutDifference:
-    """Difference of a batch's `loss` and its parts', and the `buffers` that they move otherwise.
+    """Differences between a batch and its parts: in the `loss`, and in the `buffers` that they
+    change.
 
-    `read`: those on which the loss depends, as running statistics of BatchNorm in training are not.
+    `read`: those buffers on which the loss depends. The running statistics of BatchNorm in training
+    are not among them.
     """
 
     loss: float = 0.0
@@ -65,13 +68,14 @@ def compare_cut(
     synchronised: bool,
     tolerance: float,
 ) -> CutDifference:
-    """Return how far the loss of a batch is from that of its two halves; nothing where none is cut.
+    """Compare the loss of a batch with that of its two halves. Returns no difference if no batch is
+    cut.
 
-    What halves leave in buffers is compared where they have the same loss.
+    The halves' effects on buffers are compared if their losses agree.
 
-    `first` is this rank's first piece; None on a rank that has run none, or is to run no more: of
-    ranks with the same samples each looks at one of its own. The run takes no
-    halves, so that what they raise (BatchNorm, of one sample) is no fault.
+    `first` is this rank's first piece. It is None on a rank that has run none or should run no
+    more: among ranks with the same samples, each looks at one of its own. Errors raised by halves
+    (BatchNorm with one sample) are ignored.
     """
     if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
         return CutDifference()
@@ -105,7 +109,9 @@ def compare_cut(
 def find_read_buffers(
     plain: nn.Module, hooks: StepHooks, drops: bool, moved: Mapping[str, Tensor], piece: Batch
 ) -> Names:
-    """Return the buffers that change the loss of a few samples of a piece as they have `moved`."""
+    """Return those of the `moved` buffers whose changes affect the loss of a few samples of a
+    piece.
+    """
     mean_of = partial(_mean_of, plain, hooks, drops)
     return _find_read(mean_of, plain, moved, take_first(piece, _FEW))
 

@@ -29,16 +29,18 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 def reduce_in_bf16(
     group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's hook under another name: by its own, DDP refuses it on gloo, where it works."""
+    """Call torch's bf16 compression hook under another name. Under its own name, DDP refuses it on
+    gloo, although it works.
+    """
     return bf16_compress_hook(group, bucket)
 
 
 def reduce_low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Send a bucket's matrices as P Qᵀ (Vogels et al., "PowerSGD", NeurIPS 2019, alg. 1 and 2).
 
-    torch's hook begins its second and third collective when the one before is done. gloo does that
-    in its own threads, among the collectives of the next bucket: two buckets hang. So there each
-    bucket is waited for before the next one begins.
+    torch's hook starts its second and third collective when the previous one has finished. gloo
+    does that in its own threads, between the collectives of the next bucket, so two buckets hang.
+    Therefore, on gloo, each bucket is awaited before the next one starts.
     """
     reduced = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
@@ -47,7 +49,7 @@ def reduce_low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.F
 
 
 def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
-    """Make the state that PowerSGD keeps. Raises BadInputError where it cannot work."""
+    """Create PowerSGD's state. Raises BadInputError if PowerSGD is not supported."""
     if device.type == "cpu" and torch.cuda.is_available():
         raise BadInputError(
             "--compress-gradients powersgd: torch's PowerSGD waits for the CUDA device wherever "
@@ -58,7 +60,7 @@ def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
 
 
 class Replicas(Layout):
-    """Replicas of the objective, in a DistributedDataParallel module."""
+    """Replicas of the objective in a DistributedDataParallel module."""
 
     module: DistributedDataParallel
     low_rank: PowerSGDState | None = None
@@ -96,14 +98,14 @@ class Replicas(Layout):
         return self.module.no_sync()
 
     def add_up_in_fp32(self) -> None:
-        """Accumulate all but the last micro-batch in fp32, since DDP's buckets have the parameters'
-        dtype.
+        """Accumulate all micro-batches but the last in fp32, since DDP's buckets have the
+        parameters' dtype.
         """
         self._adds_in_fp32 = True
 
     @torch.no_grad()
     def prepare_reduction(self) -> None:
-        """Round the sums to the dtype of DDP's buckets, to which the last micro-batch is added."""
+        """Round the sums to the dtype of DDP's buckets before the last micro-batch is added."""
         if self._adds_in_fp32:
             self._round_sums()
         if self.use is not None:
@@ -122,7 +124,7 @@ class Replicas(Layout):
             parameter.grad = gradient
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. What no rank has used has none."""
+        """Compute the step's gradients. Parameters that no rank has used get none."""
         totals = super().gradients(batches, hooks)
         if self.use is not None:
             self.use.agree([p not in self._unused for p in self._trained])
@@ -139,7 +141,9 @@ class Replicas(Layout):
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def take_back(self) -> None:
-        """Count a look as no step: PowerSGD's first collectives are whole."""
+        """Do not count the check of the first batch as a step, because PowerSGD's first collectives
+        are uncompressed.
+        """
         if self.use is not None:
             self.use.steps -= 1
         if self.low_rank is not None:

@@ -17,9 +17,9 @@ from outpace.records.strategies import TRAITS
 
 
 def fills_later(plan: Plan) -> bool:
-    """Return whether to lay a model out on the meta device and fill it later.
+    """Return whether to lay out a model on the meta device and fill it later.
 
-    Parameters that are quantized to 4 bits, or go to a disk, need their values earlier.
+    Parameters that are quantized to 4 bits or offloaded to disk need their values earlier.
     """
     spread = not TRAITS[plan.strategy].whole_model and plan.world_size > 1
     rounded = plan.lora_rank is not None and plan.base != "fp32"
@@ -33,10 +33,10 @@ def fill(
     value_of: Callable[[str], Tensor],
     keeps_wide: bool = False,
 ) -> dict[str, Tensor]:
-    """Give a layout that has no memory its weights on `device`, before its optimizer is made.
+    """Give a layout on the meta device its weights on `device`, before its optimizer is created.
 
-    `value_of` gives a whole parameter by its name in a single process. With `keeps_wide` returns
-    this rank's parts of them in fp32 as well, by name, where weights of 16 bits train.
+    `value_of` returns a whole parameter by its name in a single process. With `keeps_wide`, return
+    this rank's parts in fp32 as well, by name, if 16-bit weights are trained.
     """
     _take_memory(layout.objective, device)
     wide: dict[str, Tensor] = {}
@@ -51,9 +51,9 @@ def fill(
 
 @torch.no_grad()
 def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's parts of whole tensors, in memory of their own where a rank has less.
+    """Return this rank's parts of whole tensors. Parts that are smaller than the whole are copies.
 
-    By the names of the layout's parameters.
+    The keys are the names of the layout's parameters.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():
@@ -64,7 +64,7 @@ def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor of a parameter."""
+    """Return this rank's part of a parameter's whole tensor."""
     if not is_spread(parameter):
         return whole
     from torch.distributed.tensor import distribute_tensor

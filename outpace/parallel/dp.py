@@ -31,7 +31,7 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 class DataParallel(Layout):
     """An objective whose batches, loss, gradients and optimizer are on rank 0.
 
-    `gradients` receives whole batches on rank 0 and None on the others.
+    `gradients` receives whole batches on rank 0 and None on all others.
     """
 
     objective: LanguageModelObjective
@@ -47,17 +47,19 @@ class DataParallel(Layout):
         self._fused = fuse(trainable)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return an optimizer that steps parameters on rank 0 only."""
+        """Return an optimizer that updates parameters on rank 0 only."""
         return build(groups) if self._first else self._placeholder.optimizer(build)
 
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save, all on rank 0; others have the last forward's weights."""
+        """Return the state to save, which is complete on rank 0. Other ranks have the weights of
+        the last forward.
+        """
         return (self.model, optimizer) if self._first else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients, which end on rank 0."""
+        """Compute the step's gradients, which are summed on rank 0."""
         self._placeholder.attend()
         return super().gradients(batches, hooks)
 
@@ -142,7 +144,9 @@ class DataParallel(Layout):
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Take micro-batches to be like this whole one, which rank 0 need not tell then."""
+        """Assume that micro-batches have the form of this whole one, so that rank 0 need not send
+        it.
+        """
         self._form = self._form_of(batch)
 
     def _form_of(self, batch: dict[str, Tensor]) -> Form:
@@ -182,7 +186,7 @@ class DataParallel(Layout):
         return self._forward(batch, hooks)[1]
 
     def total_norm(self) -> Tensor:
-        """Return rank 0's norm, which it tells the others."""
+        """Return rank 0's norm, which it sends to the others."""
         dtype = norm_dtype(self._fused[0].buffer.dtype)
         norm = (
             super().total_norm() if self._first else torch.zeros((), dtype=dtype, device=self._on)
@@ -196,22 +200,22 @@ class DataParallel(Layout):
 
 
 class Outputs(nn.Module):
-    """The hidden states of an objective, the part that threads compute."""
+    """The hidden states of an objective: the part that threads compute."""
 
     def __init__(self, objective: LanguageModelObjective) -> None:
         super().__init__()
         self.objective = objective
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return (B, S, D) of a micro-batch."""
+        """Return the hidden states of a micro-batch, (B, S, D)."""
         return self.objective.hidden_states(batch)
 
 
 class Threads(nn.Module):
-    """torch's DataParallel in one process, with a thread per CUDA device; the loss is computed
+    """torch's DataParallel in one process, with one thread per CUDA device. The loss is computed
     here.
 
-    With one device, or on the CPU, it has nothing to share.
+    With one device, or on a CPU, there is nothing to divide.
     """
 
     def __init__(self, objective: LanguageModelObjective) -> None:
@@ -230,7 +234,9 @@ def _show(form: Form) -> str:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Let rank 0 lead. Raises BadInputError across hosts, and for a loss that takes a batch."""
+    """Make rank 0 the leader. Raises BadInputError across hosts, and for a loss that takes a
+    batch.
+    """
     ranks, objective = request.ranks, request.objective
     if ranks.local_world_size != ranks.world_size:
         raise BadInputError(

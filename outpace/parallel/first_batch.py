@@ -79,12 +79,12 @@ WAYS_OUT = {
 
 
 class FirstBatch:
-    """Comparison of a layout with the plain module, made once.
+    """One-time comparison of a layout with the plain module.
 
-    Made before the objective is laid out, of which it copies the structure alone. `say` is given
-    sentences, on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are the names
-    of the parts that recompute, where the user gives them. `resumed` may be set: steps were done
-    before.
+    Create it before the objective is laid out, because it copies the objective's structure. `say`
+    is called with sentences on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are
+    the names of the parts that recompute, if the user gives them. `resumed` may be set if earlier
+    steps were done.
     """
 
     def __init__(
@@ -112,10 +112,11 @@ class FirstBatch:
     ) -> Tensor | None:
         """Compare this rank's `passes`. Collective. Raises BadInputError on all ranks.
 
-        `run` makes the first step's forward and backward with `given` (None: the layout does).
-        Where the plain module draws what the layout does, and with `reuse`, they are made once:
-        returns its totals, and leaves gradients, buffers and generators as it does. Else returns
-        None, and all is as it was. `ready` is called before what the layout does.
+        `run` runs forward and backward of the first step with `given` (None: as the layout does).
+        If the plain module draws the same random numbers as the layout, and with `reuse`, the
+        layout's pass is used for the step: this returns its totals and leaves gradients, buffers
+        and generators as the pass left them. Otherwise, it returns None and restores everything.
+        `ready` is called before the layout's pass.
         """
         run = layout.gradients if run is None else run
         told: list[Any] = [None] * self._ranks.world_size

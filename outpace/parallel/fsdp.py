@@ -45,13 +45,14 @@ def shard(
     again: bool = True,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Split the parameters of each block, and what is left of a module, over the mesh's last ranks.
+    """Shard the parameters of each block, and the remaining ones of a module, over the last
+    dimension of the mesh.
 
-    `runs_on` is the kind of device to choose for, where tensors are traced on another.
+    `runs_on` is the kind of device to choose for, if tensors are traced on another kind.
 
-    `again`: blocks give their parameters up after the forward and gather them for the backward.
-    What lies outside of the blocks is kept between them: its forward ends where the backward
-    begins. `replicated` parameters stay whole on each rank. Collective.
+    `again`: blocks reshard after the forward and gather their parameters again for the backward.
+    Parameters outside of the blocks stay gathered in between, because their forward ends where the
+    backward begins. `replicated` parameters stay whole on each rank. Collective.
     """
     near = peer_memory_group(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
     if precision in SHARD_DTYPES:
@@ -77,8 +78,8 @@ def shard(
 def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that `fully_shard` cannot split; make the others contiguous.
 
-    It splits a first dimension; units share no parameter, and reduce the gradients of one
-    dtype, which is here that of most of a unit's values.
+    `fully_shard` splits the first dimension. Its units do not share parameters, and reduce
+    gradients in one dtype, here the most frequent one in the unit.
     """
     units = _parts_of_units(module, blocks)
     owners = Counter(p for parts in units for p in _parameters_of(parts))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class FusedGradients:
-    """A buffer for the gradients of `parameters`, all of one dtype and on one device.
+    """A buffer for the gradients of `parameters`, all with the same dtype and device.
 
-    Behind the gradients the buffer has one number for each parameter: 1 where it has a gradient.
-    When buffers have been added up over ranks, a 0 says that no rank has one, and the optimizer
-    leaves the parameter alone as it would in a single process.
+    After the gradients, the buffer has one number per parameter: 1 if it has a gradient. After a
+    sum over ranks, 0 means that no rank has one, and the optimizer skips the parameter, as in a
+    single process.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FusedGradients:
             self.take(index)
 
     def give(self) -> None:
-        """Let the parameters' gradients be what the buffer holds, sharing its memory."""
+        """Make the parameters' gradients views of the buffer."""
         found = self.present.tolist()
         for parameter, part, count in zip(self.parameters, self.parts, found, strict=True):
             dtype = parameter.grad_dtype or parameter.dtype
@@ -62,10 +62,10 @@ def fuse(
     limit_bytes: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[FusedGradients]:
-    """Make buffers of at most `limit_bytes` of gradients, with parameters in the given order.
+    """Create buffers of at most `limit_bytes` for gradients of parameters in the given order.
 
-    A parameter larger than that has one of its own. `dtype` is that of the buffers, None for the
-    parameters' own.
+    A larger parameter gets its own buffer. `dtype` is that of the buffers; None: the parameters'
+    own.
     """
     groups: list[list[nn.Parameter]] = []
     filled = 0

@@ -9,12 +9,12 @@ _LOOKS, _PAUSE_S, _LIMIT_S = 3, 1e-3, 2.0
 
 
 def register_gloo_shutdown() -> None:
-    """Let this process, when it ends, wait until gloo's threads have come to rest.
+    """Make this process wait at exit until gloo's threads are idle.
 
-    A thread that lets go of a tensor while Python ends finds its lock gone, and the whole process
-    aborts after all that it had to do ("terminate called without an active exception", torch 2.13).
-    It is late where cores are busy: of 100 runs of examples/parallel.py, four at once on two cores,
-    4 aborted, and 4 of 100 others.
+    A thread that releases a tensor while Python exits finds its lock gone, and the whole process
+    aborts after all its work is done ("terminate called without an active exception", torch 2.13).
+    The thread is late if cores are busy: of 100 runs of examples/parallel.py, four at once on two
+    cores, 4 aborted, and 4 of another 100.
     """
     atexit.unregister(_rest)
     atexit.register(_rest)

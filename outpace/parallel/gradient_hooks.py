@@ -11,12 +11,12 @@ Hook = Callable[[Tensor], Any]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Hook]:
-    """Return those of `register_hook`, in order."""
+    """Return the hooks of `register_hook`, in order."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def accumulation_hooks(parameter: Tensor) -> list[Hook]:
-    """Return those of `register_post_accumulate_grad_hook`, in order."""
+    """Return the hooks of `register_post_accumulate_grad_hook`, in order."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -31,9 +31,9 @@ def add_hooks(parameter: nn.Parameter, gradient: Iterable[Hook], after: Iterable
 def refuse_hooks(
     named: Iterable[tuple[str, nn.Parameter]], strategy: str, why: str, after_alone: bool = False
 ) -> None:
-    """Raise BadInputError where a parameter has hooks that a strategy would leave out.
+    """Raise BadInputError if a parameter has hooks that a strategy would not call.
 
-    `after_alone`: it leaves out only those that run after a gradient was added up.
+    `after_alone`: the strategy skips only the hooks that run after gradient accumulation.
     """
     hooked = [
         name

@@ -25,11 +25,11 @@ def ranks_may_differ(objective: nn.Module) -> bool:
 
 
 class GradientUse:
-    """Agreement of ranks on which of `named` parameters have a gradient on any of them.
+    """Agreement between ranks on which of the `named` parameters have a gradient on any rank.
 
-    `steps` are done already. Ranks send one message, with a byte per parameter. Only a rank that
-    lacks a gradient, or has written to a parameter, reads the answer, so no other waits for its
-    device.
+    `steps` are already done. Ranks send one message with a byte per parameter. Only a rank that
+    lacks a gradient, or has written to a parameter, reads the answer, so the others do not wait for
+    their devices.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class GradientUse:
         self.all_wrote = False
 
     def agree(self, used: Sequence[bool]) -> None:
-        """Drop the gradients of parameters in `used` that no rank uses in this step. Collective."""
+        """Drop the gradients of those parameters in `used` that no rank uses in this step.
+        Collective.
+        """
         self.steps += 1
         self.all_wrote = False
         complete, wrote = all(used), self.find_writes()

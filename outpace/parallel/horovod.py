@@ -48,27 +48,31 @@ def why_not(ranks: Ranks) -> str | None:
 
 
 class HorovodReducer:
-    """Adds up buffers over all ranks. `hvd` is the module `horovod.torch`, started."""
+    """Reducer that sums buffers over all ranks. `hvd` is the initialised module `horovod.torch`."""
 
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd
         self._pending: list[Any] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Name buffers for Horovod, which matches them by name: the same in each step."""
+        """Name buffers for Horovod, which matches them by name, with the same names in each
+        step.
+        """
         name = f"outpace.{len(self._pending)}"
         handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
         self._pending.append(handle)
 
     def finish(self) -> None:
-        """Wait until every buffer is added up."""
+        """Wait until every buffer is summed."""
         pending, self._pending = self._pending, []
         for handle in pending:
             self._hvd.synchronize(handle)
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and join them by Horovod. Raises BadInputError where it cannot be."""
+    """Make replicas equal and connect them by Horovod. Raises BadInputError if that is not
+    possible.
+    """
     reason = why_not(request.ranks)
     if reason is not None:
         raise BadInputError(f"strategy horovod: {reason}.")

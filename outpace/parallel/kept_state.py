@@ -50,16 +50,17 @@ Totals = tuple[float, float]  # sum of a loss, and count
 
 @dataclass(frozen=True)
 class KeptState:
-    """State on which the loss depends, and generators of its own, by names of `kept_attributes`.
+    """State on which the loss depends, and the module's own generators, by names of
+    `kept_attributes`.
 
-    `found`: whether the loss of samples changes with what was before them, though all that a
-    checkpoint holds is the same; `unseen`: whether by what outpace could not put back (so that it
-    may be numbers drawn each time). `apart`: by how much it changes with other samples before,
-    which data-parallel ranks have: 0 for counters, and for recurrent state, of which each sample
-    has its own. `failure`: why it could not be found out, though the samples have a loss.
-    `writes`: whether a forward writes to parameters or saved buffers, or none came to its end.
-    `halves`: sum and count of the loss of each half of the piece, if they are known, and the first
-    half leaves nothing of which the other one's could depend.
+    `found`: whether the loss of samples changes with previous samples although everything that a
+    checkpoint contains is the same. `unseen`: whether the cause is something that outpace could not
+    restore, so that it may be numbers drawn each time. `apart`: by how much the loss changes after
+    other samples, as on other data-parallel ranks; 0 for counters, and for recurrent state that
+    each sample has for itself. `failure`: why the check failed, although the samples have a loss.
+    `writes`: whether a forward writes to parameters or saved buffers, or no forward finished.
+    `halves`: sum and count of the loss of each half of the piece, if known and if the first half
+    leaves nothing that may affect the other.
     """
 
     found: bool = False
@@ -93,20 +94,22 @@ def find_kept_state(
     in_halves: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> KeptState:
-    """Return the state that an objective keeps, by forwards of a few samples of a micro-batch.
+    """Find the state that an objective keeps, by running forwards of a few samples of a
+    micro-batch.
 
-    `other` is another micro-batch, where there is one: before a single sample comes its.
+    `other` is another micro-batch, if there is one; its first sample is run before a micro-batch of
+    one sample.
 
-    The loss of samples is compared with their loss after others, with the same buffers, parameters
-    and random numbers. `alone`: there is one process; then what get_extra_state returns is in its
-    checkpoints as buffers are (of several ranks it would be that of one). `writes`: outpace itself
-    writes to parameters. `drops`: dropout may have to be left out. All is as it was afterwards, but
-    for what cannot be reached. `in_halves`: by the halves of the micro-batch, whose losses the
-    caller needs. `share`: a rank's number among those that look, and how many there are: each does
-    a part of what shows state that matters later.
+    The loss of samples is compared with their loss after other samples, with the same buffers,
+    parameters and random numbers. `alone`: there is a single process, whose checkpoints contain the
+    result of get_extra_state as well as buffers (with several ranks, it would be that of one rank).
+    `writes`: outpace itself writes to parameters. `drops`: dropout may have to be disabled.
+    Everything that can be reached is restored afterwards. `in_halves`: use the halves of the
+    micro-batch, whose losses the caller needs. `share`: a rank's index among the ranks that check,
+    and their number; each does a part of the search for state that matters later.
 
-    Not seen is what matters after more than eight calls and is no counter, and counters that matter
-    at a few calls only, such as 200 to 500, or at every 37th.
+    Two kinds of state are not found: state that matters after more than eight calls and is not a
+    counter, and counters that matter only at a few calls, such as 200 to 500, or at every 37th.
     """
     failure: Exception | None = None
     halved = in_halves and samples_in(piece) % 2 == 0
@@ -408,7 +411,7 @@ _CHANGES: tuple[Callable[[Any], Any], ...] = (
 def explain_kept_state(
     found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
 ) -> str:
-    """Return what to know of state that ranks have `found`; no rank's values differ by it.
+    """Return a message about state that ranks have `found` and by which their values do not differ.
 
     `by_command`: the reader has flags, not a loop. `resumed`: steps were done before.
     """
@@ -463,9 +466,10 @@ def _explain_generators(names: Sequence[str]) -> str:
 
 
 def explain_evaluated_state(found: KeptState) -> str | None:
-    """Return what to know of the loss of a model whose state no file has; None where there is none.
+    """Return a warning about the evaluation loss of a model with state that no file contains; None
+    without such state.
 
-    Of data that is evaluated, by what the model does in training.
+    The state is searched on the evaluation data, in training mode.
     """
     if not found.found or found.unseen:
         return None
@@ -477,7 +481,9 @@ def explain_evaluated_state(found: KeptState) -> str | None:
 
 
 def explain_state_after_resume(found: KeptState) -> str:
-    """Return what to know where only a resumed run computes otherwise, as one process would."""
+    """Return a warning for state that makes only a resumed run compute differently, also in a
+    single process.
+    """
     return (
         "Without a break it is right; resumed it is not, as one process is not: the forward or the "
         f"loss keeps {name_attributes(found.names)} from step to step, the loss depends on it, and "
@@ -486,7 +492,7 @@ def explain_state_after_resume(found: KeptState) -> str:
 
 
 def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str) -> str:
-    """Return the refusal of state by which ranks would compute other losses."""
+    """Return a refusal for state that would make ranks compute different losses."""
     states = [one for one in found if one.apart]
     apart = max(one.apart for one in states)
     return (
@@ -505,7 +511,7 @@ CURE = (
 
 
 def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
-    """Return the likely cause of what a layout computes otherwise; None without state."""
+    """Return the likely cause of a layout's different result; None if no state was found."""
     states = [one for one in found if one.found]
     if not states:
         return None
@@ -521,7 +527,7 @@ def _names_of(found: Sequence[KeptState]) -> list[str]:
 
 
 def name_attributes(names: Sequence[str]) -> str:
-    """Return the first of the attributes' names, in words, as the user knows them."""
+    """Return the first of the attributes' names as a phrase for the user."""
     shown = [_strip_model(name) for name in names]
     if not shown:
         return "something that outpace cannot name"

@@ -34,12 +34,11 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")  # fill what was 
 
 
 class LaterWrites:
-    """Monitor of writes to a layout's parameters through the forwards and backwards of all its
-    steps.
+    """Monitor of writes to a layout's parameters in the forwards and backwards of all steps.
 
-    `known` are writes that the comparison in the first step accepted; `steps` are done. Under ddp
-    and zero1 later writes are accepted too, if all ranks write the same; otherwise the rank that
-    finds one raises BadInputError.
+    `known` are writes that the comparison in the first step accepted; `steps` are already done.
+    Under ddp and zero1, later writes are accepted too, if all ranks write the same; otherwise the
+    rank that finds one raises BadInputError.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class LaterWrites:
         self._seen: _Writes | None = None
 
     def begin(self) -> None:
-        """Start with the next step, unless the layout itself writes between forwards."""
+        """Start monitoring with the next step, unless the layout itself writes between forwards."""
         plan = self._plan
         if plan.optimizer_in_backward or plan.offload_parameters != "none":
             return
@@ -67,7 +66,9 @@ class LaterWrites:
             self._use.find_writes = self._find_writes
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run the layout's. Raises BadInputError for a forward that writes to parameters."""
+        """Run the layout's `gradients`. Raises BadInputError for a forward that writes to
+        parameters.
+        """
         self._step += 1
         self._looks = self._step & (self._step - 1) == 0
         if self._looks:

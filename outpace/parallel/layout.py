@@ -27,9 +27,9 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class StepHooks:
     """Functions of a trainer that a forward and backward pass calls.
 
-    `cast()` is entered around each forward (autocast). `scale(loss_sum)` is what backward starts
-    from: the loss as its share of the global mean, times the loss scale of fp16. `mark(part)` says
-    that what was done since the last mark was `part` ("forward", "backward").
+    `cast()` is entered around each forward (autocast). `scale(loss_sum)` returns the value that
+    backward starts from: the loss as its share of the global mean, times fp16's loss scale.
+    `mark(part)` attributes the time since the last mark to `part` ("forward", "backward").
     """
 
     cast: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -41,12 +41,13 @@ class StepHooks:
 class LayoutRequest:
     """Request to a strategy: an objective, and the ranks to lay it out on.
 
-    It is on its device, or on meta where `deferred_init.fills_later`.
+    The objective is on its device, or on meta if `deferred_init.fills_later`.
 
-    For a custom model, `blocks` are the names of its repeated parts, or lists of names, one for
-    each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
-    `scratch` takes the parameters of a plan that offloads them to disk. `cuda_graphs`: passes of
-    `single` are to be replayed as CUDA graphs; `on_failure` is told why they are not after all.
+    For a custom model, `blocks` are the names of its repeated parts, or one list of names for each
+    stage of a pipeline (None: detected). `layouts` maps names to the way their matrices are split.
+    `scratch` stores the parameters of a plan that offloads them to disk. `cuda_graphs`: replay
+    passes of `single` as CUDA graphs; `on_failure` is called with the reason if that is not
+    possible.
     """
 
     objective: nn.Module
@@ -61,7 +62,7 @@ class LayoutRequest:
 
     @property
     def runs_on(self) -> str:
-        """Return the kind of device to choose for; for traced tensors, the one that is traced."""
+        """Return the kind of device to choose for; for traced tensors, the kind that is traced."""
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
@@ -71,24 +72,26 @@ def _total_dtype(device: torch.device) -> torch.dtype:
 
 
 def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
-    """Return the numbers of a pass in one tensor, so that passes and ranks can be added up."""
+    """Return the totals of a pass in one tensor, so that passes and ranks can be summed."""
     dtype = _total_dtype(loss_sum.device)
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
 
 def divisor(count: Tensor) -> Tensor:
-    """Return what divides a sum over `count` targets (or weights) for its mean; never 0."""
+    """Return the number by which to divide a sum over `count` targets (or weights) to get its mean;
+    never 0.
+    """
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
 class Layout:
-    """An objective on this rank. The base class has the whole of it on each rank, without
+    """An objective on this rank. The base class has the whole objective on each rank, without
     communication.
 
-    `module` is called in place of the objective; `model` holds this rank's parameters by the names
-    that they have in a single process. `averages` is what the collective divides the sum of the
-    ranks' gradients by, so that the trainer can scale the loss: gradients end as those of the mean
-    over the global batch's targets. `computes_on` is set where parameters lie elsewhere.
+    `module` is called instead of the objective; `model` holds this rank's parameters by their names
+    in a single process. The collective divides the sum of the ranks' gradients by `averages`, so
+    that the trainer can scale the loss: the resulting gradients are those of the mean over the
+    global batch's targets. `computes_on` is set if parameters are stored on another device.
     """
 
     averages: int = 1
@@ -120,7 +123,7 @@ class Layout:
         return self._known
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return this rank's optimizer; `build` makes one from groups of its parameters."""
+        """Return this rank's optimizer; `build` creates one from groups of its parameters."""
         return build(groups)
 
     def step_in_backward(
@@ -128,11 +131,12 @@ class Layout:
         optimizer: torch.optim.Optimizer,
         look: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> None:
-        """Let each parameter be stepped as soon as its gradient is there, which is then dropped.
+        """Update each parameter as soon as its gradient is computed, and then free the gradient.
 
-        As in Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
-        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. Norms are kept. `look` sees
-        a parameter before. Only for plans of one backward a step (see `records.plan.IN_BACKWARD`).
+        This follows Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. Norms are kept. `look` is
+        called with a parameter before its update. Only for plans with one backward per step (see
+        `records.plan.IN_BACKWARD`).
         """
         norms: list[Tensor] = []
         self._stepped = norms
@@ -158,10 +162,10 @@ class Layout:
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the part of the run's state on this rank, to save or to fill from a checkpoint.
+        """Return this rank's part of the run's state, to save or to fill from a checkpoint.
 
-        The module with its weights and the optimizer with its state, None where it has none that
-        counts. Collective.
+        This is the module with its weights, and the optimizer with its state, or None if it has no
+        relevant state. Collective.
         """
         self._make_buffers_equal()
         return self.model, optimizer
@@ -171,31 +175,34 @@ class Layout:
             self.buffers.make_equal()
 
     def resume_from(self, start_step: int) -> None:
-        """Prepare for the first step of this process; `start_step` steps are done already."""
+        """Prepare for the first step of this process, after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Find out what is kept of a first batch, before a look that puts back what it changes.
+        """Learn what has to be kept from a first batch, before a check that restores what it
+        changes.
 
-        Collective. Nothing in most layouts.
+        Collective. Most layouts do nothing.
         """
 
     def plain_draws(self) -> PlainDraws | None:
-        """Return what lets a plain module draw as the next step's stages do. Collective.
+        """Return a way for a plain module to draw the same numbers as the next step's stages.
+        Collective.
 
-        None where that is not needed, since each rank has its own samples, or cannot be.
+        None if that is unnecessary, since each rank has its own samples, or impossible.
         """
         return None
 
     def take_back(self) -> None:
-        """Undo what collectives have counted in the `gradients` of a comparison, which is not a
+        """Undo the counting by collectives in the `gradients` of a comparison, which is not a
         step.
         """
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.
 
-        Returns (2,) float64: its share of the sum of losses and of the number of targets; the sum
-        over all ranks is the global batch's. Afterwards every parameter's gradient is reduced.
+        Returns (2,) float64: this rank's share of the sum of losses and of the number of targets;
+        the sum over all ranks is that of the global batch. Afterwards, every parameter's gradient
+        is reduced.
         """
         if self.buffers is not None:
             self.buffers.begin_step()
@@ -212,10 +219,10 @@ class Layout:
         """Prepare for the last of several micro-batches, whose backward reduces gradients."""
 
     def add_up_in_fp32(self) -> None:
-        """Let gradients of 16 bits be added up over micro-batches in fp32.
+        """Accumulate 16-bit gradients over micro-batches in fp32.
 
-        Autograd casts each to the parameter's `grad_dtype`. `fully_shard` has a dtype of its own
-        in which it adds up what it reduces, and is left alone.
+        Autograd casts each one to the parameter's `grad_dtype`. `fully_shard` has its own dtype for
+        accumulating reduced gradients, and is not changed.
         """
         for parameter in self._accumulated_parameters():
             if parameter.grad_dtype != torch.float32:
@@ -243,13 +250,13 @@ class Layout:
         return self.computes_on or next(self.model.parameters()).device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context of micro-batches that are not a step's last."""
+        """Return the context for all micro-batches of a step but the last."""
         return nullcontext()
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Run one micro-batch without gradients, and return its totals.
 
-        The two totals are followed by the further sums that an objective with `sums` gives.
+        If the objective has `sums`, these follow the two totals.
         """
         if self.buffers is not None:
             self.buffers.begin_evaluation()
@@ -258,7 +265,7 @@ class Layout:
         return totals_of(loss_sum, count, *sums)
 
     def free_gathered(self) -> None:
-        """Free what evaluations gathered of parameters that other ranks hold."""
+        """Free parameters of other ranks that evaluations gathered."""
 
     def local_gradients(self) -> list[Tensor]:
         """Return the parts of all gradients on this rank."""
@@ -275,10 +282,10 @@ class Layout:
         return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
-        """Scale the gradients so that their norm is at most `limit`; 0 leaves them.
+        """Scale the gradients so that their norm is at most `limit`; 0 disables it.
 
-        Those of 16 bits, of which an `optimizer` with master weights makes fp32 ones, are scaled
-        there, in its next step. Returns the norm before. Collective.
+        16-bit gradients that an `optimizer` with master weights converts to fp32 are scaled there,
+        in its next step. Returns the norm before scaling. Collective.
         """
         norm = self.total_norm()
         if limit <= 0:
@@ -299,7 +306,7 @@ class Layout:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
 
     def widen_gradients(self) -> None:
-        """Make gradients of 16 bits fp32, until they are dropped."""
+        """Convert 16-bit gradients to fp32 until they are dropped."""
         for parameter in self._parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -314,10 +321,10 @@ class Layout:
             parameter.grad_dtype = parameter.dtype
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make every rank skip an fp16 step that one of them has to skip. Collective."""
+        """Make all ranks skip an fp16 step if one of them has to. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by the optimizer's fp32 copies, at the end. Collective."""
+        """Replace the weights by the optimizer's fp32 copies at the end. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
@@ -339,9 +346,9 @@ def _fsdp_modules(module: nn.Module) -> list[Any]:
 
 
 class SpreadLayout(Layout):
-    """Ranks of `group` hold different parts of the model.
+    """A layout in which the ranks of `group` hold different parts of the model.
 
-    `ranks_of_a_part` of them hold the same part, as replicas or in shares.
+    `ranks_of_a_part` of them hold the same part, as replicas or shards.
     """
 
     def __init__(
@@ -352,7 +359,7 @@ class SpreadLayout(Layout):
         self._ranks_of_a_part = ranks_of_a_part
 
     def total_norm(self) -> Tensor:
-        """Each rank's share of the squares, added up over the group."""
+        """Return the norm, summing each rank's share of the squares over the group."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
         for norm in self._norms_of_stepped():  # of parts that no other rank of the group has
             square += norm.double().square()
@@ -360,12 +367,13 @@ class SpreadLayout(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Each rank has seen its own part only."""
+        """Make all ranks skip the step if one has to, since each has seen only its own part."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
 
 class ShardedLayout(SpreadLayout):
-    """Parameters are split over the ranks of `group`, the large ones at least, as DTensors.
+    """A layout whose parameters are sharded over the ranks of `group`, at least the large ones, as
+    DTensors.
 
     `meta_model` is the model as it was before, without memory for its weights.
     """
@@ -377,7 +385,7 @@ class ShardedLayout(SpreadLayout):
         self._meta_model = meta_copy
 
     def free_gathered(self) -> None:
-        """Reshard; `named_parameters` are this rank's parts again."""
+        """Reshard; afterwards, `named_parameters` are this rank's parts again."""
         for part in _fsdp_modules(self.objective):
             part.reshard()
 
@@ -386,7 +394,7 @@ class ShardedLayout(SpreadLayout):
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Gathers the weights one by one; ranks that do not want them keep none."""
+        """Gather the weights one by one; ranks that do not request the model keep none."""
         weights: dict[str, Any] = {}
         for name, held in self.model.state_dict().items():
             gathered = whole(held) if isinstance(held, Tensor) else held  # an extra state

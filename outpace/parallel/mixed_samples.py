@@ -37,7 +37,9 @@ _FIRST = 5
 
 @dataclass(frozen=True)
 class MixedDifference:
-    """Difference of the `loss`, else of the `gradient` of parameters of these `names`."""
+    """A difference in the `loss`, or otherwise in the `gradient` of the parameters with these
+    `names`.
+    """
 
     loss: float = 0.0
     gradient: float = 0.0
@@ -45,11 +47,12 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """Comparison of a few samples of ranks, in pairs: one rank runs both, each runs its own.
+    """Comparison of a few samples across pairs of ranks: one rank runs both samples together, each
+    runs its own.
 
-    It takes the time of two samples, or four if necessary. `divert` hands the gradients of a
-    backward of `plain` to a function, and that backward keeps none; None ends that. `strategy` is
-    named when a collective in the user's code is refused.
+    It takes the time of two samples, or four if necessary. `divert` passes the gradients of a
+    backward of `plain` to a function, so that the backward stores none; None ends that. `strategy`
+    is named when a collective in the user's code is refused.
     """
 
     def __init__(
@@ -73,11 +76,12 @@ class MixedSamples:
     ) -> MixedDifference:
         """Compare the first samples of ranks' micro-batches. Collective.
 
-        `piece` is this rank's, and None where its samples are not needed; `order` the rank's number
-        among those that have one. Any rank may have all `leave_out`.
+        `piece` is this rank's, or None if its samples are not needed; `order` is the rank's index
+        among those that have a piece. All ranks skip the comparison if any of them sets
+        `leave_out`.
 
-        A single sample may be a case of its own, so that what it shows is seen in two, where
-        micro-batches have as many as four.
+        A single sample may be a special case, so a difference is confirmed with two samples if
+        micro-batches have at least four.
         """
         most = 0 if piece is None else min(_FEW, samples_in(piece) // 2)
         sent = None

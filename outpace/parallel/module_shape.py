@@ -10,7 +10,7 @@ from outpace.records.plan import Strategy
 
 
 def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
-    """Return strategies that a module's parts do not allow on `ranks` ranks, each with the
+    """Return the strategies that a module's structure rules out on `ranks` ranks, each with the
     reason.
     """
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's models

@@ -45,10 +45,10 @@ class _Values(NamedTuple):
 
 @contextmanager
 def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Restore a module's state, and all generators, at the end.
+    """Restore a module's state and all generators at the end.
 
-    Calling what is yielded keeps the new state instead. Gradients from before are set aside in the
-    meantime. Parameters' values are not restored.
+    Call the yielded function to keep the new state instead. Existing gradients are set aside in the
+    meantime. Parameter values are not restored.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     undo = _undo_all(module)
@@ -69,12 +69,13 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what an objective keeps beside parameters and saved buffers, in a form that compares.
+    """Return the values that an objective keeps outside of parameters and saved buffers, in a
+    comparable form.
 
-    By name: numbers, tensors, generators, and what containers and objects of the user's own classes
-    hold, in plain attributes; buffers that no checkpoint has; and globals, class attributes and
-    enclosed variables that functions of the user's files use. What is no plain attribute is named
-    with what it is, in parentheses.
+    By name, these are numbers, tensors, generators, and the contents of containers and objects of
+    the user's own classes in plain attributes; buffers that are not in checkpoints; and globals,
+    class attributes and enclosed variables that functions in the user's files use. Values that are
+    not plain attributes are named with their kind in parentheses.
     """
     seen = {id(part) for part in module.modules()}
     found: dict[str, Any] = {}
@@ -94,7 +95,9 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
-    """Return what a buffer of an objective's part `name` is; None for one that checkpoints have."""
+    """Return the kind of a buffer in the part `name` of an objective; None if checkpoints contain
+    it.
+    """
     if buffer in part._non_persistent_buffers_set:
         return "a buffer with persistent=False"
     of_model = "model" not in objective._modules or name == "model" or name.startswith("model.")
@@ -163,7 +166,7 @@ def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) 
     """Change the integers in the attribute `name` of `kept_attributes`; return whether there are
     any.
 
-    This includes tensors and arrays of one number, and entries of dicts and lists.
+    These include tensors and arrays with a single number, and entries of dicts and lists.
     """
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
@@ -208,7 +211,7 @@ def is_generator(comparable: Any) -> bool:
 
 
 def shapes_in(comparable: Any) -> Any:
-    """Return the shapes of the tensors in what `kept_attributes` returns."""
+    """Return the shapes of the tensors in the result of `kept_attributes`."""
     if isinstance(comparable, dict):
         return {name: shapes_in(one) for name, one in comparable.items()}
     if isinstance(comparable, _Values):
@@ -240,7 +243,7 @@ def _comparable_entry(value: Any, seen: set[int]) -> Any:
 
 
 def undo_draws(module: nn.Module) -> Undo:
-    """Return what puts the generators that a module itself has back to where they are now."""
+    """Return a function that restores the module's own generators to their current state."""
     undo = _undo_all(module, only=_GENERATORS)
 
     def put_back() -> None:

@@ -22,7 +22,9 @@ NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
 
 
 class MovedParameters(TorchDispatchMode):
-    """Notes which of named tensors are written to within it, and what they were before."""
+    """Records which of the named tensors are written to inside the context, and their previous
+    values.
+    """
 
     supports_higher_order_operators = True
 
@@ -72,9 +74,10 @@ class MovedParameters(TorchDispatchMode):
                 self._before.setdefault(name, (held, held.clone()))
 
     def written_unseen(self) -> list[str]:
-        """Return the names of what was written to since, though by no operator that was seen.
+        """Return the names of tensors that were written to by operators that were not observed.
 
-        That is by another thread, as a backward on CUDA is one; or all, where none was watched.
+        These operators run in another thread, such as a backward on CUDA. If nothing was observed,
+        all written tensors count.
         """
         self._note_replaced()
         now = self._count_writes()
@@ -89,7 +92,7 @@ class MovedParameters(TorchDispatchMode):
         }
 
     def put_back(self) -> dict[str, Tensor]:
-        """Let all be as before; returns the values that were there in between, by name."""
+        """Restore all values; return the ones that were there in the meantime, by name."""
         moved = {name: now.clone() for name, now in self.changes().items()}
         for name in {*moved, *self.replaced} & self._before.keys():
             held, before = self._before[name]
@@ -100,7 +103,7 @@ class MovedParameters(TorchDispatchMode):
         return moved
 
     def changes(self) -> dict[str, Tensor]:
-        """Return the tensors that have other values than before, by name."""
+        """Return the tensors whose values have changed, by name."""
         self._note_replaced()
         found = {}
         for name, (held, before) in self._before.items():
@@ -111,7 +114,7 @@ class MovedParameters(TorchDispatchMode):
 
     @contextmanager
     def put_back_unless(self, kept: Callable[[], bool]) -> Iterator[None]:
-        """Let all be as before afterwards, unless it is kept."""
+        """Restore all values at the end, unless the change is kept."""
         try:
             yield
         finally:
@@ -121,7 +124,7 @@ class MovedParameters(TorchDispatchMode):
 
 @contextmanager
 def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-    """Let tensors have the values of before afterwards."""
+    """Restore the tensors' values at the end."""
     watch = MovedParameters(named)
     try:
         with watch:
@@ -131,7 +134,7 @@ def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors of memory of their own that a call of an operator writes to."""
+    """Yield the tensors with their own memory that an operator call writes to."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -161,7 +164,9 @@ def is_lost_value(error: BaseException) -> bool:
 
 
 def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
-    """Return what to do where a forward writes to parameters, and may not under a strategy."""
+    """Return a message for a forward that writes to parameters although the strategy does not allow
+    it.
+    """
     return (
         f"the module's forward changes the values of {first_names(names)}, and under strategy "
         f"{strategy} {why}. Change parameters between steps instead, all ranks alike."

@@ -81,7 +81,7 @@ class Product(SpreadLayout):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay the model out over all axes of the plan. Raises BadInputError for another's model."""
+    """Lay out the model over all axes of the plan. Raises BadInputError for a custom model."""
     objective, plan = request.objective, request.plan
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(

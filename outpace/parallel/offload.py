@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Return whether one process has to gather its parameters, since they are kept elsewhere."""
+    """Return whether a single process has to gather its parameters because they are stored
+    elsewhere.
+    """
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 
@@ -56,7 +58,7 @@ def offload_policy(plan: Plan, device: torch.device) -> "OffloadPolicy":
 
 
 def require(plan: Plan, device: torch.device) -> None:
-    """Refuse what the device makes no sense of or cannot reach. Raises BadInputError."""
+    """Refuse options that the device does not support or cannot reach. Raises BadInputError."""
     require_place(plan.offload_activations, device)
     if plan.strategy not in GATHERS and gathers(plan, device):
         raise BadInputError(
@@ -66,7 +68,7 @@ def require(plan: Plan, device: torch.device) -> None:
 
 
 def group_of_one(device: torch.device) -> DeviceMesh:
-    """Return this rank alone, as a group to shard over."""
+    """Return a group that contains only this rank, to shard over."""
     # Of fp16's overflow the CPU tells, where gradients lie.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     mine = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
@@ -85,7 +87,8 @@ def place_optimizer(
 def to_disk(layout: Layout, scratch: Scratch) -> None:
     """Move this rank's parameters into mapped files, and read blocks ahead of their use.
 
-    Before the first forward and, since an optimizer looks where parameters lie, before its making.
+    Call it before the first forward, and before the optimizer is created, since the optimizer
+    checks where parameters are stored.
     """
     held = _fsdp_params(layout)
     for _, parameter in layout.named_parameters():

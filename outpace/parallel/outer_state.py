@@ -30,7 +30,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class OuterVariable:
-    """A variable outside of a module, `kind` in words; `put` gives it another value."""
+    """A variable outside of a module. `kind` describes it, and `put` sets its value."""
 
     name: str
     kind: str
@@ -38,12 +38,14 @@ class OuterVariable:
     put: Callable[[Any], None]
 
     def undo(self) -> Callable[[], None]:
-        """Return what gives it the value that it has now."""
+        """Return a function that restores the current value."""
         return partial(self.put, self.get())
 
 
 def find_places(module: nn.Module) -> list[OuterVariable]:
-    """Return all places that functions of a module and of its parts, hooks and loss can use."""
+    """Return all variables that functions of a module, its parts, its hooks and its loss can
+    use.
+    """
     walk = _Walk()
     for part in module.modules():
         walk.add(type(part))

@@ -44,9 +44,9 @@ _REFUSED = {
 
 
 class ParallelModule:
-    """A module laid out on the ranks of a plan, for the user's training loop.
+    """A module laid out on the ranks of a plan, for your own training loop.
 
-    Every rank makes the same calls in the same order. `layout` is what the strategy made.
+    Every rank must make the same calls in the same order. `layout` is the result of the strategy.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class ParallelModule:
         self._device = device
 
     def share(self, batch: Batch) -> Batch:
-        """Return this rank's samples of a global batch, which all ranks have read.
+        """Return this rank's samples of a global batch that all ranks have read.
 
-        Who reads apart instead (DistributedSampler) reads share `plan.data_rank(rank)` of
-        `plan.data_parallel`: ranks of one pipeline or tensor-parallel group read the same.
+        If ranks read different samples instead (DistributedSampler), read share
+        `plan.data_rank(rank)` of `plan.data_parallel`: ranks of one pipeline or tensor-parallel
+        group read the same.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
@@ -79,10 +80,11 @@ class ParallelModule:
             ]
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Compute the mean loss over the global batch, given this rank's share of it.
+        """Compute the mean loss over the global batch from this rank's share of it, and its
+        gradients.
 
-        Takes the place of `loss.backward()`: afterwards every gradient is that of this mean.
-        Gradients of before are dropped. The share goes through in the plan's micro-batches.
+        Replaces `loss.backward()`: afterwards, every gradient is that of this mean. Previous
+        gradients are dropped. The share is processed in the plan's micro-batches.
         """
         with refuse_together(self._ranks.world_size):
             for _, parameter in self.layout.named_parameters():
@@ -99,17 +101,19 @@ class ParallelModule:
             return totals[0] / totals[1]
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that the whole model's is at most `max_norm` long.
+        """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
-        Each parameter counts once, wherever its parts lie. Returns the norm before; `math.inf`
-        measures only.
+        Each parameter counts once, wherever its parts are stored. Returns the norm before scaling;
+        `math.inf` only measures it.
         """
         return self.layout.clip(max_norm)
 
     def make_optimizer(
         self, build: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """`build(parameters, **options)` of this rank's parameters, such as torch.optim.AdamW."""
+        """Return `build(parameters, **options)` for this rank's parameters, with for example
+        torch.optim.AdamW.
+        """
         held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
         return place_optimizer(
             self.layout, self.plan, self._scratch, [{"params": held}], partial(build, **options)
@@ -126,12 +130,14 @@ class ParallelModule:
             return totals[0] / totals[1]
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """The whole model's state, by the names of the module as it was; on rank 0, else None."""
+        """Return the whole model's state by the original module's names on rank 0, and None on
+        other ranks.
+        """
         whole = self.layout.whole_model(self._ranks.rank == 0)
         return None if whole is None else dict(whole.state_dict())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters or parts of parameters, by the module's own names."""
+        """Return this rank's parameters or shards, by the module's own names."""
         return self.layout.named_parameters()
 
     def _passes(self, batch: Batch) -> list[Batch]:
@@ -177,33 +183,33 @@ def parallelize(
     sync_batchnorm: bool = False,
     check: Literal["on", "off"] = "on",
 ) -> ParallelModule:
-    """Lay a module (already on its device) out as the plan says; every rank calls this.
+    """Lay out a module (already on its device) according to the plan. Every rank calls this.
 
-    All ranks start from rank 0's weights. The module is changed in place, and is not to be called
-    any more but through what is returned.
+    All ranks start from rank 0's weights. The module is changed in place; from then on, call only
+    the returned object.
 
-    `mesh` has the plan's axes by name over all ranks, in order; None makes one, and the default
-    process group too, from the environment that torchrun sets.
+    `mesh` has the plan's axes by name over all ranks, in order. None creates one, and also the
+    default process group, from the environment that torchrun sets.
 
-    `loss(module, batch)` returns the mean over the batch's samples, or (sum, count) where the mean
-    is over something else, such as tokens that are not padding. None takes the module's own:
+    `loss(module, batch)` returns the mean over the batch's samples, or (sum, count) if the mean is
+    over something else, such as tokens that are not padding. None uses the module's own loss: the
     cross-entropy of its logits with batch["targets"], or its `.loss`.
 
-    `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline spreads
-    over its stages: the module's forward calls them once each, in this order, and hands each the
-    last one's output as its first input. Lists of names are one for each stage. None: the
-    repeated parts, or all parts of an nn.Sequential.
+    `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline
+    distributes over its stages. The module's forward calls each of them once, in this order, and
+    passes the output of each to the next one as its first input. A list of lists gives the names
+    for each stage. None: the repeated parts, or all parts of an nn.Sequential.
 
-    `layouts` says which matrices tp splits, by patterns of names: {"layers.*.q": "colwise",
-    "layers.*.o": "rowwise"}. None: what a transformers model says of itself.
+    `layouts` selects the matrices that tp splits, by patterns of names: {"layers.*.q": "colwise",
+    "layers.*.o": "rowwise"}. None: the layouts that a transformers model defines.
 
-    `sync_batchnorm`: replicas normalise by the statistics of all their samples together.
+    `sync_batchnorm`: replicas normalise with the statistics of all their samples together.
 
-    `check`: before the first step's, forward and backward of its batch are compared with those of
-    the plain module: loss, and which parameters get which gradients. What differs is refused; where
-    only cutting the batch makes a difference, a warning says how large it is. Also on one process a
-    warning names state that state_dict() does not hold. "off" leaves it out.
-    Raises BadInputError for what cannot be done, on all ranks where one of them refuses.
+    `check`: before the first step, forward and backward of its batch are compared with those of the
+    plain module: the loss, and which parameters get which gradients. A difference is refused. If
+    only cutting the batch makes a difference, a warning says how large it is. On a single process
+    too, a warning names state that state_dict() does not contain. "off" disables the check. Raises
+    BadInputError for unsupported requests, on all ranks if one of them refuses.
     """
     _check(module, plan)
     if check not in ("on", "off"):
@@ -239,10 +245,10 @@ def lay_out(
     scratch: Scratch,
     on_failure: Callable[[str], None] | None = None,
 ) -> Layout:
-    """Lay a custom model's objective out on its ranks, with the plan's options. Collective.
+    """Lay out a custom model's objective on its ranks, with the plan's options. Collective.
 
-    `synchronise_statistics` comes before. `on_failure` is told why the model is not compiled where
-    the compiler fails on it.
+    Call `synchronise_statistics` before. `on_failure` is called with the reason if the compiler
+    fails on the model.
     """
     apply_plan_options(custom, plan, scratch, on_failure)
     return apply(
@@ -262,7 +268,7 @@ def apply_plan_options(
 
 
 def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
-    """Let replicas normalise by all samples' statistics, where the user asks for it. Collective."""
+    """Make replicas normalise with all samples' statistics, if the user requests it. Collective."""
     if custom.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None
@@ -270,7 +276,9 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
 
 
 def refused_strategy(strategy: str) -> str | None:
-    """Explain why `parallelize` does not accept a strategy, and what to use; None if it does."""
+    """Explain why `parallelize` does not accept a strategy, and suggest another; None if it
+    does.
+    """
     return _REFUSED.get(strategy)
 
 
@@ -313,7 +321,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
 
 
 def launched_world_size() -> int:
-    """Return the number of processes that torchrun has started, 1 without it."""
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
 
 

@@ -129,12 +129,13 @@ def _let_family_read() -> None:
 
 
 class PeerMemoryGroup:
-    """Ranks of a group on one host, which call the same collectives on their buffers.
+    """Ranks of a group on one host that call the same collectives on their buffers.
 
-    All raise dist.DistError where a rank is gone, gave up, or does not come in time; this rank has
-    given up then, which the others see. Raise BadInputError where another rank is at another
-    collective: of another `unit`, or length. Buffers have one dimension. A sum is made on one rank,
-    in the order of ranks, and copied from there: what several get is equal to the last bit.
+    All methods raise dist.DistError if a rank is gone, gave up, or does not arrive in time; this
+    rank then gives up too, and the others see that. They raise BadInputError if another rank calls
+    another collective, with a different `unit` or length. Buffers are one-dimensional. Each sum is
+    computed on one rank, in the order of ranks, and copied from there, so all ranks get bitwise
+    equal results.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
@@ -151,7 +152,7 @@ class PeerMemoryGroup:
         self._buffers: dict[int, int] = {}
 
     def can_read(self) -> bool:
-        """Return whether this rank can read all others."""
+        """Return whether this rank can read the memory of all others."""
         try:
             for other in self._others:
                 self._look(other)
@@ -162,7 +163,7 @@ class PeerMemoryGroup:
         return True
 
     def all_reduce(self, buffer: Tensor, factor: float = 1.0) -> None:
-        """Add up `buffer`, of any length, over the ranks, times `factor`, in place."""
+        """Sum `buffer`, of any length, over the ranks, multiply by `factor`, in place."""
         with self._or_give_up():
             self._share_buffer(buffer)
             pieces = self._pieces(buffer)
@@ -175,7 +176,9 @@ class PeerMemoryGroup:
             self._move()  # before which nobody changes what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
-        """Fill `buffer` with the ranks' parts, which are equally long; `part` may lie in it."""
+        """Fill `buffer` with the ranks' parts, which have equal lengths; `part` may be a view of
+        it.
+        """
         with self._or_give_up():
             self._share_buffer(part, 2 * unit)
             for (_, piece), one in zip(self._pieces(buffer), self._everyone, strict=True):
@@ -188,7 +191,7 @@ class PeerMemoryGroup:
     def reduce_scatter(
         self, part: Tensor, buffer: Tensor, factor: float = 1.0, unit: int = 0
     ) -> None:
-        """Put this rank's piece of the ranks' summed buffers, times `factor`, into `part`."""
+        """Write this rank's piece of the sum of all buffers, times `factor`, to `part`."""
         with self._or_give_up():
             self._share_buffer(buffer, 2 * unit + 1)
             start, own = self._pieces(buffer)[self._rank]
@@ -278,9 +281,10 @@ class PeerMemoryGroup:
 
 
 def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
-    """Return the ranks of a group if all are on this host; None if they cannot read each other.
+    """Return the ranks of a group if all are on this host; None if they cannot read each other's
+    memory.
 
-    Collective: all answer alike.
+    Collective: all ranks get the same answer.
     """
     if group.size() == 1 or dist.get_backend(group) != "gloo":
         return None
@@ -300,7 +304,9 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
 
 
 class GradientAveraging:
-    """DDP's gradients by a `PeerMemoryGroup`: `begin` is its hook, whose work a thread does."""
+    """DDP's gradient reduction with a `PeerMemoryGroup`. `begin` is DDP's hook; a thread does the
+    work.
+    """
 
     def __init__(self, peer_memory_group: PeerMemoryGroup, group: dist.ProcessGroup) -> None:
         self._peers = peer_memory_group
@@ -309,7 +315,7 @@ class GradientAveraging:
         self._failed: Exception | None = None
 
     def begin(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin with a bucket; buckets come in the same order on all ranks."""
+        """Start reducing a bucket. Buckets arrive in the same order on all ranks."""
         buffer = bucket.buffer()
         all_reduce_directly(buffer, self._group)
         done: torch.futures.Future[Exception | None] = torch.futures.Future()

@@ -56,12 +56,12 @@ _CONTEXT = ("documents", "segments", "padding_mask")
 
 
 class Stage(PipelineStage):
-    """A stage that is entered as the trainer's pass says, and says what its time went to."""
+    """A stage that enters the trainer's contexts for a pass, and reports how its time was spent."""
 
     given = StepHooks()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's forward. The time before it was spent waiting."""
+        """Run a micro-batch's forward. The time before it counts as waiting."""
         self.given.mark("communication")
         with self.given.cast(), record_function(traced_name("F", self.stage_index)):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -69,12 +69,12 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run a micro-batch's backward, which leaves gradients of inputs to be sent."""
+        """Run a micro-batch's backward, which produces the input gradients to be sent."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         fill_missing_gradients(self, bwd_chunk_id)
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        """A micro-batch's backward, or the part of it that is due."""
+        """Run a micro-batch's backward, or the part of it that is due."""
         self.given.mark("communication")
         with record_function(traced_name(_BACKWARDS[backward_type], self.stage_index)):
             gradients = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
@@ -85,9 +85,10 @@ class Stage(PipelineStage):
 class PipelineLayout(SpreadLayout):
     """This rank's stages of a transformer with its loss.
 
-    `parts` are the stages of the whole pipeline, as parts of the model; `group` are its ranks,
-    from the first stage's on. Totals of losses and targets are the last stage's. `whole` is the
-    model without memory for its weights, `share` makes this rank's part of a batch.
+    `parts` are the stages of the whole pipeline, as parts of the model. `group` contains its ranks,
+    starting with that of the first stage. The totals of losses and targets are on the last stage.
+    `whole` is the model without memory for its weights, and `share` returns this rank's part of a
+    batch.
     """
 
     objective: LanguageModelObjective
@@ -126,7 +127,7 @@ class PipelineLayout(SpreadLayout):
         return first if self._rank == last else last
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
+        """Compute the step's gradients. Each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
         hooks.scale(torch.zeros((), device=self._device()))
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
@@ -207,9 +208,9 @@ class PipelineLayout(SpreadLayout):
         mine += theirs
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Forward only, one micro-batch after the other through this rank's stages.
+        """Run forward passes only, one micro-batch after the other through this rank's stages.
 
-        In this order sends and receives fit on any placement of stages.
+        In this order, sends and receives match for any placement of stages.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         sent: list[tuple[dist.Work, Tensor]] = []
@@ -244,7 +245,7 @@ class PipelineLayout(SpreadLayout):
         return torch.zeros(2, dtype=torch.float64, device=self._device())
 
     def counted_gradients(self) -> list[Tensor]:
-        """A tied embedding that two stages hold is the first's."""
+        """Return this rank's gradients; a tied embedding on two stages is counted on the first."""
         return [
             parameter.grad
             for name, parameter in self.named_parameters()
@@ -255,12 +256,12 @@ class PipelineLayout(SpreadLayout):
         return self._rank != self._ranks_of[0] and name.startswith("embed.")
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise the weights, and those that other ranks send."""
+        """Replace the weights by fp32 copies, including those that other ranks send."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Sends the weights to the first rank one by one; it alone may want them."""
+        """Send the weights to the first rank one by one; only the first rank may request them."""
         held = self.model.state_dict()
         weights: dict[str, Tensor] = {}
         for name, owner in self._owners().items():
@@ -313,7 +314,9 @@ def _context(batch: Batch) -> dict[str, Tensor]:
 
 
 def cut(plan: Plan, model: Transformer) -> list[Part]:
-    """The stages of a plan's pipeline. Raises BadInputError for fewer layers than stages."""
+    """Return the stages of a plan's pipeline. Raises BadInputError if there are fewer layers than
+    stages.
+    """
     spec = model.spec
     if spec.layers < plan.stages:
         # At least one layer for each stage.
@@ -334,9 +337,9 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Keep this rank's stages. The default process group must be there.
+    """Keep this rank's stages. Requires the default process group.
 
-    Raises BadInputError for fewer layers than stages.
+    Raises BadInputError if there are fewer layers than stages.
     """
     objective, plan = request.objective, request.plan
     assert isinstance(objective, LanguageModelObjective)  # others have `custom_pipeline`

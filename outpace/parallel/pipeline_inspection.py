@@ -35,7 +35,7 @@ _DTYPES = (
 
 @dataclass
 class StageFindings:
-    """Findings of an inspection about one stage."""
+    """Results of an inspection for one stage."""
 
     left: tuple[Key, ...] = ()  # by its own blocks
     read: tuple[Key, ...] = ()  # of earlier stages
@@ -45,7 +45,7 @@ class StageFindings:
 
 
 class PipelineInspection:
-    """Inspections by micro-batches, of a pipeline's ranks. All methods but two are collective."""
+    """Inspections of a pipeline, each with one micro-batch. All methods but two are collective."""
 
     def __init__(
         self,
@@ -75,7 +75,9 @@ class PipelineInspection:
         self.loss_dtype = torch.float32
 
     def take(self, batch: Batch, hooks: StepHooks) -> None:
-        """Let each stage know what comes and goes. Raises BadInputError on all ranks, if on one."""
+        """Configure what each stage receives and sends. Raises BadInputError on all ranks if one of
+        them fails.
+        """
         if self._alone:
             return
         taken: dict[int, Message | None] = {}
@@ -94,9 +96,9 @@ class PipelineInspection:
             self.taken = True
 
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
-        """Let each stage know what `take` would, from all stages on this rank; not collective.
+        """Configure each stage as `take` would, from all stages on this rank. Not collective.
 
-        `whole` are those of a model without values, by their numbers: nothing is compared.
+        `whole` are the stages of a model without values, by number; nothing is compared.
         """
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}
@@ -379,9 +381,9 @@ class PipelineInspection:
 
     @torch.no_grad()
     def settle_buffers(self) -> None:
-        """Give this rank's model the buffers of its stages' blocks, after a step.
+        """Copy the buffers of its stages' blocks to this rank's model after a step.
 
-        Moving buffers outside of blocks are the last stage's on all ranks.
+        Changing buffers outside of blocks are those of the last stage, on all ranks.
         """
         for held, running in self._holders:
             for name, buffer in running._buffers.items():
@@ -400,12 +402,12 @@ class PipelineInspection:
 
 
 def is_nan(tensor: Tensor) -> bool:
-    """Whether any of its values is NaN."""
+    """Return whether any value of a tensor is NaN."""
     return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
 def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
-    """Return a refusal of dtypes that processes do not send each other; None without such."""
+    """Return a refusal if dtypes cannot be sent between processes; None if all can."""
     for tensor in message.flat():
         if tensor.dtype not in _DTYPES:
             return BadInputError(

@@ -29,7 +29,9 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoDropout(TorchFunctionMode):
-    """Makes torch's functions for dropout the identity; `would_drop`: whether any would have."""
+    """Replaces torch's dropout functions by the identity. `would_drop`: whether any would have
+    dropped values.
+    """
 
     def __init__(self, would_drop: bool = False) -> None:
         super().__init__()
@@ -74,18 +76,18 @@ def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether one of torch's modules in it drops any activations."""
+    """Return whether the module contains one of torch's dropout modules that is active."""
     return any(rate > 0 for _, _, rate in _rates(module))
 
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
-    """Meanwhile nothing of a module's activations is dropped, so that passes compare.
+    """Disable dropout in a module, so that passes can be compared.
 
-    What is yielded says whether anything would have been.
+    The yielded object says whether anything would have been dropped.
 
-    Parts that drop have their rate set to 0 as well: functions are changed in this thread only,
-    and what is recomputed in a backward may run in another.
+    The rate of dropout modules is set to 0 as well, because functions are replaced only in this
+    thread, and recomputation in a backward may run in another.
     """
     rates = list(_rates(module))
     for part, name, _ in rates:
@@ -99,7 +101,7 @@ def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
-    """The states of all generators that a module may draw from."""
+    """Return the states of all generators that a module may draw from."""
     numpy_state = np.random.get_state()
     states: list[Any] = [random.getstate(), numpy_state, torch.get_rng_state()]
     if device.type == "cuda":
@@ -108,7 +110,7 @@ def random_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def set_random_state(states: Sequence[Any], device: torch.device) -> None:
-    """Put all generators back to what `random_state` returned."""
+    """Restore all generators to the result of `random_state`."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
@@ -117,14 +119,14 @@ def set_random_state(states: Sequence[Any], device: torch.device) -> None:
 
 
 def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether nothing was drawn between the two."""
+    """Return whether nothing was drawn between the two states."""
     numpy_same = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     tensors = zip(one[2:], other[2:], strict=True)
     return one[0] == other[0] and numpy_same and all(torch.equal(a, b) for a, b in tensors)
 
 
 class NarrowResults(TorchDispatchMode):
-    """Notes the floating-point dtypes, below float64, of what is computed meanwhile."""
+    """Records the floating-point dtypes below float64 of all computed results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,7 +143,9 @@ class NarrowResults(TorchDispatchMode):
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """Let all floating-point parameters and buffers be float64, complex ones complex128."""
+    """Convert all floating-point parameters and buffers to float64, and complex ones to
+    complex128.
+    """
 
     def wide(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
@@ -153,5 +157,5 @@ def to_float64(module: nn.Module) -> nn.Module:
 
 
 def floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
-    """The dtypes of those that are floating-point or complex."""
+    """Return the floating-point and complex dtypes of the tensors."""
     return {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}

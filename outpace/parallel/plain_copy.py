@@ -19,7 +19,7 @@ _MESSAGE_BYTES = 32 << 20  # of what ranks send at once
 
 
 def model_of(objective: nn.Module) -> nn.Module:
-    """The user's module in its objective."""
+    """Return the user's module in its objective."""
     model: nn.Module = objective.model  # type: ignore[assignment]
     return model
 
@@ -40,10 +40,10 @@ class ModuleDtypes:
 def fill_copy(
     plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> Iterator[list[str]]:
-    """Give a copy without data the layout's weights and buffers; yield the parameters' names.
+    """Fill a copy without data with the layout's weights and buffers; yield the parameters' names.
 
-    Whole tensors are shared with the layout, parts are gathered, and what other ranks have they
-    send; `holders` are what each rank has. Ranks without samples (servers) have no use for them.
+    Whole tensors are shared with the layout, shards are gathered, and other ranks send the rest;
+    `holders` says which rank holds what. Ranks without samples (servers) do not need them.
     Collective.
     """
     model = model_of(plain)
@@ -72,9 +72,10 @@ def fill_copy(
 
 @contextmanager
 def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Have references to the trained module's parts, as in a loss's closure, find the copy's.
+    """Redirect references to the trained module's parts, such as in a loss's closure, to the copy's
+    parts.
 
-    `trained` are the modules of which `plain` was copied, in order.
+    `trained` are the modules that `plain` was copied from, in order.
     """
     before = [vars(part) for part in trained]
     try:

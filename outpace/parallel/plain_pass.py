@@ -59,10 +59,10 @@ _FAILS = "a copy of the module fails"
 
 @dataclass(frozen=True)
 class PlainFailure:
-    """Reason for there being no sums.
+    """Reason why there are no sums.
 
-    `by_cut`: the module runs where the batch is not cut, or all ranks compute, and training may not
-    begin.
+    `by_cut`: the module works if the batch is not cut or all ranks compute. Training may not start
+    then.
     """
 
     reason: str
@@ -73,11 +73,11 @@ class PlainFailure:
 class PlainReport:
     """Report of a rank to the others on its plain pass.
 
-    `cut`: what differs between a batch and its halves. Of parameters' names: `made` by
-    the forward; `written` by it, and of these `spread` over ranks, `by_samples`, or `unseen` by the
-    operators that were watched. `prints` are of what `written` ones became, `buffer_prints` of the
-    saved buffers that the first piece has moved; None without samples. `moved_back`: buffers that a
-    backward moves, and the loss depends on.
+    `cut`: differences between a batch and its halves. The next fields are names of parameters:
+    `made` by the forward; `written` by it, and of these, those `spread` over ranks, written
+    `by_samples`, or written `unseen` by the observed operators. `prints` are fingerprints of the
+    `written` ones, and `buffer_prints` of the saved buffers that the first piece changed; None
+    without samples. `moved_back`: buffers that a backward changes and on which the loss depends.
     """
 
     cut: CutDifference
@@ -93,9 +93,9 @@ class PlainReport:
 
 
 class PlainPass:
-    """A copy of an objective that is yet to be laid out, of its structure alone.
+    """A copy of the structure of an objective that has not been laid out yet.
 
-    `blocks` are the names of the parts that recompute, where the user gives them.
+    `blocks` are the names of the parts that recompute, if the user gives them.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> "PlainSums | PlainFailure":
-        """Return the sums of this rank's part, or why there are none on some rank. Collective.
+        """Return the sums of this rank's part, or the reason why some rank has none. Collective.
 
-        `holders`: what each rank has. `allowed`: between a batch and its parts. Once, for the
-        copy is given up.
+        `holders`: which rank holds what. `allowed`: the tolerances between a batch and its parts.
+        Call it once, because it gives up the copy.
         """
         plain, trained = self._hold()
         self.release()
@@ -215,11 +215,13 @@ class PlainPass:
         hooks: StepHooks,
         holders: Sequence[ModuleDtypes],
     ) -> "PlainSums | None":
-        """Return the sums of this rank's part of all samples, put together otherwise. Collective.
+        """Return the sums of this rank's part of all samples, combined in a different way.
+        Collective.
 
-        Of tensor-parallel ranks, which have the same samples. Where the layout, which runs whole
-        micro-batches, computes the same, no sample sees others or what calls before have left.
-        None where samples cannot be taken apart, or a forward changes anything that may matter.
+        For tensor-parallel ranks, which have the same samples. If the layout, which runs whole
+        micro-batches, computes the same, then samples do not affect each other, nor do previous
+        calls. None if samples cannot be separated, or if a forward changes something that may
+        matter.
         """
         if self._plan.tp == 1:
             return None
@@ -249,7 +251,7 @@ class PlainPass:
         return found if gather_first(reason) is None else None
 
     def release(self) -> None:
-        """Give the copy up."""
+        """Release the copy."""
         self._copy, self._trained = None, []
 
     def _hold(self) -> tuple[nn.Module, list[nn.Module]]:
@@ -498,7 +500,8 @@ def _run_backward(
 class PlainSums:
     """Results of the plain module on this rank.
 
-    Sums of loss, count and sizes, then products of gradients, then how many gradients there were.
+    They are sums of loss, count and sizes, then inner products of gradients, then the numbers of
+    gradients.
     """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
@@ -523,7 +526,7 @@ class PlainSums:
 
     @property
     def states(self) -> list[KeptState]:
-        """The state in attributes that ranks have found."""
+        """Return the states in attributes that ranks have found."""
         return [report.state for report in self.reports if report.state.is_any]
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
@@ -546,11 +549,11 @@ class PlainSums:
         self._gradients[place] += 1
 
     def divert(self, taker: Taker | None) -> None:
-        """Let a function have gradients from now on, in place of the sums; None lets them again."""
+        """Pass gradients to a function instead of adding them to the sums; None ends that."""
         self._taker = taker
 
     def add_up(self) -> None:
-        """Let the sums have what was taken of all pieces."""
+        """Add the values of all pieces to the sums."""
         for place, product in enumerate(self._products):
             if product is not None:
                 self.sums[3 + place] = product
@@ -558,7 +561,7 @@ class PlainSums:
         self.sums[3 + len(self.names) :] = made
 
     def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
-        """A piece is done."""
+        """Count a finished piece."""
         totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
         self.sums[:3] += totals
         if self.first is None:
@@ -626,7 +629,7 @@ def gather_first(reason: str | None) -> str | None:
 
 
 def explain_new_parameters(names: Sequence[str]) -> str:
-    """Return what to do where a forward makes parameters, which no optimizer has."""
+    """Return a message for a forward that creates parameters, which no optimizer updates."""
     return (
         f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
         "there before, so that no optimizer would step it. Make it in __init__, or use the module "

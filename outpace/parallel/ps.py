@@ -35,7 +35,7 @@ from outpace.records.plan import Plan
 
 
 def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list[nn.Parameter]]:
-    """Each server's parameters, whole."""
+    """Assign whole parameters to servers, balanced by size."""
     held = list(parameters)
     shares = share_by_size([parameter.numel() for parameter in held], servers)
     return [[held[index] for index in share] for share in shares]
@@ -44,8 +44,8 @@ def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list
 class Role(Layout):
     """Base class of workers and servers.
 
-    The norm is of the gradients where parameters are stepped: on every worker, of which rank 0 is
-    one, or in parts on the servers.
+    The norm is computed from the gradients where parameters are updated: on every worker (rank 0 is
+    one), or in parts on the servers.
     """
 
     steps: bool  # whether parameters are stepped on this rank
@@ -63,14 +63,14 @@ class Role(Layout):
 
     @property
     def has_sums(self) -> bool:  # type: ignore[override]
-        """Whether parameters are stepped on this rank."""
+        """Return whether parameters are updated on this rank."""
         return self.steps
 
     def _device(self) -> torch.device:
         return self._on  # a server may have no parameters
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer of the parameters that this rank steps."""
+        """Build the optimizer for the parameters that this rank updates."""
         optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
             # Also where an fp16 step changes nothing, since that depends on the optimizer.
@@ -82,7 +82,7 @@ class Role(Layout):
         raise NotImplementedError
 
     def total_norm(self) -> Tensor:
-        """Told by rank 0, or added up over the servers."""
+        """Return the norm, sent by rank 0 or summed over the servers."""
         norm = torch.zeros((), dtype=self._dtype, device=self._on)
         if self.steps:
             norm = norm + super().total_norm()
@@ -94,12 +94,14 @@ class Role(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Each server has seen its own share only."""
+        """Make all ranks skip the step if a server has to, since each server has seen only its own
+        share.
+        """
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
 class Worker(Role):
-    """Has all weights and a share of the data."""
+    """A rank with all weights and a share of the data."""
 
     def __init__(
         self,
@@ -117,11 +119,13 @@ class Worker(Role):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the weights, and the optimizer unless the servers step it."""
+        """Return the weights, and the optimizer unless the servers update parameters."""
         return self.model, optimizer if self.steps else None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients, which end on the servers if these step, else here."""
+        """Compute the step's gradients. They end up on the servers if these update parameters,
+        otherwise here.
+        """
         self._placeholder.attend()
         totals = super().gradients(batches, hooks)
         for share in self._fused:
@@ -155,7 +159,9 @@ class Worker(Role):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise the weights, or receive the servers' where these step."""
+        """Replace the weights by fp32 copies, or receive the servers' if these update
+        parameters.
+        """
         if self.steps:
             super().raise_weights(optimizer)
             return
@@ -175,7 +181,9 @@ class Worker(Role):
 
 
 class Server(Role):
-    """Adds up the workers' gradients of its share; has the share's weights if it steps them."""
+    """A rank that sums the workers' gradients of its share. It has the share's weights if it
+    updates them.
+    """
 
     def __init__(self, request: LayoutRequest, share: Sequence[nn.Parameter]) -> None:
         super().__init__(request)
@@ -189,11 +197,11 @@ class Server(Role):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return this server's share, if it steps it."""
+        """Return this server's share, if it updates it."""
         return (self.model, optimizer) if self.steps else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """The workers' added up, in the order of their ranks; its totals are 0."""
+        """Sum the workers' gradients in the order of their ranks; its own totals are 0."""
         self._placeholder.attend()
         # A loss scaler makes its scale at the first call; there is no loss to scale here.
         hooks.scale(torch.zeros((), device=self._on))
@@ -210,7 +218,7 @@ class Server(Role):
         return self._zero_totals()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise this server's share, and send it to the workers."""
+        """Replace this server's share by fp32 copies, and send it to the workers."""
         super().raise_weights(optimizer)
         if self.steps:
             self._sync_parameters()
@@ -226,7 +234,7 @@ class Server(Role):
         return torch.zeros(2, dtype=torch.float64, device=self._on)
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Servers have nothing to evaluate."""
+        """Do nothing, because servers do not evaluate."""
         return self._zero_totals()
 
 
@@ -247,7 +255,7 @@ def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make workers of the first ranks and servers of the last. Raises BadInputError."""
+    """Make the first ranks workers and the last ranks servers. Raises BadInputError."""
     plan, objective = request.plan, request.objective
     make_equal(objective)
     trainable = [p for p in objective.parameters() if p.requires_grad]

@@ -21,10 +21,10 @@ _EXIT_CODE = 2  # of bad input
 
 
 class RefusalWatch:
-    """A thread that ends this rank with what another has refused, within a call of `enter`.
+    """A thread that ends this rank during a call of `enter` if another rank has refused something.
 
-    `find(store)` returns a refusal that is another rank's and new, or None, and lets the rank that
-    refused know that it was heard.
+    `find(store)` returns a new refusal by another rank, or None, and tells the rank that refused
+    that it was received.
     """
 
     def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:
@@ -36,7 +36,7 @@ class RefusalWatch:
         self._thread.start()
 
     def enter(self) -> None:
-        """Begin a call, in which this rank may wait for others."""
+        """Begin a call in which this rank may wait for others."""
         self._call += 1
         self._since_s = time.monotonic()
 
@@ -68,11 +68,11 @@ class RefusalWatch:
 
 
 def end_rank(sentence: str) -> None:
-    """End this process, whose main thread waits in a collective, with the sentence."""
+    """Print the sentence and end this process, whose main thread is waiting in a collective."""
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
     os._exit(_EXIT_CODE)
 
 
 def waits_for_ever() -> bool:
-    """Whether collectives of the default group wait for a peer that has gone."""
+    """Return whether collectives of the default group wait for a peer that has gone."""
     return "nccl" in str(dist.get_backend())

@@ -26,10 +26,10 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 
 @contextmanager
 def refuse_together(world_size: int) -> Iterator[None]:
-    """Raise an error of outpace on one rank on all ranks; on NCCL it ends them.
+    """Raise an OutpaceError of one rank on all ranks. On NCCL, this ends the ranks.
 
-    A rank that raises one waits, when its process ends, until the others have heard it. One that
-    catches it and enters this again has dealt with it: others hear of it no more.
+    A rank that raises one waits at exit until the others have received it. If it catches the error
+    and enters this again, the error counts as handled, and other ranks no longer receive it.
     """
     if world_size == 1:
         yield
@@ -175,7 +175,9 @@ def _hear_refusal() -> str | None:
 
 
 def has_other_cause(error: Exception) -> bool:
-    """Whether an error is of memory, or of a peer that has gone, and not of the user's module."""
+    """Return whether an error comes from memory or from a lost peer, and not from the user's
+    module.
+    """
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return True
     said = str(error).lower()

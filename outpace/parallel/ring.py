@@ -22,13 +22,13 @@ from outpace.parallel.tensors import make_equal
 
 
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Add up `buffer` (one dimension, any length) over the ranks of `group`, in place.
+    """Sum `buffer` (one dimension, any length) over the ranks of `group`, in place.
 
-    Cut into N pieces, it goes round in 2(N − 1) steps, a piece each: N − 1 in which a rank adds
-    what its left neighbour sends to its own, until it has the sum of one piece (reduce-scatter),
-    and N − 1 in which the sums are passed on (all-gather). So each rank sends 2(N − 1)/N of the
-    buffer, whatever N is (Patarasuk and Yuan 2009, §3). A sum is made on one rank and copied from
-    there, which keeps replicas equal to the last bit.
+    The buffer is cut into N pieces and goes round in 2(N − 1) steps, one piece each. In the first N
+    − 1, a rank adds the piece from its left neighbour to its own, until it has the sum of one piece
+    (reduce-scatter). In the next N − 1, the sums are passed on (all-gather). So each rank sends 2(N
+    − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on one rank and copied
+    from there, which keeps replicas bitwise equal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     pieces = buffer.tensor_split(size)
@@ -59,16 +59,16 @@ class GradientReducer(Protocol):
     """Sums buffers over all ranks while the backward runs."""
 
     def begin(self, buffer: Tensor) -> None:
-        """Begin with a buffer that is full."""
+        """Start reducing a full buffer."""
 
     def finish(self) -> None:
-        """Return when every buffer holds its sum."""
+        """Wait until every buffer holds its sum."""
 
 
 class RingReducer:
-    """A thread that takes buffers round the ring, one after the other, by a group of its own.
+    """A thread that reduces buffers around the ring, one after the other, in its own process group.
 
-    On every rank buffers must come in the same order.
+    Buffers must arrive in the same order on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class RingReducer:
         self._pending: list[Future[None]] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Send a buffer round once all that was launched to fill it is done."""
+        """Reduce a buffer once all kernels that fill it have finished."""
         filled = None if self._stream is None else torch.cuda.current_stream().record_event()
         # Dispatch modes are a thread's own: what counts or traces here does so there, too.
         modes = _get_current_dispatch_mode_stack()
@@ -96,7 +96,7 @@ class RingReducer:
             ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
-        """Wait until all buffers have been round; raises what went wrong there."""
+        """Wait until all buffers are reduced, and raise any error that occurred."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
@@ -105,7 +105,7 @@ class RingReducer:
 
 
 class RingReplicas(Layout):
-    """Replicas whose gradients are added up by `reducer` during the last backward of a step."""
+    """Replicas whose gradients `reducer` sums during the last backward of a step."""
 
     def __init__(self, request: LayoutRequest, reducer: GradientReducer) -> None:
         super().__init__(request.objective)
@@ -146,7 +146,7 @@ class RingReplicas(Layout):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank, where they add up."""
+        """Accumulate gradients on this rank only."""
         self._reduces = False
         try:
             yield
@@ -154,7 +154,7 @@ class RingReplicas(Layout):
             self._reduces = True
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; returns when the last buffer has been round."""
+        """Compute the step's gradients; return when the last buffer is reduced."""
         totals = super().gradients(batches, hooks)
         # What the last backward had no gradient for may have one of an earlier micro-batch.
         for number, missing in enumerate(self._missing):
@@ -169,6 +169,6 @@ class RingReplicas(Layout):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and join them in a ring. The default process group must be there."""
+    """Make replicas equal and connect them in a ring. Requires the default process group."""
     group: dist.ProcessGroup = dist.new_group()  # connections that no other thread uses
     return RingReplicas(request, RingReducer(group, request.device))

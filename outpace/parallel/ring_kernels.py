@@ -24,7 +24,7 @@ _AMPERE = (8, 0)
 
 
 class RingKernel(Protocol):
-    """Computes one turn of the ring; `number` is the turn's.
+    """Computes one turn of the ring; `number` is the index of the turn.
 
     Queries are (B, H, S, C), keys and values (B, K, T, C), log-sum-exps (B, H, S) in nats.
     """
@@ -32,32 +32,34 @@ class RingKernel(Protocol):
     def forward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """softmax(q·kᵀ/√C)·v, and its log-sum-exp."""
+        """Return softmax(q·kᵀ/√C)·v and its log-sum-exp."""
         ...
 
     def backward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of queries, keys and values; output and log-sum-exp are those of all turns."""
+        """Return the gradients of queries, keys and values; output and log-sum-exp are those of all
+        turns.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Masks that the backward draws again: a function of (seed, turn)."""
+    """Masks that the backward draws again, as a function of (seed, turn)."""
 
     rate: float
     seed: int
 
     def generator(self, turn: int, device: torch.device) -> torch.Generator | None:
-        """Return the generator of all masks of one turn; None where nothing is dropped."""
+        """Return the generator for all masks of one turn; None without dropout."""
         if not self.rate:
             return None
         return torch.Generator(device).manual_seed(self.seed + turn)
 
     def mask(self, like: Tensor, generator: torch.Generator | None) -> Tensor | None:
-        """0 for what is dropped, 1/(1 − rate) for what is kept."""
+        """Return a mask with 0 for dropped values and 1/(1 − rate) for the others."""
         if generator is None:
             return None
         drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
@@ -65,9 +67,9 @@ class Dropout:
 
 
 def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = None) -> RingKernel:
-    """FlashAttention where it can be had on a GPU, else products whose scores are held in part.
+    """Return FlashAttention if it is available on the GPU, otherwise products with chunked scores.
 
-    `runs_on`: the kind of device to choose for, a new one, where it is not that of the queries.
+    `runs_on`: the kind of device to choose for, if it differs from that of the queries.
     """
     device, capability = runs_on or q_BHSC.device.type, _AMPERE
     if q_BHSC.device.type == "cuda":
@@ -79,9 +81,9 @@ def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = Non
 def takes_flash(
     device: str, capability: tuple[int, int], dtype: torch.dtype, width: int, dropout: float
 ) -> bool:
-    """Whether FlashAttention computes the turns: of 16 bits on a GPU from Ampere on.
+    """Return whether FlashAttention computes the turns: in 16 bits, on a GPU from Ampere on.
 
-    Without dropout, whose state would have to be kept for each turn.
+    Not with dropout, whose state would have to be kept for each turn.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     new = device == "cuda" and capability >= _AMPERE
@@ -89,12 +91,12 @@ def takes_flash(
 
 
 class Flash:
-    """FlashAttention's kernels for GPUs (Dao, arXiv 2307.08691), by torch's operators."""
+    """FlashAttention's GPU kernels (Dao, arXiv 2307.08691), as operators of torch."""
 
     def forward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute `RingKernel.forward` of operands in 16 bits; the log-sum-exp is in fp32."""
+        """Compute `RingKernel.forward` for 16-bit operands; the log-sum-exp is in fp32."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             q, k, v, 0.0, causal, False
         )
@@ -104,7 +106,7 @@ class Flash:
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Compute `RingKernel.backward` by the flash kernel."""
+        """Compute `RingKernel.backward` with the flash kernel."""
         unused = q.new_zeros(2, dtype=torch.uint64)  # the state of dropout
         gradients: tuple[Tensor, Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
@@ -117,14 +119,16 @@ class Flash:
 
 @dataclass(frozen=True)
 class Scores:
-    """Products of operands in fp32 (fp64 for fp64), some rows of scores at a time; with dropout."""
+    """Matrix products in fp32 (fp64 for fp64), computing a few rows of scores at a time; supports
+    dropout.
+    """
 
     drops: Dropout
 
     def forward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute `RingKernel.forward` by the matrix of scores."""
+        """Compute `RingKernel.forward` from the matrix of scores."""
         generator = self.drops.generator(number, q.device)
         return _attend(to_fp32(q), to_fp32(k), to_fp32(v), causal, self.drops, generator)
 
@@ -132,7 +136,7 @@ class Scores:
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Compute `RingKernel.backward` by the matrix of scores."""
+        """Compute `RingKernel.backward` from the matrix of scores."""
         grad = to_fp32(grad)
         delta = (grad * to_fp32(out)).sum(-1)
         generator = self.drops.generator(number, q.device)

@@ -29,9 +29,10 @@ from outpace.records.errors import BadInputError
 
 
 class CustomSharded(ShardedLayout):
-    """Sharded custom model, of which ranks may use different parameters.
+    """Sharded custom model whose ranks may use different parameters.
 
-    `replicated` are whole on each rank, which adds their gradients up after the last micro-batch.
+    `replicated` parameters are whole on each rank; their gradients are summed after the last
+    micro-batch.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class CustomSharded(ShardedLayout):
             keep_argument_lists(unit)
 
     def give_whole(self) -> None:
-        """Let the loss go through whole parameters. When `averages` is set."""
+        """Let the loss access whole parameters. Call it when `averages` is set."""
         order = self._order
         WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 
     def resume_from(self, start_step: int) -> None:
-        """Remember the steps that are done."""
+        """Set the number of steps that are already done."""
         self._start_step = start_step
 
     def take_back(self) -> None:
-        """Count a look as no step."""
+        """Do not count the check of the first batch as a step."""
         if self._use is not None:
             self._use.steps -= 1
 
@@ -75,7 +76,7 @@ class CustomSharded(ShardedLayout):
             raise refused from None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. What no rank has used has none."""
+        """Compute the step's gradients. Parameters that no rank has used get none."""
         totals = super().gradients(batches, hooks)
         if self._stepped is None:  # else gradients are gone
             if self._use is None:
@@ -88,7 +89,7 @@ class CustomSharded(ShardedLayout):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Shard each block, and what is left with the objective."""
+    """Shard each block, and the remaining parameters together with the objective."""
     plan = request.plan
     if plan.strategy == "single":
         return _shard(request, group_of_one(request.device))

@@ -43,7 +43,7 @@ class SharedBuffers:
         self._steps += 1
 
     def begin_evaluation(self) -> None:
-        """Make buffers equal before an evaluation, which may change them, too. Collective."""
+        """Make buffers equal before an evaluation, which may also change them. Collective."""
         if self._trained:
             self.make_equal()
         self._remember()

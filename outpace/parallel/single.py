@@ -5,7 +5,7 @@ from outpace.parallel.layout import Layout, LayoutRequest
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Use the objective as it is."""
+    """Use the objective unchanged."""
     if request.cuda_graphs:
         recorder = CudaRecorder(request.device)
         return GraphedLayout(request.objective, recorder, request.on_failure)

@@ -7,10 +7,10 @@ from outpace.records.strategies import TRAITS, Strategy
 
 
 def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None) -> None:
-    """Raise BadInputError for an embedding with sparse=True that is trained.
+    """Raise BadInputError for a trained embedding with sparse=True.
 
-    `strategy`: of a loop of the user's own, with an optimizer that may take sparse gradients. None:
-    of outpace's steps, whose clipping and optimizers take none.
+    `strategy`: of the user's own loop, whose optimizer may accept sparse gradients. None: for
+    outpace's steps, whose clipping and optimizers do not.
     """
     if strategy is not None and TRAITS[strategy].takes_sparse_gradients:
         return

@@ -32,9 +32,9 @@ class _NotReentrant:
 
 @contextmanager
 def without_reentry(always: bool) -> Iterator[None]:
-    """Let checkpoints that are made within work as `use_reentrant=False`, however they are made.
+    """Make all activation checkpointing inside the context non-reentrant, however it is requested.
 
-    `always`: also those whose inputs seem to need no gradient, as what absent blocks return.
+    `always`: also if no input seems to need a gradient, such as the outputs of absent blocks.
     """
     kept = torch_checkpoint.CheckpointFunction
     torch_checkpoint.CheckpointFunction = _NotReentrant(kept, always)  # type: ignore[assignment,misc]

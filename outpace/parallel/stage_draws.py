@@ -18,7 +18,9 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """The seeds of this rank's stages. `drawn`: whether any of their forwards has drawn numbers."""
+    """Seeds of this rank's stages. `drawn`: whether any of their forwards has drawn random
+    numbers.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.drawn = False
@@ -28,17 +30,17 @@ class StageDraws:
         self._seen: tuple[Any, ...] | None = None
 
     def watch(self) -> None:
-        """Begin to watch the generators, until `note`."""
+        """Start watching the generators, until `note`."""
         self._seen = random_state(self._device)
 
     def note(self) -> None:
-        """Note whether numbers were drawn since `watch`, if it was called, and watch no more."""
+        """Record whether numbers were drawn since `watch`, if it was called, and stop watching."""
         if self._seen is not None:
             self.drawn |= not same_random_state(self._seen, random_state(self._device))
             self._seen = None
 
     def peek(self) -> int | None:
-        """Return the next step's key; None where nothing is drawn."""
+        """Return the next step's key; None if nothing is drawn."""
         if not self.drawn:
             return None
         held = torch.get_rng_state()
@@ -48,7 +50,7 @@ class StageDraws:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw the key of a step. Generators are as after this draw at the end."""
+        """Draw the key of a step. At the end, generators are in the state after this draw."""
         if not self.drawn:
             yield
             return
@@ -61,21 +63,23 @@ class StageDraws:
             set_random_state(after, self._device)
 
     def begin_pass(self, first: int) -> None:
-        """Let micro-batches be counted from the number that the next pass's `first` one has."""
+        """Count micro-batches from `first`, the number of the next pass's first one."""
         self._first = first
 
     def seed(self, stage: int, micro_batch: int) -> None:
-        """Seed for what a stage draws of a pass's micro-batch. Nothing outside of a step."""
+        """Seed the random numbers of a stage for a micro-batch of a pass. Does nothing outside of a
+        step.
+        """
         if self._key is not None:
             seed_all_generators(self._device, self._key, stage, self._first + micro_batch)
 
 
 class PlainDraws:
-    """The seeds of all stages, for a plain module that runs through all of them.
+    """Seeds of all stages, for a plain module that runs through all of them.
 
-    `keys` are those of each stage's rank, None where it draws nothing, or draws as it comes; `ends`
-    are the blocks behind which a stage begins, by name: its number. `drew`: whether numbers were
-    drawn.
+    `keys` are those of each stage's rank; None if it draws nothing, or draws without a seed. `ends`
+    maps the blocks after which a stage begins to the number of that stage. `drew`: whether numbers
+    were drawn.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class PlainDraws:
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Seed behind the blocks that end stages, as a forward comes by."""
+        """Seed again after each block that ends a stage, as the forward proceeds."""
         with ExitStack() as stack:
             for name, stage in self._ends.items():
                 block = model.get_submodule(name)
@@ -97,12 +101,12 @@ class PlainDraws:
             yield
 
     def begin(self, number: int) -> None:
-        """Begin with a micro-batch, by its number in the step."""
+        """Begin a micro-batch, given its number in the step."""
         self._number = number
         self._seed(0)
 
     def note(self) -> None:
-        """Note whether numbers were drawn since the last seed."""
+        """Record whether numbers were drawn since the last seed."""
         if self._seen is not None:
             self.drew |= not same_random_state(self._seen, random_state(self._device))
 

@@ -12,10 +12,10 @@ from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """Looks, once, for state that a user's module or loss keeps beside what is saved.
+    """One-time search for state that a user's module or loss keeps outside of checkpoints.
 
-    What FirstBatch is on several processes. `say` is given a sentence. `by_command`: the reader has
-    flags, not a loop.
+    The counterpart of FirstBatch for a single process. `say` is called with a sentence.
+    `by_command`: the reader has flags, not a loop.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:
@@ -23,7 +23,9 @@ class StateCheck:
         self.resumed = False
 
     def look(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass some times; returns None: nothing is computed."""
+        """Run a few samples of the first pass several times. Returns None, because no totals are
+        computed.
+        """
         writes = self._plan.offload_parameters != "none"
         compiled = self._plan.compile
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():

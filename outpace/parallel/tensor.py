@@ -48,7 +48,9 @@ from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
-    """Weights whole on every rank; inputs and outputs spread over ranks as `placement` says."""
+    """A style whose weights are whole on every rank, with inputs and outputs spread over ranks by
+    `placement`.
+    """
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class WholeWeights(ParallelStyle):
 
 
 class EmbeddingLookup(WholeWeights):
-    """An embedding whose weights are whole; ranks look up their parts of whole (…, S) numbers."""
+    """An embedding with whole weights; ranks look up their parts of the whole (…, S) indices."""
 
     def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         numbers = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
@@ -80,7 +82,9 @@ class EmbeddingLookup(WholeWeights):
 
 
 class SplitRows(ParallelStyle):
-    """The embedding of tokens, split by the vocabulary; its sum over ranks goes to `placement`."""
+    """The token embedding, split by the vocabulary; its sum over ranks gets the placement
+    `placement`.
+    """
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class SplitRows(ParallelStyle):
 
 
 class GatheredInput(ParallelStyle):
-    """The first input is gathered from `placement`, once for all matrices that read it."""
+    """A style that gathers the first input from `placement` once, for all matrices that read it."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -114,7 +118,7 @@ class GatheredInput(ParallelStyle):
 
 
 def first_row(weight: Tensor) -> int:
-    """The number of this rank's first row of a weight that is split by rows."""
+    """Return the index of this rank's first row of a weight that is split by rows."""
     assert isinstance(weight, DTensor)
     _, offset = compute_local_shape_and_global_offset(
         weight.shape, weight.device_mesh, weight.placements
@@ -123,13 +127,13 @@ def first_row(weight: Tensor) -> int:
 
 
 def gather_activation(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """Gather an activation, in autocast's dtype before it is sent."""
+    """Gather an activation, after casting it to autocast's dtype."""
     spread = DTensor.from_local(to_autocast_dtype(part), mesh, [placement], run_check=False)
     return spread.redistribute(placements=[Replicate()])
 
 
 class Colwise(ColwiseParallel):
-    """A matrix split by columns; an adapter's B with it, while its A, which is small, stays whole.
+    """A matrix split by columns. An adapter's B is split with it, while its small A stays whole.
 
     torch's own style would split A by its rank.
     """
@@ -144,7 +148,7 @@ class Colwise(ColwiseParallel):
 
 
 class Rowwise(RowwiseParallel):
-    """A matrix split by rows; an adapter's A with it, while its B stays whole."""
+    """A matrix split by rows. An adapter's A is split with it, while its B stays whole."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if getattr(module, "lora_a", None) is not None:
@@ -154,7 +158,7 @@ class Rowwise(RowwiseParallel):
 
 
 class RankLocalDropout(ParallelStyle):
-    """Dropout on a part of what is dropped from: each rank draws its own mask."""
+    """Dropout on a shard of an activation: each rank draws its own mask."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.forward = partial(_draw_apart, module, module.forward, device_mesh.get_local_rank())
@@ -170,9 +174,9 @@ def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *arg
 
 @contextmanager
 def rank_local_random(device: torch.device, index: int) -> Iterator[None]:
-    """Draw random numbers of this rank alone; outside, all ranks of the group draw alike.
+    """Draw random numbers that differ by rank; outside of it, all ranks of the group draw the same.
 
-    The seed comes from the common generator, so that recomputed activations find it again.
+    The seed comes from the common generator, so that recomputation draws the same numbers again.
     """
     seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -181,21 +185,23 @@ def rank_local_random(device: torch.device, index: int) -> Iterator[None]:
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make all of a module's parameters DTensors that every rank holds whole."""
+    """Convert all of a module's parameters to replicated DTensors."""
     for part in module.modules():
         for name, _ in list(part.named_parameters(recurse=False)):
             spread(part, name, mesh, Replicate())
 
 
 def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter a DTensor. All ranks hold the same values already, so nothing is sent."""
+    """Convert a parameter to a DTensor. All ranks have the same values already, so nothing is
+    sent.
+    """
     given = getattr(module, name)
     tensor = distribute_tensor(given.detach(), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(tensor, given.requires_grad))
 
 
 def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]:
-    """Return how the parts of a block are split, by their names in it."""
+    """Return how the parts of a block are split, by their names in the block."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
         "attention": GatheredInput(stream),
@@ -258,12 +264,12 @@ class SplitObjective(LanguageModelObjective):
         self._stream = stream
 
     def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """This rank's part of the hidden states."""
+        """Return this rank's part of the hidden states."""
         self.check_length(batch["tokens"].shape[1])
         return super().hidden_states(batch)
 
     def loss_from_hidden(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute from this rank's part the same loss and count on all ranks of the mesh."""
+        """Compute the same loss and count on all ranks of the mesh from this rank's part."""
         if not isinstance(hidden_BSD, DTensor):
             hidden_BSD = gather_activation(hidden_BSD, self._mesh, self._stream)
         assert isinstance(hidden_BSD, DTensor)
@@ -284,7 +290,7 @@ class SplitObjective(LanguageModelObjective):
         return loss_sum, (targets_N != IGNORED).sum()
 
     def check_length(self, length: int) -> None:
-        """Raise BadInputError for a sequence that the ranks cannot share."""
+        """Raise BadInputError if the ranks cannot share a sequence of this length."""
         ranks = self._mesh.size()
         if self._stream.is_shard() and length % ranks:
             raise BadInputError(
@@ -295,7 +301,7 @@ class SplitObjective(LanguageModelObjective):
 
 
 def add_shares(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up the gradients of whole weights that saw parts of the sequence or of the heads.
+    """Sum the gradients of whole weights that saw only parts of the sequence or of the heads.
 
     Uses one collective over the ranks of the mesh, which hold the same parameters.
     """
@@ -325,18 +331,20 @@ class TensorParallel(ShardedLayout):
         self._tells = mesh.get_local_rank() == 0
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; what is left to add up is added up once a step."""
+        """Compute the step's gradients. The remaining sums are computed once per step."""
         totals = super().gradients(batches, hooks)
         add_shares(self.model.parameters())
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate a micro-batch; the group's first rank tells the totals."""
+        """Evaluate a micro-batch; the group's first rank reports the totals."""
         return super().evaluate(batch, hooks) * self._tells
 
 
 def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
-    """Split an objective's model in place over `mesh`. Raises BadInputError where it can't be."""
+    """Split an objective's model over `mesh`, in place. Raises BadInputError if it cannot be
+    split.
+    """
     assert isinstance(objective, LanguageModelObjective)  # others have `custom_tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":
@@ -361,7 +369,7 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def require_splittable(spec: ModelSpec, ranks: int) -> None:
-    """Raise BadInputError where heads or the MLP's width cannot be shared evenly."""
+    """Raise BadInputError if heads or the MLP's width cannot be divided evenly."""
     if -(-spec.vocab // ranks) * (ranks - 1) >= spec.vocab:
         raise BadInputError(f"tp {ranks} leaves a rank no part of a vocabulary of {spec.vocab}.")
     for name in ("heads", "kv_heads", "ffn"):

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def copies(tensor: Tensor, ranks: int) -> int:
-    """Return on how many of `ranks` ranks each of a tensor's values lies."""
+    """Return how many of `ranks` ranks hold each of a tensor's values."""
     if not is_spread(tensor):
         return ranks
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -42,9 +42,10 @@ def copies(tensor: Tensor, ranks: int) -> int:
 
 
 def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """This rank's share of the sum of squares, each value's divided by its `copies`; float64.
+    """Return this rank's share of the sum of squares, with each value's square divided by its
+    `copies`; float64.
 
-    Where each gradient's parts lie on `ranks` ranks, the sum of their shares counts all once.
+    The sum of the shares over `ranks` ranks counts every value once.
     """
     alike: dict[int, list[Tensor]] = {}
     for gradient in gradients:
@@ -56,12 +57,14 @@ def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the norm of tensors of a dtype: at least fp32."""
+    """Return the dtype for the norm of tensors with this dtype: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all values of plain tensors, as torch's `get_total_norm`, in `norm_dtype`."""
+    """Return the 2-norm of all values of plain tensors, like torch's `get_total_norm`, in
+    `norm_dtype`.
+    """
     if all(norm_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors}):
         return nn.utils.get_total_norm(tensors)
     norms = [
@@ -74,9 +77,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Add up the ranks' gradients of whole parameters, times `factor`. Collective.
+    """Sum the ranks' gradients of whole parameters, times `factor`. Collective.
 
-    Those without a gradient have none on all ranks.
+    Parameters without a gradient must have none on all ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     for alike in by_dtype(torch.view_as_real(g) if g.is_complex() else g for g in gradients):
@@ -88,7 +91,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy a module to the meta device: its structure, without memory for its weights.
 
-    `real`: tensors with values that stand for those of an `id`.
+    `real`: tensors with values, by the `id` of those they replace.
     """
     kept = (value for part in module.modules() for value in vars(part).values())
     # Tensors with a history are recreated in a forward (`weight` of torch's old weight_norm).
@@ -103,7 +106,7 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module; attributes that cannot be copied (locks, open files) are shared.
 
-    Raises BadInputError where the module cannot be copied all the same.
+    Raises BadInputError if the module still cannot be copied.
     """
     try:
         return copy.deepcopy(module, dict(memo))
@@ -132,13 +135,13 @@ def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
 
 @torch.no_grad()
 def make_equal(module: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers. Collective."""
+    """Copy rank 0's parameters and buffers to all ranks. Collective."""
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor, 0)
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors of each dtype, in the order given."""
+    """Group tensors by dtype, in the given order."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -146,13 +149,13 @@ def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def concatenate(tensors: Iterable[Tensor]) -> Tensor:
-    """Concatenate the values of tensors of one dtype: a message."""
+    """Concatenate the values of tensors of one dtype into a message."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 @torch.no_grad()
 def spread(message: Tensor, into: Iterable[Tensor]) -> None:
-    """Copy what was concatenated back to its tensors."""
+    """Copy a concatenated message back to its tensors."""
     at = 0
     for tensor in into:
         tensor.copy_(message[at : at + tensor.numel()].view(tensor.shape))
@@ -161,7 +164,7 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
-    """Let parameters be of another dtype: the tensors given for them, sharing their memory."""
+    """Replace parameters by the given tensors of another dtype, sharing their memory."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in wider:
@@ -174,14 +177,14 @@ def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
 
 
 def widen_trained(meta_copy: nn.Module) -> None:
-    """Let parameters without memory that are to be trained be fp32."""
+    """Convert trainable parameters without memory to fp32."""
     for parameter in meta_copy.parameters():
         if parameter.requires_grad and parameter.is_meta:
             parameter.data = parameter.data.float()
 
 
 def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
-    """Let a module forget its parameters, but for those `kept`, and its buffers."""
+    """Remove a module's buffers and all its parameters except those `kept`."""
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():
         registers: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)

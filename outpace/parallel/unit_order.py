@@ -34,9 +34,11 @@ _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
 
 
 class UnitOrder:
-    """Keeps the collectives of `units` (of `fully_shard`) under `root`, an objective, in order.
+    """Keeps the collectives of `units` (of `fully_shard`) under the objective `root` in the same
+    order on all ranks.
 
-    `group` has all ranks that take part. Its parameters' gradients are zeros where a rank has none.
+    `group` contains all participating ranks. If a rank has no gradient for a parameter, its
+    gradient counts as zeros.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class UnitOrder:
             self._tokens.append(token)
 
     def wait_for_reductions(self) -> None:
-        """Let the current stream wait until what was scattered of gradients is in the shards'."""
+        """Make the current stream wait until scattered gradients have arrived in the shards."""
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
                 wait_for_reduction(held)
@@ -202,9 +204,10 @@ class UnitOrder:
         parameters: Sequence[nn.Parameter],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        """Drop the gradients of `parameters` that no rank has; zeros for those that some have.
+        """Drop the gradients of `parameters` that no rank has; use zeros for those that only some
+        have.
 
-        `replicated` are those that no unit holds. Collective.
+        `replicated` parameters belong to no unit. Collective.
         """
         self.used.update(p for p in replicated if p.grad is not None)
         for parameter in replicated:
@@ -215,7 +218,7 @@ class UnitOrder:
 
 
 def wait_for_reduction(held: Any) -> None:
-    """Let the current stream wait for a group's last reduction, if one is under way."""
+    """Make the current stream wait for a group's last reduction, if one is running."""
     if held._post_reduce_event is not None:
         held.device_handle.current_stream().wait_event(held._post_reduce_event)
 

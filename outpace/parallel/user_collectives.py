@@ -13,16 +13,18 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
 def is_collective(operator: Any) -> bool:
-    """Whether an operator is one of torch.distributed."""
+    """Return whether an operator belongs to torch.distributed."""
     return getattr(operator, "namespace", None) in _NAMESPACES
 
 
 class CollectiveError(BadInputError):
-    """A collective of the user's own that other ranks would never join."""
+    """A collective in the user's code that other ranks would never join."""
 
 
 class NoCollectives(TorchDispatchMode):
-    """Refuses collectives over all ranks meanwhile, for some ranks alone run what is within."""
+    """Refuses collectives over all ranks, because only some ranks run the code inside the
+    context.
+    """
 
     supports_higher_order_operators = True
 

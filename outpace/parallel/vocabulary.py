@@ -24,10 +24,10 @@ from outpace.nn.loss import IGNORED
 
 
 def split_embedding(tokens: Tensor, weight_PD: Tensor, first_row: int) -> Tensor:
-    """Rows of the tokens that are this rank's, zeros for the others: (…, D), a share of the sum.
+    """Look up this rank's tokens, with zeros for the others: (…, D), a share of the sum.
 
-    `first_row` is the number of this rank's first row in the vocabulary. (DTensor's own embedding
-    gives a gradient with all rows on every rank.)
+    `first_row` is the index of this rank's first row in the vocabulary. (DTensor's own embedding
+    creates a gradient with all rows on every rank.)
     """
     rows = tokens - first_row
     elsewhere = (rows < 0) | (rows >= weight_PD.shape[0])
@@ -48,8 +48,9 @@ def split_linear_loss_sum(
     """Compute `linear_loss_sum` from this rank's rows of the head. Collective over `group`.
 
     `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
-    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole. `passes` are
-    an accelerator's, None on a CPU; `dtype` is that of its products (None: fp32 at least).
+    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole gradient.
+    `passes` are those of an accelerator, None on a CPU; `dtype` is that of its products (None: at
+    least fp32).
     """
     if passes is not None:
         counts_N = targets_N != IGNORED
@@ -92,7 +93,9 @@ class SplitCrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Take two collectives: the largest logits; sums of exponentials with targets' logits."""
+        """Run two collectives: one for the largest logits, one for sums of exponentials and the
+        targets' logits.
+        """
         scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)
@@ -113,7 +116,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return softmax − one-hot, where there is a target, without communication."""
+        """Return softmax − one-hot for positions with a target, without communication."""
         exps_NP, sums_N, counts_N, at, column = ctx.saved_tensors
         grad_NP = exps_NP * (counts_N * loss_grad / sums_N).unsqueeze(1)
         grad_NP[at, column] -= loss_grad

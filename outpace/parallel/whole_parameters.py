@@ -20,10 +20,10 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 class WholeParameters:
-    """Lets the loss of an objective see whole parameters by `module.parameters()`.
+    """Gives the loss of an objective access to whole parameters by `module.parameters()`.
 
-    `used` is told which shards got a gradient in this way. `averages`: see `Layout`. `wait` lets
-    this device wait for what other streams add to shards' gradients.
+    `used` is called with the shards that got a gradient in this way. `averages`: see `Layout`.
+    `wait` makes this device wait for gradients that other streams add to the shards.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WholeParameters:
 
 
 def explain_mixed(error: RuntimeError) -> BadInputError | None:
-    """Tell what to do where a user's code has met a shard; None for another error."""
+    """Return advice if a user's code has used a shard; None for other errors."""
     if _MIXED not in str(error):
         return None
     return BadInputError(

@@ -49,10 +49,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class SharedStates(Replicas):
-    """DistributedDataParallel replicas, each with an optimizer over its share of parameters."""
+    """DistributedDataParallel replicas, each with an optimizer for its share of the parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """The optimizer of all parameters, which steps this rank's and broadcasts them."""
+        """Return the optimizer of all parameters, which updates this rank's share and broadcasts
+        it.
+        """
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:
@@ -68,10 +70,11 @@ class SharedStates(Replicas):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return all weights, and the inner optimizer with the state of what this rank steps.
+        """Return all weights, and the inner optimizer with the state of this rank's share.
 
-        None where there are more ranks than parameters and none is left for this one.
-        `ZeroRedundancyOptimizer.state_dict` would gather everything on one rank, by numbers.
+        The optimizer is None if there are more ranks than parameters and none is left for this
+        rank. `ZeroRedundancyOptimizer.state_dict` would gather everything on one rank, with numbers
+        as names.
         """
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         self._make_buffers_equal()
@@ -81,7 +84,9 @@ class SharedStates(Replicas):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Each rank has the copies of what it steps, and tells the others."""
+        """Replace the weights by fp32 copies; each rank has those of its share, and sends them to
+        the others.
+        """
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()
@@ -95,5 +100,5 @@ class SharedStates(Replicas):
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Wrap in DistributedDataParallel. The default process group must be there."""
+    """Wrap the objective in DistributedDataParallel. Requires the default process group."""
     return SharedStates(request)

@@ -108,7 +108,7 @@ def _interval(job: PlanningProblem) -> Interval:
 
 
 def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
-    """Describe a plan of the problem by the features that measured cases are compared by."""
+    """Describe a plan of the problem by the features that are compared with measured cases."""
     device = job.cluster.device
     chip = ACCELERATORS.get(device.name)
     return Likeness(

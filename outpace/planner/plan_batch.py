@@ -31,11 +31,11 @@ _SHARD_ITEMS = np.array([PRECISION_TRAITS[name].shard_bytes for name in PRECISIO
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Plans, one entry each. `samples` are those of a data-parallel rank per step.
+    """Plans, one entry each. `samples` is the number of samples per data-parallel rank and step.
 
-    `zero` is 0 where dp_shard is 1. `modes` has four columns: the share of blocks that recompute
-    by each mode, in the order of MODES. `etp` ranks of tp cut each expert. `passes`
-    is the accumulation: samples = micro_batch × microbatches × passes.
+    `zero` is 0 if dp_shard is 1. `modes` has four columns: the share of blocks that recompute in
+    each mode, in the order of MODES. `etp` ranks of tp cut each expert. `passes` is the
+    accumulation: samples = micro_batch × microbatches × passes.
     """
 
     strategy: Ints
@@ -78,7 +78,7 @@ class PlanBatch:
 
     @property
     def data_parallel(self) -> Ints:
-        """Return the shares of a global batch."""
+        """Return the number of shares of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -88,7 +88,7 @@ class PlanBatch:
 
     @property
     def shards(self) -> Ints:
-        """Return the number of ranks that shards are spread over; in 3d, those of cp are
+        """Return the number of ranks over which parameters are sharded; in 3d, those of cp are
         included.
         """
         product = self.strategy == STRATEGIES.index("3d")
@@ -103,7 +103,7 @@ class PlanBatch:
         return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
 
     def holds_masters(self) -> Bools:
-        """Return which plans have fp32 shards as master weights that bf16-master gathers in
+        """Return which plans have fp32 shards as master weights, which bf16-master gathers in
         bf16.
         """
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
@@ -112,7 +112,7 @@ class PlanBatch:
         return found
 
     def shard_bytes(self) -> tuple[Floats, Floats]:
-        """Return bytes of gathered parameters and of reduced gradients, of each plan."""
+        """Return the bytes of gathered parameters and of reduced gradients of each plan."""
         gathered, reduced = _SHARD_ITEMS[self.precision].T
         return gathered, reduced
 

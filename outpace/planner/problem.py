@@ -48,7 +48,7 @@ class PlanningProblem:
 
     @property
     def question(self) -> StepTimeQuestion:
-        """The problem in the form of the time model."""
+        """The problem in the form that the step-time model takes."""
         return StepTimeQuestion(
             self.outline,
             self.wanted.seq_len,
@@ -60,22 +60,22 @@ class PlanningProblem:
         )
 
     def required_bytes(self, columns: PlanBatch) -> Floats:
-        """Return the bytes of each plan's fullest rank."""
+        """Return the bytes that each plan's fullest rank needs."""
         return peak.reserved_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,
         )  # fmt: skip
 
     def least_bytes(self, columns: PlanBatch) -> Floats:
-        """Return a lower bound of each plan's bytes, in a fraction of the time."""
+        """Return a lower bound of each plan's bytes, which is much faster to compute."""
         return peak.least_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,
         )  # fmt: skip
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
-        """Return `required_bytes`, but just above the limit if a node's host has no memory for what
-        is offloaded.
+        """Return `required_bytes`, or just above the limit if the host has no memory for offloaded
+        data.
 
         Such a plan does not fit, but is closer to fitting than those that are too large for a
         device.
@@ -91,11 +91,11 @@ class PlanningProblem:
         return needs
 
     def offloads(self, columns: PlanBatch) -> Floats:
-        """Return, for each plan, the bytes of a node's host memory that its ranks offload to."""
+        """Return, for each plan, the bytes of host memory per node that its ranks offload to."""
         return self.offloaded_bytes(columns)[0]
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:
-        """Return the most bytes that a node's ranks keep in its host memory and on its disks."""
+        """Return the maximum bytes that a node's ranks keep in its host memory and on its disks."""
         host, disk = peak.offloaded_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,

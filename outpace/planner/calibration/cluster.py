@@ -33,10 +33,10 @@ from outpace.records.units import show_share
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes, and what is known about them.
+    """Equal nodes with their known rates and properties.
 
-    `probed`: its rates were measured; `calibrated`: with whole steps as well. `residuals` are the
-    ratios of measured to predicted time of those steps, if rates are not fitted to them.
+    `probed`: its rates were measured; `calibrated`: with complete steps as well. `residuals` are
+    the ratios of measured to predicted time of those steps, if rates are not fitted to them.
 
     `loader_tokens_per_s` is a node's data loading rate; infinite if it was not probed. `host_bytes`
     is the host memory that devices may offload to; None: unknown, or the host is the device.
@@ -60,7 +60,9 @@ class Cluster:
 
     @property
     def guessed(self) -> bool:
-        """Whether its rates are neither from the catalog's measurements nor from whole steps."""
+        """Whether its rates come neither from the catalog's measurements nor from complete
+        steps.
+        """
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property
@@ -313,9 +315,9 @@ _BRIEFLY = (
 
 
 def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> Cluster:
-    """Return a host that was not probed: its accelerators from the catalog, else a guess.
+    """Return a host that was not probed: its accelerators from the catalog, or a guess.
 
-    A CPU's rates are those `measured` for its cores, else guessed from its vector width. Raises
+    A CPU's rates are those `measured` for its cores, or guessed from its vector width. Raises
     BadInputError for an accelerator that is not in the catalog.
     """
     if machine.devices:
@@ -612,7 +614,7 @@ def _measured_cluster(
 
 
 def network_share(network: Network) -> float:
-    """Return the share of its rate that a network reaches, by kind of link."""
+    """Return the fraction of its nominal rate that a network reaches, by kind of link."""
     if network.origin == "measured":
         return 1.0
     for link in LINKS.values():

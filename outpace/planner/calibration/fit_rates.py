@@ -32,7 +32,7 @@ _SLOPE = 0.05  # of a logarithm, for derivatives
 
 @dataclass(frozen=True)
 class SeenStep:
-    """A step that was measured."""
+    """A measured step."""
 
     outline: Outline
     seq_len: int
@@ -43,7 +43,7 @@ class SeenStep:
 
 @dataclass(frozen=True)
 class RateFit:
-    """Rates that plans are estimated with."""
+    """Rates for estimating plans."""
 
     device: DeviceRates
     fabric: Fabric
@@ -55,10 +55,10 @@ Adjustment = Callable[[RateFit, float], RateFit]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates by number of ranks, and how well they are known.
+    """Rates by number of ranks, and their uncertainty.
 
-    `off`: by how much the steps that were seen are mispredicted in the median. `covariance`: of the
-    logarithms of what the rates were adjusted by, (adjustments, adjustments).
+    `off`: the median error of the predictions of the observed steps. `covariance`: of the
+    logarithms of the adjustments of the rates, (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]
@@ -67,7 +67,9 @@ class Calibration:
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Derivatives of times by adjustments, both as logarithms: (adjustments, times)."""
+        """Derivatives of times with respect to adjustments, both as logarithms: (adjustments,
+        times).
+        """
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]

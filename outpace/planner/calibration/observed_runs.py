@@ -12,9 +12,9 @@ from outpace.records.units import show_share
 def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
     """Return the machine with the rates that predict the steps of `runs` best.
 
-    A rate's error is the same factor at any number of ranks. Where a trainer behaves differently
-    than the planner assumes, the factors include that, too. The interval is that of the earlier
-    rates, since a few runs do not show the errors of others.
+    The error of a rate is the same factor for any number of ranks. If a trainer behaves differently
+    than the planner assumes, the factors include that difference. The interval is that of the
+    earlier rates, since a few runs do not show the errors of others.
     """
     seen = [
         SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)

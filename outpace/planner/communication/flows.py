@@ -44,9 +44,9 @@ Where = Axis | Literal["world"]
 class Flow:
     """Bytes with one purpose on one axis in a step.
 
-    `sent_bytes`: those a rank sends, as `planner.communication.volume` counts. `link_bytes`: those
-    on each link of a ring through the ranks of the axis, or one way across each border between two
-    stages.
+    `sent_bytes`: the bytes that a rank sends, counted as in `planner.communication.volume`.
+    `link_bytes`: the bytes on each link of a ring through the ranks of the axis, or in one
+    direction across each boundary between two stages.
     """
 
     part: Part
@@ -275,7 +275,9 @@ def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
 
 
 def neighbours(plan: Plan) -> list[tuple[int, int]]:
-    """Return pairs of pipeline ranks between which each micro-batch passes, once each way."""
+    """Return the pairs of pipeline ranks between which each micro-batch passes, once in each
+    direction.
+    """
     schedule = SCHEDULES.get(plan.schedule)
     if schedule is None:
         return []

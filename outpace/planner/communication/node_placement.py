@@ -29,7 +29,9 @@ class Crossing:
     link_way_bytes: int = 0
 
     def seconds(self, inside: float, across: float) -> float:
-        """Return the time of both at once, at bytes/s of a device's link and of a node's cards."""
+        """Return the time of both at once, given the bytes/s of a device's link and of a node's
+        network cards.
+        """
         return max(self.link_bytes / inside, self.node_bytes / across)
 
     def way_seconds(self, inside: float, across: float) -> float:

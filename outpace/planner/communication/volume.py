@@ -38,7 +38,7 @@ NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
-    """Return the bytes that one of `ranks` sends in a collective of `given` bytes each."""
+    """Return the bytes that one of `ranks` sends in a collective on `given` bytes per rank."""
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -61,14 +61,14 @@ class Tally:
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, ranks: int, given: int, times: int = 1, root: bool = False) -> None:
-        """Count `times` collectives of `given` bytes among `ranks`."""
+        """Count `times` collectives on `given` bytes per rank among `ranks`."""
         if times:
             self.collectives[kind] += times
             self.bytes_by_kind[kind] += times * sent_bytes(kind, ranks, given, root)
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all kinds."""
+        """Return the total bytes of all kinds."""
         return self.bytes_by_kind.total()
 
 
@@ -91,7 +91,7 @@ class StepOnRank:
 
     @property
     def item(self) -> int:
-        """Return the bytes of a number of parameters, gradients or sums."""
+        """Return the bytes per number of parameters, gradients or sums."""
         return 4 if self._holds_masters else self._traits.weight_bytes
 
     @property
@@ -105,52 +105,54 @@ class StepOnRank:
 
     @property
     def low_item(self) -> int:
-        """Return the bytes of a number in the inputs of matrix products."""
+        """Return the bytes per number in the inputs of matrix products."""
         return self.item if self._traits.low is None else 2
 
     @property
     def gathered_item(self) -> int:
-        """Return the bytes of a number in gathered parameters."""
+        """Return the bytes per number in gathered parameters."""
         return self._traits.shard_bytes[0]
 
     @property
     def reduced_item(self) -> int:
-        """Return the bytes of a number in gradients that sharding ranks reduce."""
+        """Return the bytes per number in gradients that sharding ranks reduce."""
         return self._traits.shard_bytes[1]
 
     @property
     def summed_item(self) -> int:
-        """Return the bytes of a number in gradients that are accumulated over micro-batches.
+        """Return the bytes per number in gradients that are accumulated over micro-batches.
 
-        With master weights that is done in fp32; a single micro-batch needs no sum (optim.master).
+        With master weights, they are accumulated in fp32; a single micro-batch needs no sum
+        (optim.master).
         """
         several = self.passes * self.plan.pp_microbatches > 1
         return 4 if several and self.plan.precision == "bf16-master" else self.item
 
     @property
     def gradient_item_bytes(self) -> int:
-        """Return the bytes of a number in gradients that ddp and ring reduce."""
+        """Return the bytes per number in gradients that ddp and ring reduce."""
         return 2 if self.plan.compress_gradients == "bf16" else self.item
 
     @property
     def sizes(self) -> list[int]:
-        """Return the elements of each parameter."""
+        """Return the number of elements of each parameter."""
         return [math.prod(shape) for shape in parameter_shapes(self.spec).values()]
 
     @property
     def hidden_elements(self) -> int:
-        """Return b · S · D: numbers in a micro-batch's hidden states."""
+        """Return b · S · D: the number of elements in a micro-batch's hidden states."""
         return self.plan.micro_batch * self.seq_len * self.spec.hidden
 
 
 def step_traffic(
     plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: int, rank: int
 ) -> Tally | None:
-    """Return what `rank` sends in a step; None if there is no formula.
+    """Return the traffic that `rank` sends in a step; None if there is no formula.
 
     There is none for plans with recomputation or adapters.
 
-    It includes what every job sends: the loss's sum and count, and each rank's request to stop.
+    It includes the messages of every job: the loss's sum and count, and each rank's request to
+    stop.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -162,7 +164,7 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """Return what ranks tell each other in each step, with any strategy."""
+    """Return the messages between ranks that every step has, with any strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
@@ -216,7 +218,9 @@ def _ring(work: StepOnRank, tally: Tally) -> None:
 
 
 def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Return sizes in groups whose sum is at most `limit`; a larger one is alone."""
+    """Group sizes so that the sum of each group is at most `limit`; a larger size forms its own
+    group.
+    """
     groups: list[list[int]] = []
     for size in sizes:
         if groups and sum(groups[-1]) + size <= limit:
@@ -304,10 +308,10 @@ def _servers(work: StepOnRank, tally: Tally) -> None:
 
 
 def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
-    """Return the items of each share, assigning the largest first to the smallest share so far.
+    """Distribute items over shares, assigning the largest first to the smallest share so far.
 
-    Graham, "Bounds on multiprocessing timing anomalies", 1969: the fullest share has at most 4/3
-    of what it has in the best split.
+    The largest share is at most 4/3 of that in the best distribution (Graham, "Bounds on
+    multiprocessing timing anomalies", 1969).
     """
     chosen: list[list[int]] = [[] for _ in range(shares)]
     filled = [0] * shares

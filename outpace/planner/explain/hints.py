@@ -32,10 +32,11 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """Return a sentence on what could be varied; None if nothing would gain or all is fixed.
+    """Return a sentence that suggests a setting to vary; None if nothing would gain or all settings
+    are fixed.
 
-    To take only a share of the main search's time, only the best plan's tensor, context and
-    pipeline axes are searched (fp8 has no tensor axis), so --vary may find more.
+    To take only a fraction of the main search's time, it searches only the best plan's tensor,
+    context and pipeline axes (fp8 has no tensor axis), so --vary may find more.
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):

@@ -165,7 +165,9 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Return what a plan that does not fit needs, of what a device or its host has."""
+    """Describe what a plan that does not fit needs, compared with what the device or its host
+    has.
+    """
     row = columns.take([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:
@@ -176,7 +178,7 @@ def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
 
 
 def impossible(wanted: SearchRequest) -> str:
-    """Explain why no plan is possible, and what would be: other axis sizes or batches."""
+    """Explain why no plan is possible, and suggest other axis sizes or batches."""
     kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
     begin = (
         f"no plan can be laid out: {wanted.world} devices and a global batch of "

@@ -25,7 +25,7 @@ PARTS: Mapping[str, str] = {
 
 
 def title(plan: Plan) -> str:
-    """Return a plan in a few words: its axes, micro-batch and memory options."""
+    """Summarise a plan in a few words: its axes, micro-batch and memory options."""
     name = TRAITS[plan.strategy].title
     if name is None:
         mesh = _axes(plan)
@@ -48,7 +48,7 @@ def _axes(plan: Plan) -> str:
 
 
 def plan_options(plan: Plan) -> list[str]:
-    """Return a plan's memory options, in words."""
+    """Describe a plan's memory options."""
     found = []
     if plan.checkpointing != "none":
         half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
@@ -63,7 +63,7 @@ def plan_options(plan: Plan) -> list[str]:
 
 
 def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """Return a plan's varied settings that differ from the default."""
+    """Describe those of a plan's varied settings that differ from the default."""
     words = {
         "precision": plan.precision,
         "optimizer": plan.optimizer,
@@ -94,5 +94,5 @@ def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
 
 
 def choices(plan: Plan) -> str:
-    """Return a plan's micro-batch and options, in words."""
+    """Describe a plan's micro-batch and options."""
     return ", ".join([f"micro-batch {plan.micro_batch}", *plan_options(plan)])

@@ -32,7 +32,7 @@ _STATE_BYTES = 32
 
 
 def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
-    """Return an upper bound of a rank's memory, by a quick rough count.
+    """Return a quick upper bound of a rank's memory.
 
     It assumes that everything is unsharded, in fp32 and kept, and that attention is not fused. Each
     run asks for it before its first step; loading the planner's formula would take it 0.05 s.

@@ -104,10 +104,9 @@ def propose(
 ) -> list[Proposal]:
     """Return the `count` cheapest changes that fit, one of each kind.
 
-    If these are few, also more of the kinds that fit, then changes of two kinds.
+    If there are too few, add more changes of the kinds that fit, then combinations of two kinds.
 
-    `predict` is called for log2 of each kind's changes and for a few pairs, until `enough` says
-    stop.
+    `predict` is called about log2 times per kind and for a few pairs, until `enough` returns true.
     """
     now = predict(plan)
     base = _TriedChange({}, now)
@@ -161,7 +160,7 @@ def _least_that_fits(
 
 
 def most_saved(change: Change, now: Cost) -> float:
-    """Return an upper bound of what a change of this kind saves at the peak."""
+    """Return an upper bound of the bytes that a change of this kind saves at the peak."""
     if not now.by_kind:
         return now.peak_memory_bytes
     names = {name for name in change if name in _MAKES_SMALLER}

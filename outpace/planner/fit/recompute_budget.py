@@ -27,8 +27,8 @@ _TRIES = 3
 def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict) -> Plan:
     """Return `plan` with the block modes that fit into the budget at the lowest cost in time.
 
-    Every pipeline stage uses the beginning of one pattern. Raises BadInputError if even recomputing
-    everything does not fit.
+    All pipeline stages use prefixes of the same pattern. Raises BadInputError if it does not fit
+    even with full recomputation.
     """
     stages = layers_per_stage(spec, plan.stages)
     plain = predict(plan)
@@ -72,11 +72,11 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Return numbers of blocks for each mode that save `need` bytes at the lowest cost; None if
-    none do.
+    """Return the number of blocks for each mode that saves `need` bytes at the lowest cost; None if
+    that is impossible.
 
-    `saved` and `costs` are those of one block. Exact: all numbers of two modes are tried, each with
-    the smallest sufficient number of the third.
+    `saved` and `costs` are per block. The answer is exact: all numbers for two modes are tried,
+    each with the smallest sufficient number for the third.
     """
     *outer, inner = MODES[1:]
     best: tuple[float, Counts] | None = None
@@ -101,10 +101,10 @@ def _ceil(wanted: float, each: float) -> int:
 
 
 def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
-    """Return the plan with these numbers of blocks of each mode in its largest stage.
+    """Return the plan with these numbers of blocks per mode in its largest stage.
 
-    The blocks that recompute most come first: when the backward reaches them, it is done with the
-    later blocks, whose memory is free for the recomputed activations.
+    The blocks that recompute most come first: when the backward reaches them, it has finished the
+    later blocks, and their memory is free for the recomputed activations.
     """
     pattern = [mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0))]
     pattern += ["none"] * (max(stages) - len(pattern))

@@ -28,23 +28,24 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """One rank's device. Rates are achieved ones, except for `peak_flops_per_s`.
+    """Achievable rates of one rank's device; only `peak_flops_per_s` is a peak.
 
-    `multiprocessors` each compute one tile of a matrix product at a time. `operator_s` is the
-    minimum host time of an operator. `curve` has points of a product's FLOPs and the share of the
-    best rate that it reaches, if measured; otherwise tiles and waves decide. `unaligned` is the
-    share of the rate if rows are not a multiple of 16 bytes. `memory_bytes` is available to a
-    process, of the `nominal_bytes` that the maker states. `attention_forward` and
-    `attention_backward` are shares of the rate of 16-bit products, `attention_narrow` the share of
-    that for heads of 64. An optimizer reaches `optimizer_share` of the memory's rate. `hides` is
-    the share of a collective that can overlap with computation; 0 if the same cores do both.
-    `spread` is the standard deviation of the clocks of devices of this kind, as a share of the
-    median. `sharers` ranks share a core: while some wait, the others are that much faster. `unit_s`
-    is the host's time to gather or sum one unit of shards. `piecewise`: rotations, and RMS norms of
-    spread tensors, are put together from operators of their own; other RMS norms are the package's
-    (nn.norms). `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where
-    they are not those of products. `attention_kernels` are other kernels' shares, by name; causal
-    attention reaches half of its rate at `attention_half` keys.
+    Each of the `multiprocessors` computes one tile of a matrix product at a time. `operator_s` is
+    the minimum host time of an operator. `curve` has points of a product's FLOPs and the fraction
+    of the best rate that it reaches, if measured; otherwise, tiles and waves decide. `unaligned` is
+    the fraction of the rate for rows that are not a multiple of 16 bytes. `memory_bytes` is
+    available to a process, out of the manufacturer's `nominal_bytes`. `attention_forward` and
+    `attention_backward` are fractions of the rate of 16-bit products; `attention_narrow` is the
+    fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
+    bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
+    same cores do both. `spread` is the standard deviation of the clocks of devices of this kind,
+    relative to the median. `sharers` ranks share a core: while some wait, the others are that much
+    faster. `unit_s` is the host time to gather or reduce one sharding unit. `piecewise`: rotary
+    embeddings, and RMS norms of tensors split over tp, consist of several operators; other RMS
+    norms are a single operator of this package (nn.norms). `attention_rates` are the FLOP/s in fp32
+    and bf16 to which attention's fractions refer, if they differ from those of products.
+    `attention_kernels` are the fractions of other kernels, by name; causal attention reaches half
+    of its rate at `attention_half` keys.
 
     A tile of a product takes as long as if its inner dimension were `fill` longer. Even short
     products reach no more than `limit` of the best rate; within a step, which is a sustained load,
@@ -90,14 +91,16 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return whether a rate of matrix products is that of fp8, which is twice that of 16
+        """Return whether a rate of matrix products is that of fp8, which is twice the rate of 16
         bits.
         """
         found: Bools = rate > 1.5 * self.rate("bf16")
         return found
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matrix products; of the next wider dtype if there is none."""
+        """Return the FLOP/s of large matrix products, or those of the next wider dtype if
+        unknown.
+        """
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -121,13 +124,13 @@ def check_dtype(precision: Precision, device: DeviceRates) -> None:
 
 
 def items(precision: Ints) -> Floats:
-    """Return the bytes of a number in matrix products, by precision."""
+    """Return the bytes per number in matrix products, by precision."""
     sizes = [PRECISION_TRAITS[name].operand_bytes for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
 
 def of_accelerator(chip: Accelerator) -> DeviceRates:
-    """Return the device, from its architecture's published measurements."""
+    """Return a device with the published measurements of its architecture."""
     curve = efficiency.product_curve(chip)
     kernels = efficiency.attention_rates(chip)
     attention = kernels.get("cudnn", kernels["flash2"])

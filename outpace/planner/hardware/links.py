@@ -19,8 +19,8 @@ _SMALLEST = 6  # log2 of the first size of `by_size`
 
 
 class Protocol(NamedTuple):
-    """Protocol of a collective: seconds once and per step, inside nodes and across; its share of
-    bandwidth.
+    """A protocol of a collective: its fixed latency, its latency per step inside and across nodes,
+    and its share of bandwidth.
 
     Protocols with short steps use less of the bandwidth; the fastest is used. `by_size` makes it a
     tree protocol: the share reached by array size, in powers of two from 64 bytes.
@@ -35,13 +35,14 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of `per_node` devices. Rates are bytes/s in one direction, as a ring reaches them.
+    """Nodes of `per_node` devices. Rates are in bytes/s in one direction, as reached by a ring.
 
-    `inside_bytes_per_s` is a device's to the others of its node, `across_bytes_per_s` all network
-    cards' of a node together, `pair_bytes_per_s` a device's to one other of its node. Gathers and
-    reduce-scatters reach a share of them within a node, small groups `group_shares` by their size,
-    and all-to-alls one share inside nodes (`all_to_all_share`) and one across. `scatter_rounds` is
-    2 if a library sums everything on every rank and then keeps a part, as gloo does.
+    `inside_bytes_per_s` is the rate between a device and the others of its node,
+    `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
+    between a device and one other of its node. All-gather and reduce-scatter reach a share of them
+    within a node, small groups reach `group_shares` by their size, and all-to-all reaches one share
+    inside nodes (`all_to_all_share`) and one across. `scatter_rounds` is 2 if a library sums
+    everything on every rank and then keeps a part, as gloo does.
     """
 
     per_node: int
@@ -70,10 +71,10 @@ class Fabric:
         return replace(self, **rates)
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return ranks per node, nodes, and groups per node's cards for groups of `size` ranks
-        `stride` apart.
+        """Return the ranks per node, the nodes, and the groups per node's cards, for groups of
+        `size` ranks at distance `stride`.
 
-        The groups are those that cross the same cards at the same time.
+        These groups cross the same cards at the same time.
         """
         together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
         within = np.minimum(size, together)
@@ -106,12 +107,13 @@ class Fabric:
     def all_to_all_s(
         self, nbytes: Floats, copies: int, size: Ints, stride: Ints, *, once: bool = False
     ) -> Floats:
-        """Return the time of an all-to-all of tokens, `nbytes` per rank, to their experts.
+        """Return the time of an all-to-all of tokens to their experts, with `nbytes` per rank.
 
-        Each token goes to `copies` experts drawn evenly from those of the `size` ranks of its
-        group: a copy for each expert, or, with `once`, one to a rank (DeepSeek-AI, DeepEP), and
-        across the network one to a node, from where the node's own links take it on. Links inside
-        nodes and across proceed at once; every device has its share of the node's cards.
+        Each token goes to `copies` experts drawn uniformly from those of the `size` ranks of its
+        group: one copy for each expert. With `once`, there is one copy per rank, and across the
+        network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP).
+        Links inside nodes and across work at the same time; every device has its share of the
+        node's cards.
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
@@ -129,10 +131,10 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), found, 0.0)
 
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time in which each rank of a group sends its part of arrays of `nbytes` to
-        all.
+        """Return the time in which each rank of a group broadcasts its part of arrays of `nbytes`.
 
-        One broadcast after the other goes round the ring, each in as many steps as there are ranks.
+        The broadcasts go round the ring one after the other, each in as many steps as there are
+        ranks.
         """
         rate, nodes = self._ring(size, stride, 1.0)
         crossing = np.where(nodes > 1, nodes, 0)

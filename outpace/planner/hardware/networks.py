@@ -21,7 +21,9 @@ _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
 
 def ladder() -> list[Network]:
-    """Return networks of the catalog by rate, slowest first; equally fast ones together."""
+    """Return the networks of the catalog ordered by rate, slowest first; equally fast ones are
+    grouped.
+    """
     single = [(link.name, 1) for link in LINKS.values() if link.kind in _KINDS]
     return by_rate(
         Network(
@@ -35,9 +37,9 @@ def ladder() -> list[Network]:
 def device_ladder(chip: Accelerator | None) -> list[Network]:
     """Return links that a device could have to others in its node, slowest first.
 
-    A slot of each PCIe generation, and the bundles of NVLinks that accelerators of the catalog are
-    sold with (of AMD's: Infinity Fabric). Equally fast ones are together, the device's own first.
-    None on a CPU, whose ranks communicate through memory.
+    These are a slot of each PCIe generation, and the NVLink bundles (for AMD, Infinity Fabric) with
+    which accelerators of the catalog are sold. Equally fast links are grouped, with the device's
+    own first. None on a CPU, whose ranks communicate through memory.
     """
     if chip is None:
         return []
@@ -56,9 +58,9 @@ def device_ladder(chip: Accelerator | None) -> list[Network]:
 
 
 def by_rate(networks: Iterable[Network]) -> list[Network]:
-    """Sort networks, slowest first; equally fast ones become one with all their names.
+    """Sort networks, slowest first. Equally fast ones become one network with all their names.
 
-    So what you named stands by that name, and not only by what the catalog has of its rate.
+    So a network that the user named keeps that name in addition to those of the catalog.
     """
     together: dict[float, list[Network]] = {}
     for one in networks:
@@ -70,7 +72,7 @@ def by_rate(networks: Iterable[Network]) -> list[Network]:
 
 
 def of_node(node: Node) -> Network | None:
-    """Return all network cards of a machine of the catalog together; None if unknown."""
+    """Return the total network of a machine in the catalog; None if unknown."""
     if not node.nics:
         return None
     rate = sum(LINKS[bundle.link].bytes_per_s * bundle.count for bundle in node.nics)

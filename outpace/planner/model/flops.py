@@ -115,15 +115,15 @@ def step_flops(
 ) -> int:
     """Return the FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
-    Without `checkpointing`: what the model needs, three times the forward, for MFU (Chowdhery et
-    al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each: what the hardware
-    computes, for HFU. That adds the scores that fused attention computes again and what blocks
-    compute again.
+    Without `checkpointing`, these are the FLOPs that the model needs, three times the forward, for
+    MFU (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each,
+    these are the FLOPs that the hardware computes, for HFU. That adds the scores that fused
+    attention recomputes and what blocks recompute.
 
-    Without the `head` one place of each sequence is read, as a classifier does. `adapters` is
-    their number of parameters where only they are trained: the gradients of frozen
-    weights are not computed, and each of an adapter's elements is a multiply-add like theirs.
-    Raises ValueError for a classifier's, whose new layers are trained whole.
+    Without the `head`, one position of each sequence is read, as by a classifier. If only adapters
+    are trained, `adapters` is their number of parameters: the gradients of frozen weights are not
+    computed, and each element of an adapter is a multiply-add like those of weights. Raises
+    ValueError for the adapters of a classifier, whose new layers are fully trained.
     """
     if adapters is not None and not head:
         raise ValueError("adapters beside a classifier's new layers are not counted")
@@ -158,8 +158,8 @@ def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
     """Return the FLOPs that a layer's block recomputes in the backward, for one sample.
 
-    "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention"
-    that without attention itself; "selective" keeps all products here.
+    "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention" is
+    the same without attention itself, and "selective" keeps all products here.
     """
     if mode in ("none", "selective"):
         return 0

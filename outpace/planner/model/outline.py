@@ -13,7 +13,7 @@ Cut = Literal["outputs", "inputs", "none"]
 
 
 class Weight(NamedTuple):
-    """A weight matrix of a layer, or `experts` of them, each for its share of the tokens."""
+    """A weight matrix of a layer, or `experts` matrices, each for its share of the tokens."""
 
     name: str
     inputs: int
@@ -25,7 +25,7 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the elements of all experts, with biases."""
+        """Return the number of elements of all experts, including biases."""
         each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
         return each * max(1, self.experts)
 
@@ -74,10 +74,11 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifier_outline(found: Outline) -> Outline:
-    """Return the model with a classification layer, which reads one token of each text after a
-    pooler.
+    """Return the model with a pooler and a classification layer, which reads one token of each
+    text.
 
-    Its last layer is whole here, where outpace computes what that token needs.
+    The outline contains the complete last layer, although outpace computes only what that token
+    needs.
     """
     return found.model_copy(
         update={
@@ -100,7 +101,7 @@ def _size(shape: tuple[int, ...]) -> int:
 def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
     """Yield the weight matrices of one layer.
 
-    Those named "cross kv" are multiplied by what cross-attention sees, all others by the layer's
+    Those named "cross kv" are multiplied by the input of cross-attention, all others by the layer's
     own tokens.
     """
     if stack.attention is not None:
@@ -162,8 +163,8 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
 
 
 def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
-    """Return the keys of a stack's cross-attention: the length of the last stack before without
-    it.
+    """Return the number of keys of a stack's cross-attention: the length of the last preceding
+    stack without it.
     """
     seen = seq_len
     for one in outline.stacks:
@@ -175,7 +176,9 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Return the parameters of one layer: matrices, biases, norms and what else was traced."""
+    """Return the number of parameters of one layer: matrices, biases, norms and other traced
+    ones.
+    """
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
@@ -186,8 +189,8 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 
 def outside_elements(outline: Outline) -> int:
-    """Return parameters outside of layers: embeddings, positions, head, rest; a tied head has
-    none.
+    """Return the numbers of parameters outside of layers: embeddings, positions, head, rest; 0 for
+    a tied head.
     """
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))

@@ -10,10 +10,9 @@ from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    2·m·n·k a product. Of `attention` all keys are counted, masked or not, or those that a window
-    reaches; of experts those that a
-    token goes through, with the router. Stacks with a length of their own keep it; a decoder's
-    cross-attention sees what the encoder has.
+    A product has 2·m·n·k. Attention counts all keys, masked or not, or those within a window.
+    Experts count only for the tokens that use them, plus the router. Stacks with their own length
+    keep it; a decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _products(outline.embed_products, seq_len), seq_len, seq_len
     for stack in outline.stacks:
@@ -32,10 +31,11 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
 def recomputed_flops(
     outline: Outline, seq_len: int, samples: int, shares: Mapping[str, float]
 ) -> float:
-    """Return the FLOPs that checkpointed layers compute again in one backward.
+    """Return the FLOPs that checkpointed layers recompute in one backward.
 
-    `shares`: of layers whose forward is repeated ("full"), all of it but attention itself
-    ("attention"), and of products that a trainer's own mode repeats ("selective").
+    `shares` are three shares of layers: those that repeat the whole forward ("full"), those that
+    repeat all but attention itself ("attention"), and those that repeat the products of a trainer's
+    own mode ("selective").
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:
@@ -55,7 +55,9 @@ def recomputed_flops(
 def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
-    """Return FLOPs of a layer and sample: `length` tokens, `seen` others for cross-attention."""
+    """Return the FLOPs of a layer for one sample with `length` tokens, and `seen` tokens in
+    cross-attention.
+    """
     total = _products(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):

@@ -8,7 +8,7 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Return shapes in the order in which the model has them; a tied head has none."""
+    """Return parameter shapes in the order of the model; a tied head has none."""
     named: dict[str, Shape] = {}
     if not spec.norm_first:
         named["head_bias"] = (spec.vocab,)

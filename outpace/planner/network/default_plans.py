@@ -42,7 +42,7 @@ def candidate_plans(study: NetworkStudy) -> Iterator[NetworkEntry | tuple[str, s
     TP and PP alone are over all devices; a product that comes out as one of the others is left out.
     Each has the global batch nearest to what was asked for that it divides.
 
-    A pair of two texts is a strategy with the reason why it is not possible.
+    A pair of two strings is a strategy with the reason why it is not possible.
     """
     world, micro_batch = study.world, study.micro_batch
     for title, strategy, axis in (

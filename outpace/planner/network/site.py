@@ -49,7 +49,7 @@ class NetworkOptions:
 
 
 class Site:
-    """Machine of a run: one of the catalog, or the one that was probed."""
+    """Machine of a run, from the catalog or from a probe."""
 
     def __init__(self, asked: NetworkOptions) -> None:
         self._asked = asked
@@ -171,10 +171,11 @@ class Site:
         )  # fmt: skip
 
     def precision(self, asked: Precision | None) -> Precision:
-        """Return the requested precision, else the fastest in which matrix products were measured.
+        """Return the requested precision, or the fastest one in which matrix products were
+        measured.
 
-        Where none was measured, bf16 if they have it by the catalog. On a GPU that is over master
-        weights, as outpace trains there.
+        If none was measured, bf16 if the catalog says that the device supports it. On a GPU, this
+        means bf16 with master weights, as outpace trains there.
         """
         if asked is not None:
             return asked
@@ -213,7 +214,7 @@ class Site:
         return rate, max(copies, key=lambda figure: figure.key.number("bytes"), default=memory)
 
     def device_network(self) -> Network | None:
-        """Return a device's link to the others of its node; None if it is alone there.
+        """Return a device's link to the others of its node; None if it is the only one.
 
         Raises BadInputError if it is unknown.
         """

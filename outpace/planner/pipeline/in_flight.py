@@ -16,15 +16,16 @@ Operation = tuple[Literal["F", "B", "W"], int]  # what is done, and the local st
 
 
 class Rank(NamedTuple):
-    """A rank of a pipeline. Numbers of chunks are of micro-batches times stages.
+    """A rank of a pipeline. Numbers of chunks count micro-batches times stages.
 
-    `chunks` are kept before there is any gradient, `later_chunks` when all are there; `losses` and
-    `later_losses` of them on the last stage, if it is here. `layers` are all that lie here,
-    `chunk_layers` the mean of a stage; `borders` are those with other ranks that something comes
-    over: hidden states from the stage before, gradients from the one after. Where a backward is
-    split, torch keeps gradients of what was received until the end: `inputs_done` of them are there
-    when the most is kept, and what gradients of weights are made from of `waiting` chunks. Of
-    its blocks the share `again` recompute, its first one, its last one.
+    `chunks` are kept before any gradient exists, `later_chunks` when all exist; `losses` and
+    `later_losses` of them belong to the last stage, if it is here. `layers` is the number of layers
+    on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage boundaries
+    over which this rank receives something from another: hidden states from the stage before,
+    gradients from the one after. With a split backward, torch keeps the gradients of received
+    tensors until the end: `inputs_done` of them exist when the most is kept, together with the
+    inputs for the weight gradients of `waiting` chunks. `again` is the share of recomputing blocks:
+    of all, of the first one, and of the last one.
     """
 
     layers: int
@@ -72,7 +73,7 @@ def _weight(rank: Rank) -> tuple[float, int]:
 
 
 def single_rank(layers: int, every: int = 0) -> Rank:
-    """Return all layers on one rank."""
+    """Return a rank that has all layers."""
     blocks = range(layers)
     return Rank(
         layers, float(layers), 1, True, True, 1, 0, 1, 0, 0, 0, 0, *_recompute_share(blocks, every)

@@ -22,8 +22,8 @@ def orders(
 ) -> list[list[Action]]:
     """Return each rank's actions. `stages_per_rank`: None is the schedule's default.
 
-    Actions that may overlap follow each other; `overlapped` says which they are. Raises
-    BadInputError for numbers that the schedule does not allow.
+    Actions that may overlap are adjacent; `overlapped` returns them. Raises BadInputError for
+    numbers that the schedule does not allow.
     """
     each = _stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
     return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
@@ -37,11 +37,11 @@ def order(
 
 
 def overlapping_forwards(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
-    """Return forwards that may overlap with the next backward in their order.
+    """Return the forwards that may overlap with the next backward in their order.
 
     Only dualpipev has any: one micro-batch's all-to-all between experts hides behind the other's
-    computing (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch does one after the other. Raises
-    BadInputError as `orders`.
+    computation (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch runs them one after the other. Raises
+    BadInputError like `orders`.
     """
     _stages_per_rank(schedule, ranks, microbatches, None)
     if schedule != "dualpipev":
@@ -58,7 +58,7 @@ def schedule_graph(
     stages_per_rank: int | None = None,
     overlap: bool = False,
 ) -> Wiring:
-    """Return the table prepared for many simulations. `overlap`: what may overlap does."""
+    """Prepare a schedule for many simulations. With `overlap`, actions that may overlap do."""
     together = overlapping_forwards(schedule, ranks, microbatches) if overlap else frozenset()
     return wire(orders(schedule, ranks, microbatches, stages_per_rank), together)
 

@@ -78,18 +78,18 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """Return the share of all ranks' time in which they wait."""
+        """Return the fraction of the ranks' total time that they are idle."""
         whole = self.makespan_s * len(self.ranks)
         return 1 - sum(map(self.busy_s, range(len(self.ranks)))) / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Actions of all ranks in a sequence in which none comes before one that it waits for.
+    """Actions of all ranks in topological order.
 
-    Made once, it is run fast. Of each in the sequence: `taken_by`, its rank; `after`, the places of
-    other ranks' actions that it waits for. `beside`: what is done at one time with an action, and
-    has no place of its own.
+    It is built once, for fast repeated simulation. For each action in the order, `taken_by` is its
+    rank, and `after` are the positions of other ranks' actions that it waits for. `beside`: the
+    action that runs together with another and has no position of its own.
     """
 
     ranks: int
@@ -104,7 +104,7 @@ class Wiring:
         transfer_s: float,
         together_s: Callable[[float, float], float] = max,
     ) -> tuple[list[float], list[float]]:
-        """Return when each action starts and ends; arguments as for `simulate`."""
+        """Return when each action starts and ends; the arguments are those of `simulate`."""
         took = list(map(seconds, self.actions))
         if self.beside:
             for place, action in enumerate(self.actions):
@@ -138,9 +138,9 @@ class Wiring:
 
 
 def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
-    """Find a sequence of all ranks' actions that respects each rank's order and the dependencies.
+    """Find an order of all ranks' actions that respects each rank's order and the dependencies.
 
-    `together`: actions that a rank does at one time with the next in its order. Raises
+    `together`: actions that a rank runs at the same time as the next one in its order. Raises
     BadInputError for orders in which ranks wait for each other.
     """
     return _Wirer(orders, together).wiring()
@@ -245,11 +245,11 @@ def simulate(
 ) -> Timeline:
     """Simulate each rank's actions in its order.
 
-    `seconds` are those of each action; `transfer_s` is the time of a tensor's transfer to another
-    rank, during which both may proceed. `together`: actions that overlap with the next in their
-    order, once both have their inputs; the two take `together_s` of what each takes alone, by
-    default as long as the longer. Raises BadInputError for orders in which ranks wait for each
-    other.
+    `seconds` are the durations of the actions; `transfer_s` is the time to send a tensor to another
+    rank, during which both may continue. `together`: actions that overlap with the next one in
+    their order, once both have their inputs. The two take `together_s` given the time that each
+    takes alone, by default as long as the longer one. Raises BadInputError for orders in which
+    ranks wait for each other.
     """
     wiring = wire(orders, together)
     begins, ends = wiring.run(seconds, transfer_s, together_s)
@@ -270,7 +270,7 @@ def simulate_stages(
     together: Collection[Action] = (),
     together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
-    """Simulate as `simulate` does, with a stage's time for every micro-batch."""
+    """Simulate like `simulate`, with one duration per stage for all micro-batches."""
     return simulate(
         orders,
         lambda action: times[action.stage].seconds(action.kind),
@@ -283,18 +283,18 @@ def simulate_stages(
 def makespan_s(
     orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> float:
-    """Return the time of the whole of `simulate_stages` alone, and sooner.
+    """Return the total time of `simulate_stages`, without computing the whole timeline.
 
-    For one schedule simulated more than once keep its graph, as `tables.schedule_graph` does.
+    If you simulate one schedule several times, keep its graph, as `tables.schedule_graph` does.
     """
     return wire(orders).makespan_s(times, transfer_s)
 
 
 def most_in_flight(order: Order) -> int:
-    """Return the largest number of forwards whose intermediate results a rank keeps at once.
+    """Return the largest number of forwards whose activations a rank keeps at once.
 
-    Each is one micro-batch on one stage: of v stages on the rank, a micro-batch counts v times. It
-    is kept until the weights' part of its backward is done.
+    Each is one micro-batch on one stage: with v stages on the rank, a micro-batch counts v times.
+    It is kept until the weights' part of its backward is done.
     """
     kept = most = 0
     for action in order:
@@ -308,10 +308,10 @@ def idle_share_formula(
 ) -> float | None:
     """Return the idle share for equal stages by the papers' closed forms; None if there is none.
 
-    mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and
-    arXiv 2104.04473, §2.2.1. With v stages a rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and
-    Lamy-Poirier, arXiv 2211.05953, §3; not for fewer micro-batches than ranks, which wait between
-    one stage and their next. `stages_per_rank`: None is the schedule's own v.
+    mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and arXiv
+    2104.04473, §2.2.1. With v stages per rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and
+    Lamy-Poirier, arXiv 2211.05953, §3; not with fewer micro-batches than ranks, where micro-batches
+    wait between one stage and the next. `stages_per_rank`: None is the schedule's own v.
     """
     if strategy == "mp":
         return (ranks - 1) / ranks

@@ -13,8 +13,8 @@ _UNEVEN = 8  # ranks that are looked at, of those that may differ
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is as fast as possible.
 
-    The head is weighed by the multiply-adds of its products against those of a block; looking up
-    an embedding has none. Raises BadInputError for fewer layers than stages.
+    The cost of the head is the multiply-adds of its products relative to those of a block; an
+    embedding look-up costs nothing. Raises BadInputError if there are fewer layers than stages.
     """
     if spec.layers < stages:
         raise BadInputError(
@@ -56,8 +56,8 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
     """Distribute unequal blocks over stages in order, at least one each, minimising the largest
     cost.
 
-    The first block of a cheapest cut's last stage comes as early as it can, and so on backwards:
-    the later stages have more, since the earlier ones keep more activations.
+    Among the cheapest cuts, the last stage starts as early as possible, then the one before it, and
+    so on: later stages get more blocks, since earlier ones keep more activations.
     """
     count = len(costs)
     # best[s][n]: the costliest of s stages over the first n blocks, and where the last begins.
@@ -83,9 +83,10 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Return ranks of which one needs the most memory, one for each group of equal ones.
+    """Return ranks of which one needs the most memory, one for each group of equal ranks.
 
-    The first of each pipeline stage, the first of all where shares are uneven, and a server.
+    These are the first rank of each pipeline stage, the first of all if shares are uneven, and a
+    server.
     """
     across = plan.world_size - plan.servers
     chosen = set(range(0, across, max(1, across // plan.pp)))

@@ -29,11 +29,11 @@ Estimates = Callable[[PlanBatch], Floats]
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Plans to choose among, and how to judge them.
+    """Plans to choose among, with their costs.
 
-    `plain` are layouts without options, `chosen` the options to go with each. A plan takes
-    `seconds` a step and `needs` bytes of a device's `memory_bytes`; `floors` are bytes that it
-    needs at least, which are known in less time than `needs`.
+    `plain` are layouts without options, `chosen` the options to combine with each. A plan takes
+    `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower bounds of
+    `needs` that are faster to compute.
     """
 
     plain: PlanBatch
@@ -52,7 +52,7 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
     """Return the simplest plan that fits and takes at most `most_s`; among equals, the one with the
     most free memory.
 
-    `trains_all`: the trainer is not outpace, so that what outpace does not train counts nothing.
+    `trains_all`: the trainer is not outpace, so plans that outpace cannot train are not penalised.
     """
     chosen, limit = choice.chosen, choice.memory_bytes
     of_layout = _layout_costs(choice.plain, trains_all)
@@ -76,7 +76,7 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
 def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | None:
     """Return the plan with the least device memory that fits and takes at most `most_s`.
 
-    `offloads`: nothing else fits; without need nothing is moved to a host's memory.
+    `offloads`: nothing else fits. Otherwise, nothing is offloaded to a host's memory.
     """
     places = [f"offload_{name}" for name in ("activations", "parameters", "optimizer")]
     options = [one for one in choice.chosen if offloads or not any(one[name] for name in places)]

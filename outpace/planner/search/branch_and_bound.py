@@ -41,12 +41,12 @@ _NEAR = 1.001  # what plainness can make up for
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plans that fit, fastest first, and where each family ends.
+    """Plans that fit, fastest first, and the result for each family.
 
-    `best` has a family's fastest plan that fits, `smallest` one that needs the least memory of
-    those that do not: places in `columns`, −1 for none. `simplest` and `leanest` are places, too:
-    of plans as fast as the fastest, or nearly (see `alternatives`); −1: not looked for. `layouts`
-    are all without options, which take the seconds of `bound` at least.
+    `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
+    among those that do not, as indices into `columns`; −1 for none. `simplest` and `leanest` are
+    indices of plans as fast as the fastest, or nearly (see `alternatives`); −1 if not searched.
+    `layouts` are all layouts without options; each takes at least `bound` seconds.
     """
 
     columns: PlanBatch
@@ -63,14 +63,14 @@ class SearchResult:
 
     @property
     def fastest(self) -> int:
-        """The place of the fastest plan that fits; −1 where none does."""
+        """Index of the fastest plan that fits; −1 if none does."""
         if not len(self.ranked):
             return -1
         return int(self.ranked[np.argmin(self.times.step_s[self.ranked])])
 
 
 def family(columns: PlanBatch) -> Ints:
-    """Positions in FAMILIES."""
+    """Return the index of each plan's family in FAMILIES."""
     places = [FAMILIES.index(TRAITS[name].family) for name in STRATEGIES]
     return np.array(places)[columns.strategy]
 
@@ -83,11 +83,12 @@ def search(
     memory_bytes: float,
     count: int = 10,
 ) -> SearchResult:
-    """The `count` fastest kinds of plan that fit into `memory_bytes`, and every family's end.
+    """Return the `count` fastest kinds of plans that fit into `memory_bytes`, and the result for
+    every family.
 
-    Plans of one kind split the same axes and have the same level of ZeRO: the fastest is taken.
-    `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`), for less work
-    than `needs`.
+    Plans of one kind split the same axes and have the same ZeRO level; the fastest of them is used.
+    `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`),
+    which take less work than `needs`.
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -122,7 +123,7 @@ def find_alternatives(
     """Return `found` with additional rows for the simplest and the leanest plans that are about as
     fast.
 
-    `floors` are bytes that plans need at least (`planner.memory.peak.least_bytes`).
+    `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`).
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -159,8 +160,8 @@ def fastest(
 ) -> tuple[PlanBatch, int]:
     """Return the `count` fastest plans that fit, fastest first, and the number considered.
 
-    Layouts are visited in the order of their time without options, until no other can be among
-    them.
+    Layouts are visited in the order of their time without options, until no other can be among the
+    fastest.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
@@ -189,9 +190,9 @@ def fastest_accepted(
 ) -> tuple[Plan | None, int]:
     """Return the fastest plan that fits and that `accepts` allows, and the number considered.
 
-    Of plans that differ in their micro-batches only one is asked about: `accepts` answers for a way
-    to split a model and what goes with it. Layouts come in the order of what they take without
-    options, until none can be faster than what was found.
+    Of plans that differ only in their micro-batches, `accepts` is called for one: it decides about
+    a way to split a model and the options that go with it. Layouts are visited in the order of
+    their time without options, until none can be faster than the one found.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
@@ -222,7 +223,8 @@ def fastest_accepted(
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
     """Return a lower bound of a layout's step time: without options, with any optimizer.
 
-    The fastest optimizer depends on the layout; compiled, those with fewer bits move less.
+    The fastest optimizer depends on the layout: if compiled, those with fewer bits move less
+    memory.
     """
     found: Floats = estimate(question, plain).step_s
     for name in wanted.vary.get("optimizer", ()):
@@ -419,7 +421,7 @@ def _first_of(kinds: Ints, seconds: Floats) -> Ints:
 
 
 def kinds(c: PlanBatch) -> Ints:
-    """Return a number for each combination of family, split axes and ZeRO stage."""
+    """Return an index for each combination of family, split axes and ZeRO level."""
     found = family(c)
     for split in (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1):
         found = found * 2 + split

@@ -8,7 +8,7 @@ _TRIED = 12  # candidates on either side: each costs a list of all layouts
 
 
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
-    """Return the nearest smaller and larger global batch, in samples, that a layout can divide.
+    """Return the nearest smaller and larger global batches, in samples, that a layout can divide.
 
     Empty if the batch is not the obstacle.
     """

@@ -23,7 +23,7 @@ _MOST_ACTIONS = 400_000  # that are played; longer tables have next to no bubble
 def simulate_pipelines(
     question: StepTimeQuestion, columns: PlanBatch, times: StepTimes, places: Ints
 ) -> StepTimes:
-    """Return `times` with simulated values for the pipelines at `places`."""
+    """Replace the times of the pipelines at `places` in `times` by simulated ones."""
     found = {f.name: getattr(times, f.name).copy() for f in fields(StepTimes)}
     for place in places:
         row = columns.take([int(place)])

@@ -59,12 +59,12 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Planning request. `keep` has what the user insists on, by the names of a plan's settings.
+    """Planning request. `keep` contains the user's requirements, by the names of a plan's settings.
 
-    `precision`: where none is kept or varied. Plans that offload weights or the optimizer's state
-    are in `offloaded_precision`, if it is given.
-    `vary` has values of settings (of VARIED) that are searched too, the fastest optimizer first.
-    `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well. `without`: not these.
+    `precision`: used where none is kept or varied. Plans that offload weights or optimizer state
+    use `offloaded_precision`, if it is given. `vary` has the values of settings (in VARIED) to
+    search as well, with the fastest optimizer first. `trained`: only plans that outpace can train.
+    `naive`: include dp, ps, ring and mp. `without`: strategies to exclude.
     """
 
     outline: Outline
@@ -99,7 +99,7 @@ Options = dict[str, Any]
 
 
 def layouts(wanted: SearchRequest) -> PlanBatch:
-    """Return every layout without options, even kept ones: it takes no longer than with some.
+    """Return every layout without options, even kept ones: it takes no longer than with options.
 
     Varied settings that make some layouts faster and others slower form separate layouts.
     """
@@ -177,7 +177,7 @@ def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
 
 
 def memory_options(wanted: SearchRequest) -> Iterator[Options]:
-    """Yield the options that any layout allows, the plainest first."""
+    """Yield the options that any layout allows, the simplest first."""
     keep = wanted.keep
     modes = [
         (mode, every)
@@ -485,7 +485,7 @@ def _naive(wanted: SearchRequest) -> Iterator[_Row]:
 
 
 def to_plan(c: PlanBatch, place: int) -> Plan:
-    """Return one row as a plan."""
+    """Return one row as a Plan."""
     strategy = STRATEGIES[c.strategy[place]]
     mode, every = _mode(c.modes[place])
     schedule = SCHEDULE_NAMES[c.schedule[place]]
