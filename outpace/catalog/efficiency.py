@@ -15,15 +15,14 @@ from outpace.records.hardware import Accelerator, Architecture, LinkKind
 
 
 class ProductCurve(Record):
-    """Matrix products on one architecture, as tiles that multiprocessors take in waves.
+    """Matrix products on one architecture, modelled as tiles that multiprocessors take in waves.
 
-    `share` of the dense peak is what a full wave of the best tiles reaches, `share_fp8` that of the
-    peak in fp8; tiles of 128 by 64 and of 64 by 64 have `half_tile` and `quarter_tile` of that
-    rate. A tile takes as long as if its inner dimension were `fill` longer, in 16 bits (its
-    pipeline fills and its results are written). `fixed_s` is what the smallest product takes.
-    No product is faster than `limit` of the best rate, where even a short one runs into the
-    board's power; under the load of a training step none is faster than `sustained`,
-    `sustained_fp8` of the dense peaks.
+    A full wave of the best tiles reaches `share` of the dense peak, and `share_fp8` of the peak in
+    fp8. Tiles of 128 by 64 and of 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In 16
+    bits, a tile takes as long as if its inner dimension were longer by `fill` (to fill its pipeline
+    and write its results). The smallest product takes `fixed_s`. No product is faster than `limit`
+    of the best rate, where even a short one reaches the board's power limit; under the load of a
+    training step, none is faster than `sustained`, or `sustained_fp8`, of the dense peaks.
     """
 
     share: PositiveFloat
@@ -39,9 +38,11 @@ class ProductCurve(Record):
 
 
 class AttentionRate(Record):
-    """Fused attention, as shares of the dense 16-bit peak, for long sequences and heads of 128.
+    """Fused attention, as fractions of the dense 16-bit peak, for long sequences and heads of width
+    128.
 
-    Heads of 64 reach `narrow` of these, and causal attention half of it at `half_length` keys.
+    Heads of width 64 reach `narrow` of these, and causal attention reaches half of it at
+    `half_length` keys.
     """
 
     forward: PositiveFloat
@@ -414,9 +415,10 @@ BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch 
 
 
 class Latency(Record):
-    """Seconds of a collective: once, and for each step by link; and its share of the bandwidth.
+    """Seconds of a collective, fixed and per step by link, and its share of the bandwidth.
 
-    `by_size`, of trees: what of it is reached by the array's size, powers of two from 64 bytes.
+    `by_size`, for trees: the share of it that is reached by the array's size, in powers of two from
+    64 bytes.
     """
 
     base_s: NonNegativeFloat
@@ -471,7 +473,7 @@ NCCL_SOURCE = (
 
 
 def product_curve(accelerator: Accelerator) -> ProductCurve:
-    """Return the curve of the accelerator, else of its architecture."""
+    """Return the curve of the accelerator, or of its architecture."""
     if _is_rtx_blackwell(accelerator):
         return _RTX_BLACKWELL
     if _is_geforce_ada(accelerator):
@@ -488,10 +490,12 @@ _POWER_LAW = 1 / 3
 
 
 def power_share(accelerator: Accelerator) -> float:
-    """Return what a board of less power sustains of what the same chip does at 700 W.
+    """Return the sustained rate of a board with a lower power limit, relative to the same chip at
+    700 W.
 
-    Dynamic power grows with the clock and the square of the voltage, which follows the clock: with
-    its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital design", 1992).
+    Dynamic power grows with the clock and the square of the voltage, and the voltage follows the
+    clock, so it grows with the third power of the clock (Chandrakasan, Sheng & Brodersen,
+    "Low-power CMOS digital design", 1992).
     """
     same = accelerator.peak.flops_per_s.get("bf16") == _SXM_PEAK
     if not same or accelerator.power_w >= _SXM_POWER_W:
@@ -501,7 +505,9 @@ def power_share(accelerator: Accelerator) -> float:
 
 
 def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
-    """Return what each kernel that runs on the accelerator reaches."""
+    """Return the rate that each kernel reaches on the accelerator, for all kernels that run
+    there.
+    """
     if _is_rtx_blackwell(accelerator) or _is_geforce_ada(accelerator):
         return {"flash2": _FLASH2_RTX}
     rates = ATTENTION[accelerator.architecture]

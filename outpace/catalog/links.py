@@ -84,5 +84,5 @@ def find_link(name: str) -> Link:
 
 
 def bytes_per_s(bundle: Bundle | None) -> float | None:
-    """Return a bundle's rate in one direction, bytes/s. None for none."""
+    """Return a bundle's rate in one direction, in bytes/s; None if there is no bundle."""
     return None if bundle is None else LINKS[bundle.link].bytes_per_s * bundle.count

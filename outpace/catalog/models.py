@@ -190,23 +190,23 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """Return the name of a preset or an outline, written in capitals, with blanks, or as it is.
+    """Return the name of a preset or an outline, which may be given in capitals or with blanks.
 
-    "Llama-3.1-8B", "Mixtral 8x7B". A file or folder of that name is looked for before.
+    Examples are "Llama-3.1-8B" and "Mixtral 8x7B". Files or folders of that name take precedence.
     """
     name = reference.casefold().replace(" ", "-")
     return name if name in PRESETS or name in OUTLINES else reference
 
 
 def name_of_hub(reference: str) -> str | None:
-    """Return the preset or outline of the Hugging Face Hub's `reference` ("Qwen/Qwen2.5-7B")."""
+    """Return the preset or outline for the Hugging Face Hub's `reference` ("Qwen/Qwen2.5-7B")."""
     return _BY_HUB.get(reference.casefold())
 
 
 def without_weights(reference: str) -> str:
-    """Return the preset or outline of a name on the Hub, if only dimensions are needed.
+    """Return the preset or outline for a name on the Hub, if only dimensions are needed.
 
-    Any other reference, and an existing folder's name, is returned as it is.
+    Any other reference, and the name of an existing folder, is returned unchanged.
     """
     try:
         is_file = Path(reference).expanduser().exists()
@@ -216,9 +216,9 @@ def without_weights(reference: str) -> str:
 
 
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
-    """Return the refusal of a name that is not among `known`, nor a file or folder.
+    """Return the error message for a name that is not among `known`, nor a file or folder.
 
-    For a repository of the Hub it says how to get it, and names its preset if there is one.
+    For a repository of the Hub, it says how to get it, and names its preset if there is one.
     """
     said = f"no preset, directory or file named {reference!r}."
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
@@ -238,7 +238,9 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
 
 
 def untrained_model(reference: str) -> BadInputError | None:
-    """The refusal, by what builds models, of one whose outline alone is known; None of others."""
+    """Return the error message for building a model of which only the outline is known; None for
+    others.
+    """
     name = name_of_hub(reference) or named_model(reference)
     if name not in OUTLINES:
         return None

@@ -116,14 +116,14 @@ NODES: Mapping[str, Node] = MappingProxyType({node.name: node for node in _NODES
 
 
 def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
-    """Find a machine of the catalog, or accelerators by their name, number and memory.
+    """Find a machine in the catalog, or accelerators by their name, number and memory.
 
-    "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100"; or as drivers, SLURM and clouds
-    write them: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8", "8xH100-80GB", "A6000";
-    a number at the end that is no size of the chip's memory is how many. Cards are taken to have no
-    bridge, and what is sold on boards with a switch to have all of its links. A chip that
-    is sold on boards and as cards is taken to be the board's, whose name the node then has. Raises
-    BadInputError, naming the nearest, if there is none.
+    Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
+    that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
+    "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count.
+    Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
+    For a chip that is sold on boards and as cards, the board is assumed, and the node has its name.
+    Raises BadInputError, naming the nearest, if there is none.
     """
     wanted = name.casefold().replace(" ", "-")
     if wanted in NODES:

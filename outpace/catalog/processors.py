@@ -59,19 +59,19 @@ PROCESSORS: tuple[Processor, ...] = (
 
 
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
-    """Return the register width in bits with which such a core computes in that dtype.
+    """Return the register width in bits with which such a core computes in this dtype.
 
-    None if none of them is known to, or makers choose the width.
+    None if no known extension does, or if manufacturers choose the width.
     """
     known = [p for p in PROCESSORS if p.feature in features and dtype in p.flops_per_cycle]
     return known[-1].vector_bits if known else None
 
 
 def flops_per_cycle(features: Collection[str], dtype: Dtype) -> ValueRange | None:
-    """Return the peak FLOP per cycle of one core with these features (as Machine.cpu_features).
+    """Return the peak FLOP per cycle of one core with these features (as in Machine.cpu_features).
 
-    None if none of them is known to compute in that dtype: a processor without bf16 products
-    converts, and its peak is not published.
+    None if no known feature computes in this dtype: a processor without bf16 products converts, and
+    its peak is not published.
     """
     rates = (p.flops_per_cycle.get(dtype) for p in PROCESSORS if p.feature in features)
     known = [rate for rate in rates if rate is not None]

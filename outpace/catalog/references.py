@@ -51,14 +51,16 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Return a hash of everything that determines it: another version has other steps."""
+        """Return a hash of everything that determines it, because other versions have other
+        steps.
+        """
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return those that `ranks` processes step, by name, with those of a quick probe."""
+    """Return the references for `ranks` processes by name, or those of a quick probe."""
     found = {}
     for size, values in _cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)

@@ -26,7 +26,7 @@ Experts = Literal["grouped", "triton", "loop"]
 
 
 class SoftwareStack(Record):
-    """Traits of one program that trains.
+    """Traits of a training program.
 
     `attention` is its kernel where a model's is fused. `recomputed_products`: of a block's forward
     products, what its selective recomputation computes again. `collectives`: a block's parameters

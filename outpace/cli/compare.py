@@ -65,7 +65,7 @@ _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare, print the verdict and save everything; returns 0, or 1 if all runs failed."""
+    """Compare, print the verdict and save everything. Returns 0, or 1 if all runs failed."""
     arguments = _parser().read(argv)
     folder, comparison = _answer(arguments, argv, quiet=arguments.json)
     if arguments.json:

@@ -23,7 +23,7 @@ _LIBRARIES = tuple(
 
 
 def hide_library_warnings() -> None:
-    """Show warnings by who raised them, from now on and in processes that are forked."""
+    """Show warnings from now on depending on who raised them, also in forked processes."""
     if sys.warnoptions:  # -W or PYTHONWARNINGS: who gives them wants to see what there is
         return
     warnings.showwarning = _show

@@ -108,11 +108,11 @@ one JSON document on standard output.
 
 
 def command(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` as a process, until its end.
+    """Run `main` as a process, until it exits.
 
-    When torch is loaded, the process exits before Python tears its modules down: doing so sometimes
-    raced with a thread of torch's libraries, and a finished training ended by SIGABRT. After a
-    signal no thread is waited for, since one may be in a long library call.
+    If torch is loaded, the process exits before Python tears down its modules, because that
+    sometimes raced with a thread of torch's libraries, and a finished training ended with SIGABRT.
+    After a signal, threads are not awaited, since one may be in a long library call.
     """
     repair_streams(sys.argv[1:] if argv is None else argv)
     hide_library_warnings()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tell_hint(hint: str) -> None:
-    """Print a hint to standard error, apart from the result."""
+    """Print a hint to standard error, separate from the result."""
     print(f"hint: {hint}", file=sys.stderr)
 
 

@@ -19,8 +19,8 @@ _CHUNK = 1 << 14
 class Command:
     """A process in this one's terminal, which ends with this one unless it has ended before.
 
-    In a terminal its lines are printed above the live view, and `said` is the line that it is still
-    writing (a progress bar). Otherwise it writes where this process writes; with `json`, none of
+    In a terminal, its lines are printed above the live view, and `said` is its unfinished line (a
+    progress bar). Otherwise, it writes to the same streams as this process; with `json`, none of
     its output goes to standard output.
     """
 

@@ -25,10 +25,11 @@ _DISPENSABLE = ("bos_token", "unk_token", "pad_token")
 
 
 def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Add the tokens that `folder` defines outside tokenizer.json, in transformers' order.
+    """Add the tokens that `folder` defines outside tokenizer.json, in the same order as
+    transformers.
 
     `config` holds the values of its tokenizer_config.json and special_tokens_map.json. Raises
-    BadInputError if a token would get a different id than the folder gives.
+    BadInputError if a token would get a different id than the folder specifies.
     """
     _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
     listed = _numbered_tokens(config, folder)

@@ -57,8 +57,8 @@ LEARNT_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with a chat template: its own, or DEFAULT_TEMPLATE. Saved with the
-    model.
+    """Return the tokenizer with a chat template, which is saved with the model: its own, or
+    DEFAULT_TEMPLATE.
 
     Raises BadInputError if it has several templates and none is the default.
     """
@@ -74,8 +74,8 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """Return the messages of a row in one of the usual forms. Raises BadInputError for another
-    form.
+    """Return the messages of a row in one of the usual forms. Raises BadInputError for other
+    forms.
     """
     return list(conversation_of(row).messages)
 
@@ -98,8 +98,8 @@ def _with_fixed_date(template: str) -> str:
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` are the messages that the spans belong to, None if unknown. `whole` is False if the
-    template only allowed the last answer to be found.
+    `answers` are the messages to which the spans belong, None if unknown. `whole` is False if only
+    the last answer could be found in the template's output.
     """
 
     text: str
@@ -204,7 +204,7 @@ class ChatFormat:
     def text(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return only the text of `render`."""
+        """Return only the text that `render` returns."""
         template = _with_fixed_date(self._tool_template if tools else self._template)
         return self._text(messages, False, where, tools, template)
 
@@ -287,9 +287,10 @@ class ChatFormat:
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return which ids the assistant writes: those that begin in a span.
+        """Encode the text; also return which ids the assistant writes: those that start inside a
+        span.
 
-        `spans` default to those of all its answers.
+        `spans` defaults to the spans of all its answers.
         """
         ids, said, _ = self.encode_joined(rendered, rendered.spans if spans is None else spans)
         return ids, said
@@ -297,8 +298,8 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode as `encode` does; also return whether a span begins within a token (not learnt
-        then).
+        """Encode like `encode`; also return whether a span starts inside a token (which is then not
+        learned).
         """
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
@@ -336,13 +337,13 @@ def _line_of(error: Exception) -> int | None:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples of conversations, with counts of those that were not used whole.
+    """Samples of conversations, with counts of those that were not used completely.
 
     `cut` were longer than a sample; `empty` have nothing to learn (in the remaining part); for
-    `partial` the template marks only the last answer. `altered` have answers that the template
+    `partial`, only the last answer could be found. `altered` have answers that the template
     changes, `toolless` have tools that it omits, `marked` have words that the tokenizer reads as
-    special tokens; each with the place of the first. `joined` have an answer that begins within a
-    token of the template. `unread` counts columns that are not part of conversations, and keys of
+    special tokens; each with the place of the first one. `joined` have an answer that starts inside
+    a token of the template. `unread` counts columns that are not part of conversations, and keys of
     messages that the template omits.
     """
 

@@ -43,7 +43,7 @@ class TextColumns:
 
 
 def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> TextColumns:
-    """Return the requested columns, else a known benchmark's. Raises BadInputError."""
+    """Return the requested columns, or those of a known benchmark. Raises BadInputError."""
     there = quote_names(table.columns)
     if texts is not None and len(texts) not in (1, 2):
         raise BadInputError(f"--text-fields names {len(texts)} columns; a sample has 1 or 2 texts")
@@ -102,7 +102,7 @@ def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: boo
 
 
 def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
-    """Warn about labels that may be one label, and about samples without text."""
+    """Warn about labels that may be the same label, and about samples without text."""
     hints = []
     alike: dict[str, set[str]] = {}
     seen = {example.label for example in parts[0]}
@@ -264,9 +264,9 @@ def _by_number(name: str) -> tuple[int, int, str]:
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
     """Return the tokenizer with a way to encode pairs, and a padding token.
 
-    Its own way is kept. Otherwise it is BERT's for an encoder (Devlin et al., arXiv 1810.04805, §3:
-    [CLS] A [SEP] B [SEP]), and the end of text between the two for a decoder. Saved with the model,
-    so that transformers encodes a pair in the same way.
+    An existing way is kept. Otherwise, an encoder uses BERT's (Devlin et al., arXiv 1810.04805, §3:
+    [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between the two. It is saved
+    with the model, so that transformers encodes a pair in the same way.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):

@@ -71,7 +71,7 @@ class Conversation:
 def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     """Return the conversation of a row in one of the usual forms. Raises BadInputError for others.
 
-    `roles` are further names of speakers, which are kept as they are.
+    `roles` are additional names of speakers, which are kept unchanged.
     """
     values = row.values
     listed = next((name for name in _LISTS if values.get(name) is not None), None)
@@ -93,7 +93,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
 
 
 def describe_form(columns: Collection[str]) -> str | None:
-    """Describe rows with these columns, and what to do, if no task of outpace learns from them.
+    """Describe rows with these columns, and what to do, if no task of outpace can learn from them.
 
     None for other rows.
     """

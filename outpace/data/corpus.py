@@ -25,7 +25,7 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class Corpus:
-    """One split of one source or several. `weights` is None for a mixture by size."""
+    """One split of one or several sources. `weights` is None for a mixture by size."""
 
     streams: tuple[Stream, ...]
     weights: tuple[float, ...] | None

@@ -18,9 +18,9 @@ _VALUES, _FILL = "values.", "fill."
 def load_or_encode(
     cache_dir: Path, key: str, encode: Callable[[], EncodedSamples]
 ) -> EncodedSamples:
-    """Load the samples kept under `key`, or call `encode` and keep its result.
+    """Load the samples stored under `key`, or call `encode` and store its result.
 
-    `key` has to identify everything that the result depends on. A damaged file is replaced; if the
+    `key` must identify everything that the result depends on. A damaged file is replaced; if the
     result cannot be stored, the next call encodes again.
     """
     path = cache_dir / "encoded" / f"{key}.npz"

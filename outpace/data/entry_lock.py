@@ -18,10 +18,10 @@ _STOPPED_S = 60.0
 
 @contextmanager
 def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None]:
-    """Hold the lock file `path`; wait for its holder as long as that works.
+    """Hold the lock file `path`, after waiting for its holder as long as that is working.
 
     Raises BadInputError if the holder is a process of this host that stays stopped (SIGSTOP, a
-    debugger): it will not finish. The lock of a killed process is free.
+    debugger), since it will not finish. The lock of a killed process is free.
     """
     lock, holder = FileLock(path), path.with_suffix(".holder")
     stopped_s = 0.0

@@ -32,8 +32,8 @@ ALONE_CHARACTERS = 12 << 20
 
 
 class Encoders:
-    """Encoders of batches of texts in helper processes; `submit` returns at once. A context
-    manager.
+    """Context manager for helper processes that encode batches of texts; `submit` returns at
+    once.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 def documents_name(split: str) -> str:
-    """Return the name of the file of positions where a split's documents begin."""
+    """Return the name of the file with the positions at which a split's documents begin."""
     return f"{split}-documents.npy"
 
 

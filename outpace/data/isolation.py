@@ -37,7 +37,7 @@ class IsolatedError(BadInputError):
 def call_isolated(
     work: Callable[[], Result], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Result:
-    """Return the result of `work`. Raises what it raises, and IsolatedError."""
+    """Return the result of `work`. Raises the errors of `work`, and IsolatedError."""
     (result,) = iterate_isolated(lambda: iter([work()]), cpu_limit_s, memory_limit_bytes)
     return result
 
@@ -45,11 +45,11 @@ def call_isolated(
 def iterate_isolated(
     work: Callable[[], Iterator[Result]], cpu_limit_s: float, memory_limit_bytes: int
 ) -> Iterator[Result]:
-    """Yield the items of `work` in order from a forked process; all have to be picklable.
+    """Yield the items of `work` in order from a forked process; all must be picklable.
 
-    Each item may take `cpu_limit_s` seconds of processor time, and the process may take
-    `memory_limit_bytes` more memory than this one has. Raises what `work` raises, and
-    IsolatedError. If processes cannot be forked, `work` runs in this process, without limits.
+    Each item may take `cpu_limit_s` seconds of processor time, and the process may use
+    `memory_limit_bytes` more memory than this one. Raises the errors of `work`, and IsolatedError.
+    If processes cannot be forked, `work` runs in this process, without limits.
     """
     if sys.platform != "linux":  # elsewhere a fork with threads is not safe
         yield from work()

@@ -28,7 +28,7 @@ class Loader:
     Slot s of a global batch goes to accumulation pass a and rank r with s // micro_batch = a ·
     data_parallel + r. So the samples of a step do not depend on the number of ranks or workers, or
     on where training was resumed. A rank of None reads nothing, and gets None for each micro-batch.
-    Raises BadInputError if workers end, or deliver no batch within `timeout_s` (0: no limit).
+    Raises BadInputError if workers die, or deliver no batch within `timeout_s` (0: no limit).
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def collate(found: Any) -> Batch:
-    """Collate a list of samples; a batch that the data set made itself stays as it is."""
+    """Collate a list of samples; return a batch that the data set made itself unchanged."""
     return default_collate(found) if isinstance(found, list) else found
 
 
@@ -235,7 +235,7 @@ def _each_tensor(batch: Batch, change: Any) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move the batch to `device`; asynchronously if its memory is pinned."""
+    """Move a batch to `device`; asynchronously if its memory is pinned."""
     if device.type == "cpu":
         return batch
     return _each_tensor(batch, lambda t: t.to(device, non_blocking=True))

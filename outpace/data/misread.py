@@ -50,7 +50,7 @@ def misread_hints(
     lost: Mapping[str, int],
     nuls: int = 0,
 ) -> list[str]:
-    """Describe in sentences what `MisreadText` counted."""
+    """Describe the counts of a `MisreadText` in sentences."""
     hints = []
     if nuls:
         hints.append(

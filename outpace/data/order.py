@@ -30,7 +30,7 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
 
 
 def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
-    """Map each of the `places` by a keyed permutation of [0, size)."""
+    """Map each of the `places` with a keyed permutation of [0, size)."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     values = places.astype(np.uint64)

@@ -23,7 +23,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RaggedSamples:
-    """Samples stored one after the other: sample i has values [starts[i], starts[i + 1]) of each.
+    """Samples stored one after the other: sample i has values [starts[i], starts[i + 1]) of each
+    array.
 
     `values` are by name; `fill` gives the values of padding. `labels` are set if a sample has one
     target instead of one per token.
@@ -39,12 +40,12 @@ class RaggedSamples:
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of each sample."""
+        """Number of tokens of each sample."""
         return np.diff(self.starts)
 
     @property
     def targets(self) -> int:
-        """Targets of all samples together."""
+        """Number of targets of all samples together."""
         if self.labels is not None:
             return len(self.labels)
         return int((self.values["targets"] != IGNORED).sum())
@@ -55,7 +56,7 @@ def concatenate_samples(
     fill: dict[str, int],
     labels: Sequence[int] | None = None,
 ) -> RaggedSamples:
-    """Put samples, each a mapping of equally long sequences, one after the other."""
+    """Concatenate samples, each a mapping of equally long sequences."""
     lengths = [len(next(iter(sample.values()))) for sample in samples]
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     values = {
@@ -135,7 +136,7 @@ class PaddedDataset(Dataset[Batch]):
         return self.most if self.fixed else min(round_up(longest, self.multiple), self.most)
 
     def sample_lengths(self, seed: int, positions: Index, micro_batch: int) -> SampleLengths:
-        """Return the lengths of the samples at these positions, by micro-batches."""
+        """Return the lengths of the samples at these positions, by micro-batch."""
         keys = self.locate(seed, positions)
         lengths = self.samples.lengths[keys]
         longest = lengths.reshape(-1, micro_batch).max(axis=1)
@@ -175,10 +176,10 @@ def round_up(length: int, multiple: int = MULTIPLE) -> int:
 
 
 def shape_multiple(most: int, device_type: str, compiled: bool) -> int:
-    """Return the multiple that lengths of at most `most` tokens are rounded up to.
+    """Return the multiple to which lengths of at most `most` tokens are rounded up.
 
-    On CUDA it is 64, since cuDNN's attention plans each new length for 0.1 to 1 s. A compiler takes
-    longer, so there are at most `COMPILED_SHAPES` lengths.
+    On CUDA it is 64, since cuDNN's attention takes 0.1 to 1 s to plan each new length. A compiler
+    takes longer, so there are at most `COMPILED_SHAPES` lengths.
     """
     multiple = CUDA_MULTIPLE if device_type == "cuda" else MULTIPLE
     return round_up(-(-most // COMPILED_SHAPES), multiple) if compiled else multiple

@@ -34,7 +34,7 @@ _SECOND = (
 
 
 def paraphrases(split: str) -> Iterator[Row]:
-    """Yield the pairs of a split, always the same ones."""
+    """Yield the pairs of a split, the same ones each time."""
     draw = np.random.Generator(np.random.Philox(_SEED[split]))
 
     def choose(choices: tuple[str, ...]) -> str:

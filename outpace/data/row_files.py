@@ -52,11 +52,11 @@ def read_rows(
     columns: Sequence[str] | None = None,
     on_left_out: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[Row, int]]:
-    """Yield every record of a file, with the approximate number of the file's bytes that it takes.
+    """Yield every record of a file, with the approximate number of bytes that it takes in the file.
 
     `form` defaults to that of the suffix; only `columns` of a Parquet file are read. A line of a
-    table without the header's columns goes to `on_left_out`, or is refused without one. Raises
-    BadInputError with the place of anything that cannot be read.
+    table without the header's columns is passed to `on_left_out`, or refused if that is None.
+    Raises BadInputError with the place of anything that cannot be read.
     """
     form = form or form_of(file)
     if form == "json":
@@ -143,11 +143,11 @@ def _describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
 
 
 class RepeatedKeyError(ValueError):
-    """An object of a JSON text has a key more than once, so its value is ambiguous."""
+    """An object in a JSON text has a key more than once, so its value is ambiguous."""
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, of which RepeatedKeyError is a kind."""
+    """Return the value of a JSON text. Raises ValueError, or its subclass RepeatedKeyError."""
     return json.loads(text, object_pairs_hook=_object)
 
 
@@ -177,7 +177,8 @@ def _require_distinct(names: Sequence[str], where: str) -> None:
 
 
 def nested_rows(row: Row) -> str:
-    """Describe where the rows nested in this one are and what to do, as a sentence's end; or ''.
+    """Describe where the rows nested in this one are and what to do, as the end of a sentence; or
+    ''.
 
     They are a list of objects under a name, as in {"data": [...]}, or columns.
     """

@@ -40,7 +40,7 @@ class Table:
 
 
 def read_tables(references: Iterable[str]) -> list[Table]:
-    """Read every source whole. Raises BadInputError if one is missing, broken or empty."""
+    """Read every source completely. Raises BadInputError if one is missing, broken or empty."""
     return [read_table(reference) for reference in references]
 
 
@@ -67,7 +67,7 @@ def _refuse_columns(source: Source) -> None:
 def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Return the training and validation data of the named sources.
 
-    For a folder with train.tsv and dev.tsv (or similar) these are its two files, and for a dataset
+    For a folder with train.tsv and dev.tsv (or similar), these are its two files, and for a dataset
     without a split its `train` and `validation`; None if there is no validation data.
     """
     pairs = [_split_of(reference) for reference in references]
@@ -77,7 +77,9 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """Say in a sentence which files of rows in a folder are ignored besides its named splits."""
+    """List the files of rows in a folder that are ignored besides its named splits, in a
+    sentence.
+    """
     hints = []
     for reference in references:
         if not Path(reference).is_dir():
@@ -192,7 +194,7 @@ def fingerprint(rows: Iterable[Row]) -> str:
 
 
 def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
-    """Say in a sentence how many validation rows are also learnt."""
+    """Report how many validation rows are also training rows."""
     learnt = {xxhash.xxh3_128_digest(_content(row)) for row in train}
     found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learnt]
     if not found:
@@ -205,7 +207,7 @@ def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
 
 
 def nul_hints(rows: Iterable[Row]) -> list[str]:
-    """Describe how many rows have NUL characters, with the first of them."""
+    """Report how many rows have NUL characters, with the first of them."""
     found = [row.where for row in rows if _has_nul(row.values)]
     if not found:
         return []

@@ -32,7 +32,9 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of numbers: `exact` is a digest of integers, `means` are the means of its blocks."""
+    """An array of numbers: `exact` is a digest of integers, `means` are the means of blocks of
+    floats.
+    """
 
     shape: tuple[int, ...]
     exact: str | None
@@ -80,7 +82,7 @@ class SampleDigests:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A rank and the first index at which its sample is not rank 0's; `most`: most samples
+    """A rank and the first index at which its sample differs from rank 0's; `most`: most samples
     differ.
     """
 
@@ -94,9 +96,9 @@ def digest_samples(
 ) -> SampleDigests:
     """Read the first, the last and a few samples chosen by `seed`, each twice.
 
-    Another process reads, so the data set's state (generators, counters, caches, file positions) is
-    unchanged for training. If no process can be forked, nothing is read unless loading processes
-    read in training too (`workers` > 0).
+    Another process reads them, so the data set's state (generators, counters, caches, file
+    positions) is unchanged for training. If no process can be forked, nothing is read, unless
+    loading processes also read during training (`workers` > 0).
     """
     indices = _choose(len(dataset), seed)
     if not workers and not forks_workers():
@@ -121,7 +123,8 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """Return the first rank most of whose samples differ from rank 0's, else the first with one.
+    """Return the first rank most of whose samples differ from rank 0's, or else the first with any
+    difference.
 
     Samples that are unsteady or have no digest are not compared. None if all agree.
     """

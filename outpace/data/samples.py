@@ -76,12 +76,12 @@ class TokenDataset(Dataset[Batch]):
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sample."""
+        """Number of tokens per sample."""
         return self._seq_len
 
     @property
     def left_over_tokens(self) -> int:
-        """Targets that are in no sample: those after the last whole sample of each source."""
+        """Number of targets in no sample: those after the last whole sample of each source."""
         targets = sum(len(stream) - 1 for stream in self._streams)
         return targets - sum(self._sizes) * self._seq_len
 
@@ -96,7 +96,7 @@ class TokenDataset(Dataset[Batch]):
         return found
 
     def passes(self, samples: int) -> tuple[float, ...]:
-        """Return how many passes over each source that many training samples make."""
+        """Return how many passes over each source this many training samples make."""
         if self._counts is None:
             return (samples / len(self),) * len(self._sizes)
         whole = sum(self._counts)

@@ -65,7 +65,7 @@ def ensure_entry(
     processes: int,
     progress: Progress,
 ) -> Index:
-    """Make the entry if it is missing or not whole; return its index.
+    """Create the entry if it is missing or incomplete; return its index.
 
     Processes that need the same entry wait for each other. Raises BadInputError.
     """
@@ -97,7 +97,9 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return the index of a whole entry, or what is wrong with a damaged one."""
+    """Return the index of a complete entry, or a description of what is wrong with a damaged
+    one.
+    """
     if not entry.is_dir():
         return None, None
     try:

@@ -85,10 +85,10 @@ State = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Source:
-    """A data source that was found. `files` is empty for datasets.
+    """A data source. `files` is empty for datasets.
 
-    `left_out`: files of a folder or pattern with another form than most of it, or of another split.
-    `outputs`: runs and folders of a cache within the data, which are not read.
+    `left_out`: files of a folder or pattern whose form differs from most of it, or that belong to
+    another split. `outputs`: runs and cache folders within the data, which are not read.
     """
 
     reference: str
@@ -182,7 +182,7 @@ def _drop_repeated(files: Iterable[Path]) -> list[Path]:
 
 
 def form_of(file: Path) -> Form:
-    """Return the form of a file, by its suffix."""
+    """Return the format of a file, by its suffix."""
     return _FORMS.get(file.suffix.lower(), "text")
 
 
@@ -306,10 +306,10 @@ def _markup_of(file: Path) -> str | None:
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:
-    """Return the validation files that are also among the training files, by full contents.
+    """Return the validation files that are also among the training files, by complete contents.
 
     If there are very many validation files, only the first are checked. Empty files and indices
-    hold nothing to train on.
+    contain nothing to train on.
     """
     wanted = {
         file: size
@@ -340,7 +340,7 @@ def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
 
 
 def require_tokens(file: Path, head: bytes) -> None:
-    """Refuse a .bin that begins as a file of another kind does."""
+    """Refuse a .bin that begins like a file of another kind."""
     if (kind := binary_kind(head)) is not None:
         raise BadInputError(
             f"{file} is {kind}, not ids of tokens. Write them as uint16 or uint32 without a "

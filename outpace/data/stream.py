@@ -30,7 +30,9 @@ _FAULT_BYTES = 2 << 20  # at most mapped with a page that is read: a huge page
 
 
 class MappedTokens:
-    """A file of token ids, mapped into memory where it is used; pickled, it is only a path."""
+    """A file of token ids that is mapped into memory on use; when pickled, only its path is
+    kept.
+    """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
@@ -48,10 +50,10 @@ class MappedTokens:
         return len(self.ids)
 
     def part(self, offset: int, count: int) -> Array:
-        """Return ids from the file's pages; earlier pages may be dropped, so that few stay
-        resident.
+        """Return ids from the file's pages, and drop earlier pages so that few stay resident.
 
-        Otherwise training would come to hold the whole file, which its memory peak would include.
+        Otherwise, the whole file would become resident during training and count towards its memory
+        peak.
         """
         found = self.ids[offset : offset + count]
         self._read_bytes += found.nbytes + _FAULT_BYTES
@@ -86,7 +88,9 @@ class Stream:
         return self.stop - self.start
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
-        """Return `count` tokens from position `begin`, as int64; `mapped` for few of many."""
+        """Return `count` tokens from position `begin`, as int64; `mapped` if only a few are
+        needed.
+        """
         begin += self.start
         found = np.empty(count, dtype=np.int64)
         filled = 0
@@ -136,10 +140,10 @@ class Stream:
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
-        """Find the first id above `largest`, which must exist: its file, its position there,
-        itself.
+        """Find the first id above `largest`, which must exist: its file, its position there, and
+        the id itself.
 
-        The whole shards are searched, even if this is a part of them.
+        All shards are searched, even if this is only a part of them.
         """
         for shard in self.shards:
             for begin in range(0, len(shard), _SCANNED_TOKENS):
@@ -176,9 +180,11 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
 
 
 def token_stream(files: Sequence[Path]) -> Stream:
-    """Return the tokens of .bin files in sequence, each in the format of its .idx or its contents.
+    """Return the tokens of .bin files in sequence, in the format given by each file's .idx or its
+    contents.
 
-    Raises BadInputError for a file that is not a whole number of ids, or not of tokens.
+    Raises BadInputError for a file that does not contain a whole number of ids, or that does not
+    contain tokens.
     """
     streams = [
         megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)

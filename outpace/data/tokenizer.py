@@ -131,7 +131,7 @@ class Tokenizer:
 
     @property
     def opening_ids(self) -> list[int]:
-        """Return the bos token if the tokenizer puts it before a text, as Llama's do; else
+        """Return the bos token if the tokenizer puts it before a text, as Llama's do; otherwise
         nothing.
         """
         bos = self._vocab.get(self._roles.get("bos_token", ""))
@@ -140,7 +140,7 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """The token for text outside the vocabulary, if there is one."""
+        """Id of the token for text outside the vocabulary, if there is one."""
         name = getattr(self.inner.model, "unk_token", None) or self._roles.get("unk_token")
         return self._vocab.get(name or "")
 
@@ -155,7 +155,7 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Characters that are kept, if others are lost: BPE of characters without [UNK]."""
+        """Characters that are kept, if all others are lost: a character-level BPE without [UNK]."""
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -171,12 +171,12 @@ class Tokenizer:
 
     @property
     def truncation_side(self) -> str:
-        """The side at which transformers cuts texts that are too long: right, or left."""
+        """The side on which transformers truncates texts that are too long: right or left."""
         return "left" if self._config.get("truncation_side") == "left" else "right"
 
     @property
     def roles(self) -> dict[str, str]:
-        """The tokens that have a role, by transformers' names: eos_token, pad_token, …"""
+        """The tokens with a role, by transformers' names: eos_token, pad_token, …"""
         return dict(self._roles)
 
     def replace(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
@@ -187,8 +187,8 @@ class Tokenizer:
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with none added. A special token's name in the text becomes
-        it.
+        """Return the ids of a text without adding any. The name of a special token in the text
+        becomes that token.
         """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
@@ -201,7 +201,7 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Return the ids of many texts, the same as `encode` gives for each."""
+        """Return the ids of many texts, equal to what `encode` returns for each."""
         with _refusing_panics():
             if self._words is not None:
                 return self._words.encode_batch(texts)
@@ -349,7 +349,9 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether it is a panic of `tokenizers`: not an Exception, and its class is private."""
+    """Return whether an error is a panic of `tokenizers`, which is not an Exception and whose class
+    is private.
+    """
     return type(error).__name__ == "PanicException"
 
 

@@ -36,7 +36,7 @@ _ASCII_SPACES = "\t\n\x0b\x0c\r "
 
 
 class Words:
-    """Encoder with cached words, equal to `tokenizers.Tokenizer.encode_batch_fast`."""
+    """Encoder that caches words, equivalent to `tokenizers.Tokenizer.encode_batch_fast`."""
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: str) -> None:
         self._inner = inner
@@ -89,7 +89,7 @@ class Words:
 
 
 def words_of(inner: tokenizers.Tokenizer) -> Words | None:
-    """Return the encoder with cached words, for tokenizers where it is known to be exact."""
+    """Return the encoder that caches words, for tokenizers for which it is known to be exact."""
     told = json.loads(inner.to_str())
     model = told["model"]
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")

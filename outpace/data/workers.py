@@ -28,7 +28,7 @@ _FILES = ("too many open files", "ancdata")
 
 
 def start_method() -> str | None:
-    """Return the start method of workers: fork if that is safe and the user chose no other.
+    """Return the start method of workers: fork if that is safe and the user has not chosen another.
 
     With fork, a script needs no main guard, and the end of a worker is noticed at once. None leaves
     the choice to Python.
@@ -38,16 +38,16 @@ def start_method() -> str | None:
 
 
 def forks_workers() -> bool:
-    """Return whether `start_method`, or Python's choice in its place, forks workers."""
+    """Return whether `start_method`, or Python's default, forks workers."""
     return "fork" in (start_method(), multiprocessing.get_start_method(allow_none=True))
 
 
 @contextmanager
 def starting_workers() -> Iterator[Begin]:
-    """Yield the `worker_init_fn` of a DataLoader whose workers start within the context.
+    """Yield the `worker_init_fn` of a DataLoader whose workers start in this context.
 
-    Workers never collect their parent's garbage: it may hold threads and memory that a fork does
-    not have, and freeing these there is a segmentation fault. Collections do not write to shared
+    Workers never collect their parent's garbage: it may refer to threads and memory that a fork
+    does not have, and freeing these is a segmentation fault. Collections do not write to shared
     memory either.
     """
     collects = gc.isenabled()
@@ -123,7 +123,8 @@ def worker_troubles(
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
     `exit_codes` are those of the workers, None for a running one. `elsewhere`: not while waiting
-    for a batch; torch may report the end of a worker anywhere, since it learns of it by a signal.
+    for a batch; torch may report the end of a worker at any point, since it learns of it by a
+    signal.
     """
     try:
         yield

@@ -78,7 +78,7 @@ def train_once(
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float = math.inf,
 ) -> Measurement | RunFailure:
-    """Train in separate processes with settings from a file; return why it failed, if it did."""
+    """Train in separate processes with settings from a file; return the reason if it failed."""
     code, said = _run(words_of(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
 
@@ -96,7 +96,9 @@ def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
 
 
 def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | RunFailure:
-    """Return a training's result, or its failure by the exit code, None if stopped at its limit."""
+    """Return a training's result, or its failure by the exit code (None if it was stopped at its
+    limit).
+    """
     if code is None:
         return RunFailure(None, f"it was stopped after {limit_s:.0f} s")
     return (

@@ -28,7 +28,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class ComparisonEnd:
-    """All outcomes, and why the comparison ended."""
+    """All outcomes, and the reason why the comparison ended."""
 
     outcomes: tuple[Outcome, ...]
     stopped: str
@@ -42,7 +42,7 @@ def compare(
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ComparisonEnd:
-    """Run rounds after those of `before`. `told` is called with every run and the current
+    """Run rounds after those in `before`. `told` is called with every run and the current
     verdicts.
     """
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)

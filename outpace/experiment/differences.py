@@ -25,7 +25,8 @@ _LOST = 0.1  # share of a run's time in slow steps, from which on it is told
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
-    """Return sentences on what differs between runs, in which part of a step, and on slow steps.
+    """Describe in sentences what differs between runs, in which part of a step, and how slow steps
+    differ.
 
     `runs` are folders by their arms' names, in the order of `results`.
     """

@@ -58,7 +58,9 @@ Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return, by name, facts that a comparison must hold fixed, except variables `asked` for."""
+    """Return, by name, the facts that a comparison must hold constant, except variables `asked`
+    for.
+    """
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -190,7 +192,7 @@ def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
 
 
 def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
-    """Say whether the stored result is reproduced, and which facts have changed since."""
+    """Report whether the stored result is reproduced, and which facts have changed since."""
     lines = [f"beside what was stored ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)

@@ -148,10 +148,10 @@ def _action_times(
 
 @dataclass(frozen=True)
 class Idleness:
-    """Shares of a step in which ranks wait: measured, by formula, and simulated.
+    """Shares of a step in which ranks are idle: measured, by formula, and simulated.
 
-    `simulated` uses the stages' set times, if any; `replayed` uses the times of the measured step,
-    so its difference from the measured share is the cost of sending.
+    `simulated` uses the stages' fixed times, if any; `replayed` uses the times of the measured
+    step, so its difference from the measured share is the cost of sending.
     """
 
     measured: float
@@ -184,8 +184,8 @@ def judge(
 
 
 def expected_time_s(action: Action, times: Sequence[StageTime]) -> float:
-    """Return a stage's time; the first needs no gradients of inputs, so all is in the weights'
-    part.
+    """Return a stage's time. The first stage needs no gradients of inputs, so all of its backward
+    is in the weights' part.
     """
     whole = times[action.stage]
     if action.stage == 0 and action.kind in ("I", "W"):

@@ -7,9 +7,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Count of the bytes that forwards keep for backwards while it is entered.
+    """Count of the bytes that forwards save for backwards within the context.
 
-    `live_bytes` is the present count and `peak_bytes` the largest. Each storage counts once,
+    `live_bytes` is the current count and `peak_bytes` the largest. Each storage counts once,
     however many tensors are views of it; those in `apart` (weights) do not count.
     """
 

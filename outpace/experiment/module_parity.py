@@ -127,7 +127,7 @@ def reference(
     """Train in one process. A global batch is processed in `pieces` of each of its `shares`.
 
     Buffers are those after the first share, as on rank 0. `pipeline`: moving averages of batch
-    normalisations are over all pieces of a step, as in a pipeline.
+    normalisations cover all pieces of a step, as in a pipeline.
     """
     objective = trial.begin()
     module = trial.custom.module

@@ -83,15 +83,15 @@ def verify(
     sync_batchnorm: bool = False,
     time_limit_s: float = DEFAULT_LIMIT_S,
 ) -> Certificate:
-    """Prove that strategies train your module as one process does, or report where they differ.
+    """Prove that strategies train your module like a single process, or report where they differ.
 
     `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
-    have to be shared by all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as for
+    must be divisible among all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as for
     `outpace.parallelize`. `plans` are plans, or names of strategies for `nproc` processes; None:
     every strategy that supports a custom model.
 
     It runs on the CPU of this host, in processes forked from this one, with `time_limit_s` for each
-    plan. `module` stays unchanged, and is trained in its present mode, as by `outpace.parallelize`.
+    plan. `module` is not changed, and is trained in its present mode, as by `outpace.parallelize`.
     The loss, the gradients and their norm are compared, and weights and buffers after three steps
     of SGD with momentum, also after a resume; in float64 if the module supports it. Raises
     BadInputError; differences are in the certificate.

@@ -51,7 +51,7 @@ LIMIT = 0.05  # far below the norm of every step, so that clipping is always act
 
 @dataclass(frozen=True)
 class Trial:
-    """A training that the reference and every plan run equally."""
+    """A training that the reference and every plan run in the same way."""
 
     spec: ModelSpec
     steps: int = 3
@@ -65,21 +65,21 @@ class Trial:
 
     @property
     def eps(self) -> float:
-        """AdamW's, so large that its steps are well conditioned.
+        """AdamW's ε, so large that its steps are well conditioned.
 
-        A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε: m̂ and √v̂ are means
-        of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip the parameters
-        move in all steps together by at most Δ/clip. For a gradient that is truly zero, Δ is at
-        most clip times what is allowed of the largest, and the largest parameters are 1: so what
-        passes as a gradient passes as a parameter. With 1e-8 a key projection's bias would be
-        stepped by its rounding errors a million times enlarged; and a wrong factor, which cancels
-        in m̂/√v̂, would go unseen.
+        A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε: m̂ and √v̂ are
+        means of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip, the
+        parameters move by at most Δ/clip in all steps together. For a gradient that is truly zero,
+        Δ is at most clip times the tolerance of the largest gradient, and the largest parameters
+        are 1, so a gradient within its tolerance gives a parameter within its own. With 1e-8, a key
+        projection's bias would be changed by its rounding errors, amplified a million times, and a
+        wrong factor, which cancels in m̂/√v̂, would remain undetected.
         """
         return 2 * self.steps * self.lr * LIMIT
 
     def batches(self) -> list[Batch]:
-        """Return a global batch for each step; the ends of samples are padding, unevenly, if any
-        is.
+        """Return a global batch for each step; if there is padding, it is at the ends of samples,
+        unevenly.
         """
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
@@ -121,9 +121,9 @@ class Trial:
         name: OptimizerName = "adamw-for-loop",
         wide_values: dict[str, Tensor] | None = None,
     ) -> torch.optim.Optimizer:
-        """Make the optimizer; by default AdamW's for-loop, which has no special kernels.
+        """Create the optimizer, by default AdamW's for-loop, which has no special kernels.
 
-        With `wide_values` it steps fp32 copies of the parameters, which start with these values.
+        With `wide_values`, it updates fp32 copies of the parameters, which start from these values.
         """
         settings = TrainSettings(lr=self.lr, clip=self.clip)
         masters = bool(wide_values)
@@ -278,7 +278,7 @@ def _checkpoint_parts(
 
 
 class Use:
-    """Copies of parameters as used by a step's first forward: gathered, if they are sharded."""
+    """Copies of parameters as a step's first forward uses them: gathered, if they are sharded."""
 
     def __init__(self, wire: CollectiveCounter) -> None:
         self.found: dict[str, Tensor] = {}
@@ -312,7 +312,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of a step, and its distance from the reference's."""
+    """A tensor of a step, and its distance from that of the reference."""
 
     step: int
     kind: str

@@ -31,9 +31,9 @@ _OF_RECORD = (
 
 @dataclass(frozen=True)
 class PastRunFolder:
-    """A run's folder; `record` and `result` are None if there is none that can be read.
+    """A run's folder; `record` and `result` are None if they are missing or cannot be read.
 
-    `failure`: why it ended before its last step, if that could still be written.
+    `failure`: why it ended before its last step, if that could still be recorded.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class PastRunFolder:
 
 
 def field_owner(name: str) -> type[Record] | None:
-    """Return the record with the field of this name: results before settings."""
+    """Return the record that has the field of this name, looking at results before settings."""
     for kind in (PastRun, Plan, Measurement, RunRecord, TrainSettings):
         if name in kind.model_fields and (kind is not RunRecord or name in _OF_RECORD):
             return kind
@@ -65,7 +65,7 @@ def field_owner(name: str) -> type[Record] | None:
 
 
 def field_names() -> list[str]:
-    """Return all field names that runs have."""
+    """Return the names of all fields of runs."""
     names = [*PastRun.model_fields, *Plan.model_fields, *Measurement.model_fields, *_OF_RECORD]
     return list(dict.fromkeys([*names, *TrainSettings.model_fields]))
 
@@ -76,7 +76,9 @@ def is_run(folder: Path) -> bool:
 
 
 def find(folders: Iterable[Path]) -> list[PastRunFolder]:
-    """Find every run in these folders and below, newest first; those with unknown time last."""
+    """Find every run in and below these folders, newest first; runs with unknown times come
+    last.
+    """
     # Path.resolve raises where a link leads in a circle.
     found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
     runs = mark_running(found.values())
@@ -84,7 +86,7 @@ def find(folders: Iterable[Path]) -> list[PastRunFolder]:
 
 
 def count(folders: Iterable[Path]) -> int:
-    """Count the runs in these folders and below them, without reading any."""
+    """Count the runs in and below these folders without reading any."""
     return sum(trouble is None for _, trouble in _places(folders))
 
 
@@ -232,7 +234,7 @@ def asked_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> Sequence[Path]:
-    """Return whole checkpoints, newest first."""
+    """Return complete checkpoints, newest first."""
     whole = (folder / "checkpoints").glob("step-*/complete.json")
     steps = [path.parent for path in whole if path.parent.name[5:].isdecimal()]
     return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)

@@ -17,7 +17,7 @@ _REST_S = 2.0  # for what it started to end after it
 
 
 class ProcessTree:
-    """A running command, with all processes that it starts."""
+    """A running command and all its child processes."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
         # A file, not a pipe: a pipe that nobody empties stops what writes to it, and one that a
@@ -43,7 +43,9 @@ class ProcessTree:
         return self._process.poll()
 
     def wait(self, until_s: float) -> int | None:
-        """Return its exit code; None if it has not ended by that moment of time.monotonic()."""
+        """Return the exit code; None if the process has not ended by that moment of
+        time.monotonic().
+        """
         while self.exit_code is None and time.monotonic() < until_s:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(min(until_s - time.monotonic(), 1.0), 0.0))
@@ -65,9 +67,9 @@ class ProcessTree:
             self._process.send_signal(number)
 
     def end(self) -> str:
-        """End it and all its processes if it still runs; return its output, once.
+        """End the process and all its children if it still runs; return its output, once.
 
-        Processes are asked to end first, then killed. Workers of a launcher have their own
+        Processes are first asked to end, then killed. Workers of a launcher have their own
         sessions, so a signal to the group does not reach them.
         """
         started: set[psutil.Process] = set()

@@ -30,7 +30,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of a run, by the number of samples trained on, and the facts that determined it."""
+    """Losses of a run, by the number of trained samples, and the facts that determined the run."""
 
     record: RunRecord
     losses: Mapping[int, float]
@@ -173,7 +173,7 @@ def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) ->
 
 
 def losses_in_words(found: Mapping[str, Curve]) -> str | None:
-    """Say whether curves agree with the first as they must, or differ as they may."""
+    """Describe whether curves agree with the first as they must, or differ as they may."""
     if len(found) < 2:
         return None
     first, *others = found

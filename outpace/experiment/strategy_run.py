@@ -50,10 +50,11 @@ class StepCost:
 def plans(
     strategy: Strategy, course: SyntheticTraining, ranks: Ranks, machine: Machine
 ) -> Iterator[Plan | str]:
-    """Yield the plans that `outpace train` makes from a strategy's name, or why it refuses.
+    """Yield the plans that `outpace train` makes from a strategy's name, or the reason why it
+    refuses.
 
     Half of the ranks are parameter servers, since one server and three workers could not share a
-    global batch of a power of two; the other of their two ways comes second.
+    global batch that is a power of two. The second plan for servers lets them update parameters.
     """
     values = {
         "strategy": strategy,
@@ -78,7 +79,7 @@ def plans(
 
 
 class StrategyRun:
-    """A plan that is laid out and ready for steps. Ranks outside of it do nothing.
+    """A laid-out plan that is ready to run steps. Ranks outside of it do nothing.
 
     Every rank of the job must create one and call it in the same order.
     """
@@ -104,7 +105,7 @@ class StrategyRun:
         )
 
     def step(self) -> StepDuration:
-        """Take one step, which all ranks start together."""
+        """Run one step, which all ranks start together."""
         dist.barrier(self._groups.control)
         began_s, busy_s = time.perf_counter(), thread_busy_s()
         self._steps.step()

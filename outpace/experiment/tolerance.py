@@ -27,10 +27,11 @@ class Tolerance:
     """A tensor may differ by `relative` of its scale: its largest value, or more if that is small.
 
     The scale is at least `floor` of the largest of its kind. A parameter's scale is the largest
-    change since the first step, or `held` of its largest value; for one as used in a forward,
-    `used`. A parameter that ranks gather in fewer bits was rounded once more than the reference's:
-    each value by at most `gathered` of itself, which is allowed in addition (|fl(x) − x| ≤
-    u·|fl(x)|: Higham, "Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.3).
+    change since the first step, or `held` of its largest value; for a parameter as used in a
+    forward, `used`. A parameter that ranks gather in fewer bits was rounded once more than the
+    reference's. An additional difference of at most `gathered` of each value is allowed for that
+    (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical Algorithms", 2002,
+    theorem 2.3).
     """
 
     relative: float
@@ -43,10 +44,10 @@ class Tolerance:
 def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
     """Return the tolerance for `tokens` in a global batch, and `steps`.
 
-    fp64 has 1e-9: a million times its rounding, and a millionth of the smallest wrong factor. For
-    the others, rounding errors are assumed to be independent with mean 0 (Higham and Mary, "A new
-    approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4: λ·√n·u in place of
-    n·u for a sum of n terms, λ by the probability).
+    For fp64 it is 1e-9: a million times its rounding, and a millionth of the smallest wrong factor.
+    For the others, rounding errors are assumed to be independent with mean 0 (Higham and Mary, "A
+    new approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4: λ·√n·u instead
+    of n·u for a sum of n terms, with λ depending on the probability).
     """
     precision = plan.precision
     if precision == "fp64":

@@ -40,7 +40,7 @@ class Trials:
     host_bytes: int | None = None
 
     def run(self, number: int, chosen: NextTrial) -> PlanTrial:
-        """Train with a plan for a few steps, with limits of time and memory."""
+        """Train with a plan for a few steps, with time and memory limits."""
         expected_s = chosen.proposal.step_time_s
         steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
         one, began_s = self._prepare(number, chosen), time.monotonic()
@@ -53,7 +53,7 @@ class Trials:
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
     def race(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
-        """Train with several plans that take turns; all of them must fit in memory together."""
+        """Train with several plans in turn; all of them must fit in memory together."""
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
             entrant.steps(_TURNS) * chosen.proposal.step_time_s
@@ -111,7 +111,7 @@ class Trials:
 def fit_together(
     plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
-    """Return whether ranks of all these plans fit at once, by the peaks of their trials.
+    """Return whether the ranks of all these plans fit at once, judged by the peaks of their trials.
 
     `host_bytes`: memory for ranks on the processor; None: each rank has a device.
     """
@@ -141,10 +141,10 @@ def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
 
 
 def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
-    """Return seconds per step of each, from turns: changes in between affect all of them.
+    """Return seconds per step of each training, from turns: changes in between affect all of them.
 
-    It is the median over turns of the first quartile of a turn's steps, as a share of all
-    trainings' in that turn. None if a turn is missing.
+    It is the median over turns of the first quartile of a training's steps, relative to that of all
+    trainings in the turn. None if a turn is missing.
     """
     count = max((len(one.turns) for one in several), default=0)
     whole = [one for one in several if len(one.turns) == count and all(one.turns)]
@@ -158,5 +158,5 @@ def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
 
 
 def quarter(took_s: Sequence[float]) -> float:
-    """Return the first quartile: a quarter of the values is not larger."""
+    """Return the first quartile: a quarter of the values are not larger."""
     return sorted(took_s)[len(took_s) // 4]

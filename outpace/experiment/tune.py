@@ -57,7 +57,7 @@ Race = Callable[
 
 @dataclass(frozen=True)
 class TuningEnd:
-    """All trials, and why the tuning ended."""
+    """All trials, and the reason why the tuning ended."""
 
     trials: tuple[PlanTrial, ...]
     stopped: str
@@ -72,8 +72,8 @@ def tune(
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningEnd:
-    """Run trials after those of `before`: the default, candidates for the fastest, then close
-    ones.
+    """Run trials after those in `before`: the default, candidates for the fastest, then close ones
+    again.
     """
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
@@ -171,7 +171,7 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
-    """Return step times by plan (as JSON), from its last trial that did not fail."""
+    """Return step times by plan (as JSON), from the last successful trial of each."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
@@ -183,10 +183,10 @@ def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
 
 
 def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
-    """Summarise trials by the fields of `Tuning`: the fastest, the default, the gain.
+    """Summarise trials in the fields of `Tuning`: the fastest, the default, the gain.
 
-    The fastest is chosen among those that ran in turn at the end, which shared the machine equally;
-    else among all.
+    The fastest is chosen among those that ran in turn at the end, which shared the machine equally,
+    or among all if there are none.
     """
     race = _finished_finals(trials)
     times = step_times_s(race or trials)

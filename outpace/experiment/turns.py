@@ -41,9 +41,7 @@ for one in started:
 
 @dataclass(frozen=True)
 class TurnTraining:
-    """A training: its settings except the number of steps, its directory, and its settings'
-    file.
-    """
+    """A training: its settings except the number of steps, its directory, and its settings file."""
 
     given: Mapping[str, Any]
     run: Path
@@ -53,17 +51,17 @@ class TurnTraining:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of each turn that do not count, since the training was stopped in them."""
+        """Steps of each turn that do not count, because the training was stopped during them."""
         return 1 + self.behind
 
     def steps(self, turns: int) -> int:
-        """Return how many steps it takes; one more for each turn, since a turn may end late."""
+        """Return the number of its steps; one more for each turn, since a turn may end late."""
         return WARMUP_STEPS + turns * (self.turn_steps + self.skipped_steps + 1)
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """Result of a training in turns, and seconds of each counted step, by turn."""
+    """Result of a training in turns, with the seconds of each counted step, by turn."""
 
     result: Measurement | RunFailure
     turns: tuple[tuple[float, ...], ...]
@@ -72,7 +70,7 @@ class TurnResult:
 def train_in_turn(
     trainings: Sequence[TurnTraining], turns: int, limit_s: float
 ) -> list[TurnResult]:
-    """Train all of them, one at a time once they are warm, with a new order in each turn.
+    """Train all of them in turns, one at a time once they are warm, with a new order in each round.
 
     `limit_s`: for all of it. If one fails, the others continue.
     """

@@ -37,10 +37,11 @@ from outpace.training.collective_counter import CollectiveCounter
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
-    """Return a spec with all past sources of errors: tied weights, grouped queries, unequal stages.
+    """Return a spec with all features that have caused errors: tied weights, grouped queries,
+    unequal stages.
 
-    It is as small as the plans allow: one layer more than stages makes these unequal, and tensor
-    parallelism splits the keys' heads.
+    It is as small as the plans allow: one more layer than stages makes the stages unequal, and
+    tensor parallelism splits the keys' heads.
     """
     plans = list(plans)
     kv_heads = max([2, *(plan.tp for plan in plans)])
@@ -75,7 +76,7 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """Return a run's layout, with the trial's micro-batches, without more rounding or
+    """Return a run's layout with the trial's micro-batches, and without additional rounding or
     randomness.
     """
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
@@ -96,10 +97,10 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 
 
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
-    """Yield all plans of a strategy's name on `world_size` ranks.
+    """Yield all plans for a strategy's name on `world_size` ranks.
 
-    They include parameter servers that step the optimizer and that do not, and workers with two
-    devices; for 3d each choice of axes with two ranks on each.
+    They include parameter servers with and without the optimizer, and workers with two devices; for
+    3d, each choice of axes with two ranks on each.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):

@@ -29,7 +29,7 @@ _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
 
 
 def known_labels(directory: Path) -> tuple[str, ...] | None:
-    """Return the classes of a directory that holds a classifier, in order; None for another.
+    """Return the classes of a directory with a classifier, in order; None for other directories.
 
     Raises BadInputError if config.json names them in two ways that contradict each other.
     """
@@ -51,7 +51,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
 
 
 def require_layer(directory: Path) -> None:
-    """Refuse a classifier whose files lack its layer over classes. Raises BadInputError."""
+    """Refuse a classifier whose files lack the classification layer. Raises BadInputError."""
     used = _classifier_naming(str(read_config(directory).get("model_type")))
     layer = f"{used.modules['classifier']}.weight"
     if not any(name.endswith(layer) for name in stored_names(directory)):
@@ -67,8 +67,8 @@ def read_classifier(
 ) -> Classifier:
     """Read the directory's weights into a classifier; missing ones are drawn from `seed`.
 
-    A pooler is read if there is one, and the layer over classes if the directory holds a classifier
-    with the same labels. Raises BadInputError as `read_weights` does.
+    A pooler is read if there is one, and the classification layer if the directory contains a
+    classifier with the same labels. Raises BadInputError like `read_weights`.
     """
     used = _classifier_naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):

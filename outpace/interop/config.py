@@ -63,7 +63,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def other_form(directory: Path) -> str:
-    """Say, for an error, what a directory without a config.json holds instead; often ''."""
+    """Describe, for an error, what a directory without a config.json contains instead; often ''."""
     if (directory / "params.json").is_file():
         return (
             ". Its params.json is the model in the form of its makers (Meta's or Mistral's own). "
@@ -75,7 +75,7 @@ def other_form(directory: Path) -> str:
 
 
 def require_text(path: Path) -> None:
-    """Refuse a JSON file of a model that is a pointer, a page or in another encoding."""
+    """Refuse a JSON file of a model that is a pointer, a web page or in another encoding."""
     require_no_pointer(path)
     try:
         with path.open("rb") as file:
@@ -103,7 +103,7 @@ def spec_from_hf(directory: Path) -> ModelSpec:
 
 
 def read_spec_with_notes(directory: Path) -> ConfigReading:
-    """Read a spec as `spec_from_hf` does, with notes on defaults taken and keys ignored."""
+    """Read a spec like `spec_from_hf`, with notes on defaults used and keys ignored."""
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
     model_type = values.get("model_type")
@@ -127,7 +127,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
 
 
 def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
-    """Return the error of a config.json that does not say what it is of."""
+    """Return the error for a config.json without a model type."""
     architectures = values.get("architectures")
     hint = f" (architectures: {shorten(str(architectures))})" if architectures else ""
     return BadInputError(
@@ -137,7 +137,7 @@ def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
 
 
 def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
-    """Read a spec with notes, from `cache_dir` where an equal config.json was read before.
+    """Read a spec with notes, or load it from `cache_dir` if an equal config.json was read before.
 
     transformers takes half a second to load, and the result is the same each time.
     """
@@ -168,8 +168,8 @@ def _source_files() -> Iterator[bytes]:
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
     """Return the config as transformers understands it, with every default filled in.
 
-    `values` are those of config.json, which has to say one model only (`require_consistent`, which
-    takes `strict`) and no dimension below 1. Raises BadInputError.
+    `values` are those of config.json, which must describe a single model (`require_consistent`,
+    which takes `strict`) and have no dimension below 1. Raises BadInputError.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)
@@ -206,13 +206,13 @@ def quiet_transformers() -> Iterator[None]:
 
 
 class DimensionsError(BadInputError):
-    """Dimensions that contradict each other; some may be defaults that the file does not have."""
+    """Dimensions that contradict each other; some may be defaults that are not in the file."""
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:
     """Return the spec of a `transformers` config of one of the families.
 
-    Raises BadInputError; DimensionsError for numbers that do not go together.
+    Raises BadInputError, and DimensionsError for inconsistent numbers.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise BadInputError(

@@ -74,7 +74,7 @@ _MOST_NAMED = 8
 
 
 class ReadValues:
-    """A `transformers` config that remembers which of its values were read."""
+    """A `transformers` config that records which of its values were read."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -90,7 +90,7 @@ class ReadValues:
         return value
 
     def inner(self, name: str) -> "ReadValues | None":
-        """Return the values that were read of a config inside of this one."""
+        """Return the values that were read from a nested config."""
         found: ReadValues | None = vars(self).get(f"_inner_{name}")
         return found
 
@@ -101,10 +101,10 @@ class ReadValues:
 
 
 def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse a config.json that says two different models.
+    """Refuse a config.json that describes two different models.
 
-    `strict`: also where a key that the model_type does not have would change the layers; else
-    only configs inside that it does not have. Raises BadInputError.
+    `strict`: also refuse keys that the model_type does not have and that would change the layers;
+    otherwise, refuse only nested configs that it does not have. Raises BadInputError.
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
@@ -316,7 +316,8 @@ def reading_notes(
     """Return notes on how a config.json was understood.
 
     They name dimensions that were `read` and are transformers' defaults, keys that the model_type
-    does not have, and GPT-2's and BERT's several dropouts; if `planned`, also what a plan ignores.
+    does not have, and GPT-2's and BERT's different dropouts; if `planned`, also what a plan
+    ignores.
     """
     notes: list[str] = []
     inner = read.inner("text_config")

@@ -23,8 +23,8 @@ def hf_config(
 ) -> Any:
     """Return the `transformers` config whose model computes the same as the spec's.
 
-    Its architecture is the spec's family if that has all of the spec's features, else the first
-    family that has. Raises BadInputError if none has.
+    Its architecture is the spec's family if that has all of the spec's features, or else the first
+    family that does. Raises BadInputError if none does.
     """
     ids = {"eos_token_id": eos_id, "bos_token_id": bos_id, "pad_token_id": pad_id}
     order = sorted(FAMILIES, key=lambda family: family != spec.family)
@@ -41,9 +41,9 @@ def hf_config(
 
 
 def exported_type(spec: ModelSpec) -> str:
-    """The model_type that an export of the spec is written with.
+    """Return the model_type for an export of the spec.
 
-    transformers, which takes seconds to load, is asked only where the family may be another.
+    transformers, which takes seconds to load, is queried only if the family may be another.
     """
     like_qwen2 = spec.qkv_bias and not spec.out_bias
     if like_qwen2 == (spec.family == "qwen2"):
@@ -55,9 +55,11 @@ def exported_type(spec: ModelSpec) -> str:
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
-    """Write a config's rotary settings with transformers 4's keys too, which ignores the new one.
+    """Add transformers 4's keys for rotary settings to a config, because version 4 ignores the new
+    key.
 
-    rope_theta and rope_scaling beside rope_parameters (transformers 5), which reads all three.
+    rope_theta and rope_scaling are added next to rope_parameters (transformers 5, which reads all
+    three).
     """
     rope = values.get("rope_parameters")
     if isinstance(rope, dict):

@@ -15,11 +15,11 @@ from outpace.records.errors import BadInputError
 
 @contextmanager
 def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
-    """Yield a directory to fill; at the end it takes `directory`'s name, all at once.
+    """Yield a directory to fill, which is renamed to `directory` at the end, atomically.
 
-    A directory of that name is replaced if it is empty or holds `marker`, so that nothing is
-    lost that was not written by us. Raises BadInputError for that, and for whatever the file
-    system refuses (a full disk, no permission): then nothing is left behind.
+    An existing directory of that name is replaced only if it is empty or contains `marker`, so that
+    only files written by outpace are lost. Raises BadInputError otherwise, and if the file system
+    refuses (a full disk, no permission); then nothing is left behind.
     """
     if directory.exists() and not _replaceable(directory, marker):
         raise BadInputError(

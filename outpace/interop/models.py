@@ -29,11 +29,11 @@ _RUN_FILE = "run.json"
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that was named. A custom model has a `build` and no `spec`.
+    """A named model. A custom model has a `build` and no `spec`.
 
-    `weights`, `tokenizer` and `adapter`: the directories that hold them, None if there are none. An
-    adapter belongs to the `weights`. `folder` is the Hugging Face directory that the spec was read
-    from, `notes` what you should know of how it was understood.
+    `weights`, `tokenizer` and `adapter` are the directories that contain them, None if there are
+    none. An adapter belongs to the `weights`. `folder` is the Hugging Face directory from which the
+    spec was read, and `notes` explain how it was understood.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -48,16 +48,17 @@ class OpenedModel:
 
 
 def names_code(reference: str) -> bool:
-    """Return whether it names a function of the user: "file.py:function"."""
+    """Return whether a reference names a function of the user: "file.py:function"."""
     return reference.rpartition(":")[0].endswith(".py")
 
 
 def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
     """Find the model that `reference` names; `cache_dir` caches what was read about it.
 
-    A preset's name comes first ("./gpt2" is the directory); then a Hugging Face directory, the
-    directory of a finished run, a spec file (.toml, .json), or "file.py:function"; a preset's name
-    in capitals. Only "file.py:function" runs the user's code. Raises BadInputError.
+    References are resolved in this order: a preset's name ("./gpt2" is the directory); a Hugging
+    Face directory; the directory of a finished run; a spec file (.toml, .json), or
+    "file.py:function"; a preset's name in capitals. Only "file.py:function" runs the user's code.
+    Raises BadInputError.
     """
     if reference in PRESETS:
         return _open_preset(reference)

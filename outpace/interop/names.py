@@ -62,11 +62,11 @@ _BERT = {
 
 @dataclass(frozen=True)
 class Naming:
-    """One family's names.
+    """Names of one family.
 
-    `prefix` stands before all names but those that start with `heads`; files of a bare encoder
-    leave it out. `transposed`: weights stored in × out (GPT-2's Conv1D). `ignored`: patterns of
-    names that carry no weights of ours (buffers of old files, heads for other purposes).
+    `prefix` precedes all names except those that start with `heads`; files of a bare encoder omit
+    it. `transposed`: weights stored as in × out (GPT-2's Conv1D). `ignored`: patterns of names
+    without weights that outpace uses (buffers in old files, heads for other purposes).
     """
 
     modules: Mapping[str, str]
@@ -78,7 +78,7 @@ class Naming:
     transposed: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
-        """Return the name of our tensor `name` in their files."""
+        """Return the stored name of outpace's tensor `name`."""
         if name == "head_bias":
             return self.head_bias
         module, leaf = name.rsplit(".", 1)
@@ -88,11 +88,11 @@ class Naming:
         return f"{theirs if number is None else theirs.replace('*', number[0], 1)}.{leaf}"
 
     def is_transposed(self, stored: str) -> bool:
-        """Return whether the stored tensor is the transpose of ours."""
+        """Return whether the stored tensor is the transpose of outpace's."""
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
     def current_name(self, stored: str) -> str:
-        """Return the current form of a name in a file, new or old."""
+        """Return the current form of a stored name, which may be old or new."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
@@ -126,7 +126,9 @@ _NAMINGS: Mapping[str, Naming] = MappingProxyType(
 
 
 def tensor_naming(model_type: str) -> Naming | None:
-    """Return the names in a family's files; None for outpace's format, which has our names."""
+    """Return the names in a family's files; None for outpace's format, which has outpace's
+    names.
+    """
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]
@@ -134,7 +136,9 @@ def tensor_naming(model_type: str) -> Naming | None:
 
 
 def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:
-    """Stored name -> our names in it, in order: GPT-2 keeps q, k and v in one tensor."""
+    """Map each stored name to outpace's names in it, in order: GPT-2 stores q, k and v in one
+    tensor.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         stored = name if used is None else used.stored_name(name)

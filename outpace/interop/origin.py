@@ -30,8 +30,8 @@ TokenIds = int | list[int] | None
 def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
     """Return a function that copies a tokenizer's files into a folder.
 
-    Older formats, which other programs read by the model's type only, are converted.
-    `chat_template` is one that the folder has none of and training has rendered with. Raises
+    Older formats, which other programs can read only with the model's type, are converted.
+    `chat_template` is the template that training has rendered with, if the folder has none. Raises
     BadInputError.
     """
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -55,9 +55,10 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
 
 
 def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
-    """The special ids of a folder, by the names of `hf_config`; those that it does not give lack.
+    """Return the special ids of a folder, by the names of `hf_config`; ids that it does not give
+    are omitted.
 
-    `config` are the values of its config.json. What it leaves out is taken of its settings for
+    `config` contains the values of its config.json. Missing ids are taken from its settings for
     generation.
     """
     generation = _generation(source)
@@ -70,7 +71,7 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
 
 
 def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
-    """The ids at which transformers ends what a model writes, by a folder and its config.json."""
+    """Return the ids at which transformers stops generation, given a folder and its config.json."""
     found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
     return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
 
@@ -91,8 +92,8 @@ def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
 def write_generation_config(folder: Path, config: Any, source: Path | None) -> None:
     """Write generation_config.json: that of `source`, with the config's special ids.
 
-    `source` None, or a folder without one: what transformers makes of the config. Sampling settings
-    of the source stay.
+    If `source` is None or has none, transformers derives it from the config. Sampling settings of
+    the source are kept.
     """
     from transformers import GenerationConfig
 

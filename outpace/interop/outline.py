@@ -98,7 +98,7 @@ def needs_trace(directory: Path) -> bool:
 def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
     """Return the outline of a Hugging Face model directory, with its spec if outpace can build it.
 
-    Raises BadInputError for an architecture that is not known and for dimensions that cannot be.
+    Raises BadInputError for an unknown architecture and for impossible dimensions.
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)

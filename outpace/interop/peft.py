@@ -59,7 +59,7 @@ _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterNote(Record):
-    """The weights that an adapter was trained beside."""
+    """The weights with which an adapter was trained."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -69,7 +69,7 @@ class AdapterNote(Record):
 
 @dataclass(frozen=True)
 class Pair:
-    """An adapter of a module of theirs, and the factor of the product B · A."""
+    """An adapter of a module in PEFT's format, and the factor of the product B · A."""
 
     a: Tensor
     b: Tensor
@@ -83,9 +83,9 @@ def write_adapter(
     base: Path,
     tokenizer_save: Callable[[Path], None] | None,
 ) -> None:
-    """Write the model's adapters for the weights in `base`, whole or not at all.
+    """Write the model's adapters for the weights in `base`, completely or not at all.
 
-    Raises BadInputError when the directory cannot be written.
+    Raises BadInputError if the directory cannot be written.
     """
     used = tensor_naming(str(read_config(base).get("model_type")))
     pairs = _their_pairs(model, used)
@@ -167,7 +167,9 @@ def _plain(number: float) -> int | float:
 
 
 def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the shortest ends of names by which PEFT finds the modules `chosen` among `known`."""
+    """Return the shortest name suffixes with which PEFT finds the modules `chosen` among
+    `known`.
+    """
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -270,11 +272,12 @@ def merge(
     base: Path,
     form: Base | None = None,
 ) -> None:
-    """Add an adapter to the `weights` read from `base` (our names), in place: W + scale · B · A.
+    """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + scale · B ·
+    A.
 
-    `form` is that of W; by default the one that the adapter was trained beside, so that the result
-    computes what was trained: weights in 4 bits are then those that they stand for. Raises
-    BadInputError for an adapter of another model.
+    `form` is that of W, by default the one with which the adapter was trained, so that the result
+    computes what was trained: weights in 4 bits are then dequantized. Raises BadInputError for an
+    adapter of another model.
     """
     note = _note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
@@ -363,9 +366,9 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def adapter_notes(folder: Path) -> tuple[str, ...]:
-    """Say what to know about an adapter's file before it is added to weights.
+    """Return notes on an adapter's file before it is added to weights.
 
-    Nothing is said about a file that cannot be read, which `merge` refuses.
+    There are none for a file that cannot be read, which `merge` refuses.
     """
     try:
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as held:

@@ -37,7 +37,7 @@ _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
 def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
-    """Say where transformers reads the tokenizer in `path` differently than it was read here."""
+    """Describe where transformers reads the tokenizer in `path` differently than outpace did."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
         return None
@@ -58,7 +58,7 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
 
 
 def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) -> str | None:
-    """Say where transformers will read the exported tokenizer of such a model differently."""
+    """Describe where transformers will read the exported tokenizer of such a model differently."""
     if model_type not in _BY_FAMILY:
         return None
     probes = (*_PROBES, *(f"a{name} b" for name in list(tokenizer.special_tokens)[:4]))
@@ -74,12 +74,12 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
 
 
 def has_class_by_family(family: str | None) -> bool:
-    """Return whether transformers builds every tokenizer of the family by one class."""
+    """Return whether transformers builds every tokenizer of the family with one class."""
     return family in _BY_FAMILY
 
 
 def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
-    """Normalize and cut texts as transformers' class of Qwen 2 does, whatever the files say."""
+    """Normalize and split texts as transformers' class for Qwen 2 does, whatever the files say."""
     from transformers import Qwen2Tokenizer
 
     with quiet_transformers():

@@ -23,10 +23,10 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model without storage. `positions`: the longest sequence, None where any is taken.
+    """A model without storage. `positions`: the longest sequence; None if any length is accepted.
 
     `decodes`: it has a decoder in addition to its encoder. `family` is the model_type of the built
-    model, `notes` are about how the config was understood.
+    model, and `notes` describe how the config was understood.
     """
 
     module: Any

@@ -20,7 +20,7 @@ from outpace.records.places import user_cache
 def load_function(reference: str) -> Callable[[], Any]:
     """Run the file that 'file.py:function' names and return the function. Raises BadInputError.
 
-    Only for a name that the user has given: from now on `require_named` accepts the file.
+    Only call it for a name that the user has given: from then on, `require_named` accepts the file.
     """
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
@@ -42,10 +42,10 @@ def load_function(reference: str) -> Callable[[], Any]:
 
 
 def code_fingerprint(reference: str) -> str | None:
-    """Return a hash of the code of "file.py:function", ignoring comments and layout; None for
-    others.
+    """Return a hash of the code of "file.py:function", ignoring comments and layout; None for other
+    references.
 
-    Modules that the file imports are not looked at.
+    Modules that the file imports are not included.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     try:
@@ -56,9 +56,9 @@ def code_fingerprint(reference: str) -> str | None:
 
 
 def require_named(reference: str, where: Path) -> None:
-    """Refuse code that a file names but no user of this machine has. Raises BadInputError.
+    """Refuse code that a file names but no user of this machine has named. Raises BadInputError.
 
-    Runs are shared, and anyone may have written the content of `where`.
+    Runs are shared, and anyone may have written the contents of `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():

@@ -44,7 +44,7 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: read only when asked for."""
+    """A tensor in a file, which is read only on request."""
 
     file: Path
     name: str
@@ -54,7 +54,7 @@ class StoredTensor:
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of the spec's model, under our names.
+    """Return the name and shape of every tensor of the spec's model, under outpace's names.
 
     Its blocks are equal, so only one is built.
     """
@@ -76,11 +76,12 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Read the directory's weights under our names, fp32, on the CPU, for `load_state_dict`.
+    """Read the directory's weights under outpace's names, in fp32, on the CPU, for
+    `load_state_dict`.
 
-    Reads safetensors, whole or sharded, else .bin files (nothing in them is executed). Besides the
-    result, at most one stored tensor is in memory. Raises BadInputError for files that are missing
-    or corrupt and for tensors that are missing, unexpected or of another shape.
+    Reads safetensors, single or sharded, or else .bin files (nothing in them is executed). At most
+    one stored tensor is in memory in addition to the result. Raises BadInputError for files that
+    are missing or corrupt, and for tensors that are missing, unexpected or of another shape.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     shapes = expected_shapes(spec)
@@ -99,7 +100,7 @@ def read_tensors(
     optional: Collection[str],
     passed_over: str,
 ) -> dict[str, Tensor]:
-    """Read tensors of these shapes as `read_weights` does; the `optional` ones may be missing.
+    """Read tensors of these shapes like `read_weights`; the `optional` ones may be missing.
 
     All other tensors in the files must match the pattern `passed_over`.
     """
@@ -311,7 +312,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def unread_weights(directory: Path) -> list[str]:
-    """Return files in a directory and its folders that may hold weights, which `read_weights`
+    """Return files in a directory and its folders that may contain weights but that `read_weights`
     ignores.
 
     Of trainers' checkpoints, only those with the model itself are returned. Data files may be .bin
@@ -369,11 +370,11 @@ def _require_one_model(single: Path, index: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a fingerprint of weights: names and sizes of their files, and parts of each one's
+    """Return a fingerprint of weights: the names and sizes of their files, and parts of each one's
     contents.
 
-    The parts are the first bytes, which list the tensors, the last, and some in the middle; weights
-    that were trained further differ in all of them.
+    The parts are the first bytes, which list the tensors, the last ones, and some in the middle;
+    they all differ if the weights were trained further.
     """
     digest = xxhash.xxh3_128()
     for path in weight_files(directory):

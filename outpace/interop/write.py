@@ -35,13 +35,15 @@ def write_model(
 ) -> None:
     """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
 
-    `origin` is the folder that the model came from with the same tokenizer: its special ids and its
-    settings for generation are kept. `stop_ids` end an answer, beside what ends a text.
+    `origin` is the folder from which the model and the same tokenizer came: its special ids and its
+    settings for generation are kept. `stop_ids` end an answer, in addition to those that end a
+    text.
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
-    that no architecture of transformers has is written in outpace's own form, which `spec_from_hf`
-    and `read_weights` read. It is written whole or not at all; besides `state_dict`, one shard is
-    in memory. Raises BadInputError if the directory cannot be written.
+    that no architecture of transformers supports is written in outpace's own format, which
+    `spec_from_hf` and `read_weights` read. The directory is written completely or not at all; in
+    addition to `state_dict`, one shard is in memory. Raises BadInputError if the directory cannot
+    be written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
@@ -80,7 +82,9 @@ def write_config(
     dtype: torch.dtype,
     change: Callable[[Any], None] = lambda config: None,
 ) -> Any | None:
-    """Write config.json, after a `change`; return it, or None if it is in outpace's own form."""
+    """Write config.json after applying `change`; return it, or None if it is in outpace's own
+    format.
+    """
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
     except BadInputError:
@@ -104,7 +108,7 @@ def write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write tensors by the names that a family `used`, in files of at most `max_shard_bytes`."""
+    """Write tensors under the names of the family `used`, in files of at most `max_shard_bytes`."""
     groups = group(state_dict, used)
     if used is not None and used.head_bias and used.tied_head in groups:
         # An untied BERT computes with a bias of the decoder's own.

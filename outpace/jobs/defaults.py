@@ -88,9 +88,9 @@ def with_axes_that_fit(
     origins: Mapping[str, str],
     say: Callable[[str], None],
 ) -> TrainSettings:
-    """Return the settings of a resumed run without a layout made for another number of ranks.
+    """Drop the layout from a resumed run's settings if it was made for another number of ranks.
 
-    A checkpoint can be read into any layout. What the user asks for now is kept.
+    A checkpoint can be read into any layout. Settings that the user gives now are kept.
     """
     laid_out: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     given = {axis: size for axis, size in laid_out.items() if size is not None}
@@ -185,10 +185,10 @@ def takes_cuda_graphs(
     custom_model: bool,
     dropout: float = 0.0,
 ) -> bool:
-    """Return whether to replay passes as CUDA graphs: as requested, else if everything is compiled.
+    """Return whether to replay passes as CUDA graphs: as requested, or if everything is compiled.
 
-    Graphs hold additional memory, so under a memory limit they have to be requested. `dropout` is
-    the model's. Raises BadInputError if they are requested but not possible.
+    Graphs need additional memory, so under a memory limit they have to be requested. `dropout` is
+    that of the model. Raises BadInputError if they are requested but not possible.
     """
     obstacle = graph_obstacle(plan, dropout)
     if device.type != "cuda":
@@ -240,10 +240,11 @@ def resolve_offload(settings: TrainSettings) -> dict[str, str]:
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
-    """Return the plan with the step after which PowerSGD starts: as requested, or as torch says.
+    """Return the plan with the step at which PowerSGD starts: the requested one, or torch's
+    recommendation.
 
-    torch advises a tenth of the run, not before the peak of the learning rate. Raises BadInputError
-    if nothing would be compressed.
+    torch recommends a tenth of the run, but not before the peak of the learning rate. Raises
+    BadInputError if nothing would be compressed.
     """
     if plan.compress_gradients != "powersgd" or plan.world_size == 1:
         return plan
@@ -315,7 +316,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
-    """Return the peak learning rate: as requested, else one that suits random or `stored`
+    """Return the peak learning rate: the requested one, or one that suits random or `stored`
     weights.
     """
     if settings.lr is not None:
@@ -328,7 +329,9 @@ def resolve_lr(settings: TrainSettings, stored: bool) -> float:
 
 
 def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
-    """Return tokens per sample. Raises BadInputError if longer than the model's positions."""
+    """Return the number of tokens per sample. Raises BadInputError if it exceeds the model's
+    positions.
+    """
     if settings.seq_len is None:
         return min(DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN)
     if positions is not None and settings.seq_len > positions:
@@ -340,8 +343,8 @@ def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
 
 
 def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
-    """Return optimizer steps from --steps, --tokens or --epochs; `samples` is the number in one
-    pass.
+    """Return the number of optimizer steps from --steps, --tokens or --epochs; `samples` is the
+    number per epoch.
     """
     if settings.tokens is not None:
         if seq_len is None:
@@ -358,7 +361,7 @@ def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) ->
 
 
 def resolve_out(settings: TrainSettings, model: str) -> Path:
-    """Return the directory of the run: --out, else a new one named after the model."""
+    """Return the run's directory: --out, or a new one named after the model."""
     if settings.out is not None:
         return settings.out
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)
@@ -371,7 +374,9 @@ def resolve_out(settings: TrainSettings, model: str) -> Path:
 
 
 def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | None:
-    """Return the catalog's entry for a CUDA device, with its memory; None if there is none."""
+    """Return the catalog's entry for a CUDA device, with the device's memory; None if there is no
+    entry.
+    """
     if device.type != "cuda":
         return None
     present = machine.devices[device.index or 0]
@@ -382,8 +387,8 @@ def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | Non
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Return the dense peak of all devices of the plan in its dtype; None if the catalog has
-    none.
+    """Return the total dense peak of the plan's devices in its dtype; None if the catalog does not
+    have it.
     """
     known = find_in_catalog(machine, device)
     if known is None:

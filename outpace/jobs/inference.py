@@ -56,8 +56,8 @@ from outpace.training.run_dir import RUN_FILE
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for sampling tokens: `temperature` 0 takes the likeliest, `top_k` None samples from
-    all.
+    """Rules for sampling tokens: `temperature` 0 takes the most likely token, `top_k` None samples
+    from all.
     """
 
     max_new_tokens: int
@@ -69,8 +69,8 @@ class Sampling:
 class Writer:
     """A model that generates text, with its tokenizer.
 
-    `on_hint` is called with notes on how they were read. Raises BadInputError if the folder has no
-    model, no tokenizer, or one that cannot generate.
+    `on_hint` is called with notes on how they were loaded. Raises BadInputError if the folder has
+    no model, no tokenizer, or a model that cannot generate.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ def generate(
 
 
 def system_message(system: str | None) -> list[Message]:
-    """Return the system message of a conversation, if there is one."""
+    """Return a conversation's system message, if there is one."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 def questions(path: Path) -> list[list[Message]]:
-    """Read conversations from a file in any form that outpace train takes, each up to its last
+    """Read conversations from a file in any form that outpace train accepts, each up to its last
     answer.
 
     Raises BadInputError.
@@ -175,9 +175,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
-    `data` defaults to the run's held-out data, `batches` to all of it, `task` to the run's, or to
-    chat if the data are conversations. `on_hint` is called with notes on how model and data were
-    read. Raises BadInputError.
+    `data` defaults to the run's held-out data, `batches` to all of it, and `task` to the run's
+    task, or to chat if the data are conversations. `on_hint` is called with notes on how model and
+    data were read. Raises BadInputError.
     """
     opened = open_model(str(run))
     if opened.build is None and opened.weights is None:

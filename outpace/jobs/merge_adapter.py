@@ -32,10 +32,10 @@ class MergedModel:
 def merge_adapter(
     source: Path, out: Path, *, model: Path | None, base: Base | None, dtype: str
 ) -> MergedModel:
-    """Write the merged Hugging Face directory of an adapter, or of a run's.
+    """Write an adapter, or a run's adapter, merged with its model, as a Hugging Face directory.
 
-    `model` has the weights to merge into, by default those that the adapter names; `base` is their
-    form, by default the one in training. Raises BadInputError.
+    `model` has the weights to merge into, by default those that the adapter names. `base` is their
+    format, by default the one used in training. Raises BadInputError.
     """
     opened = _with_base(source, model)
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None

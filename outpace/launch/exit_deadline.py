@@ -19,7 +19,7 @@ _TIDY_S = 10.0  # a disk may be lost with the rank
 
 
 def end_process(message: str, exit_code: int) -> NoReturn:
-    """Say why on standard error, and end this process whatever its threads are doing."""
+    """Print the reason on standard error, and end this process whatever its threads are doing."""
     with suppress(OSError, ValueError, AttributeError):
         print(f"outpace: {message}", file=sys.stderr, flush=True)
     os._exit(exit_code)
@@ -28,7 +28,7 @@ def end_process(message: str, exit_code: int) -> NoReturn:
 class ExitDeadline:
     """A context that a process has to leave in time, once `start` was called within it.
 
-    `end` ends the process with a message and an exit code. `tidy` gets the message first.
+    `end` ends the process with a message and an exit code. `tidy` is called with the message first.
     """
 
     def __init__(self, end: End | None, tidy: Tidy = lambda message: None) -> None:

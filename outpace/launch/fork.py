@@ -31,7 +31,9 @@ Begin = Callable[[], NoReturn]
 
 
 def can_fork(device: str) -> bool:
-    """Return whether ranks that compute on `device` ("auto": what torch finds) may be forked."""
+    """Return whether ranks that compute on `device` ("auto": the device that torch finds) may be
+    forked.
+    """
     import torch
 
     built_for = torch.accelerator.current_accelerator()  # asks no driver
@@ -39,7 +41,7 @@ def can_fork(device: str) -> bool:
 
 
 def name_rank(rank: int) -> None:
-    """Name this process as a rank, in `top` and for `outpace watch`."""
+    """Set this process's name to that of a rank, for `top` and `outpace watch`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
 
@@ -48,7 +50,7 @@ def name_rank(rank: int) -> None:
 def fork_ranks(begin: Begin) -> Iterator[None]:
     """Make torch's launcher fork each rank, which runs `begin`, instead of starting a command.
 
-    This includes restarted ranks. torch has no public API for it.
+    This also applies to restarted ranks. torch has no public API for it.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -88,7 +90,7 @@ class Fork:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     def poll(self) -> int | None:
-        """Return its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         if self.returncode is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
@@ -96,7 +98,7 @@ class Fork:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Return its exit code. Raises TimeoutExpired."""
+        """Wait for the process and return its exit code. Raises TimeoutExpired."""
         end_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end_s:

@@ -36,10 +36,10 @@ _UNFINISHED = 3
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank. `said` is its error's message, `at` what it did last.
+    """End of a rank. `said` is its error's message, `at` its last activity.
 
-    `refused`: the error was one of outpace's, for a user. `exit_code` is negative for a signal and
-    None if the time limit was over.
+    `refused`: the error was an OutpaceError, meant for the user. `exit_code` is negative for a
+    signal, and None if the time limit was exceeded.
     """
 
     exit_code: int | None
@@ -49,7 +49,7 @@ class RankEnd:
 
     @property
     def fine(self) -> bool:
-        """Return whether it ran to its end."""
+        """Return whether it completed."""
         return self.exit_code == 0
 
 
@@ -61,7 +61,7 @@ class ForkedRank:
         self._at = folder / f"rank-{ranks.rank}.at"
 
     def note_phase(self, what: str) -> None:
-        """Report what comes next, in case it does not end."""
+        """Report the next phase, in case it does not end."""
         self._at.write_text(what, encoding="utf-8")
 
 
@@ -70,8 +70,8 @@ def run_forked(
 ) -> list[RankEnd]:
     """Run `action` on `size` ranks with a gloo group, on this host's CPU.
 
-    `folder` stores what they print, rank by rank, replacing that of an earlier job. The caller's
-    process has to be one that may be forked: it has used no accelerator, and has no process group.
+    `folder` stores their output, rank by rank, replacing that of an earlier job. The calling
+    process must be safe to fork: it has used no accelerator, and has no process group.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):

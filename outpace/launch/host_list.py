@@ -17,8 +17,8 @@ _MOST_HOSTS = 1 << 20
 def expand(text: str) -> Iterator[str]:
     """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    It does what `scontrol show hostnames` does, and refuses some names that SLURM allows (text
-    after the last brackets; boxes, which only some builds know). The last brackets count fastest,
+    It does the same as `scontrol show hostnames`, but refuses some names that SLURM allows (text
+    after the last brackets; boxes, which only some builds know). The last brackets vary fastest,
     and a number is as wide as the first of its range.
     """
     for name in _split(text):

@@ -24,7 +24,9 @@ _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options for Kubernetes only. `claim`: a volume that all pods see, at the job's folder."""
+    """Options that apply only to Kubernetes. `claim`: a volume that all pods share, mounted at the
+    job's folder.
+    """
 
     image: str
     runtime: str = "torch-distributed"

@@ -14,10 +14,10 @@ _SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks that torchrun or a similar launcher, an MPI, horovodrun or srun has set.
+    """Return the ranks set by torchrun or a similar launcher, an MPI, horovodrun or srun.
 
-    None outside of one. Raises BadInputError if they contradict each other, are not numbers, or
-    leave open which processes share a host or where they meet.
+    None outside of a launcher. Raises BadInputError if the variables contradict each other, are not
+    numbers, or do not say which processes share a host or where the rendezvous is.
     """
     for launcher in LAUNCHERS:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):

@@ -53,8 +53,8 @@ RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def rank_name(environ: Mapping[str, str]) -> str:
-    """Return this process's rank from a variable, whatever others lack; "0" outside of a
-    launcher.
+    """Return this process's rank from an environment variable, whichever launcher set it; "0"
+    without a launcher.
     """
     names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
     if environ.get("SLURM_STEP_NUM_TASKS"):

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 def import_quickly() -> Iterator[None]:
     """Import modules such as torch, and those that depend on it, a seventh faster.
 
-    What they create stays alive, so the garbage collector does not search for cycles during the
-    import, nor later among what it created; the latter only if torch was not loaded before with
-    much else.
+    Objects created by the import stay alive, so the garbage collector does not search them for
+    cycles, neither during the import nor later. The latter applies only if torch was not loaded
+    before together with much else.
     """
     looked, first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()

@@ -52,7 +52,7 @@ SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed; `exit_code` is that rank's.
+    """A rank failed; `exit_code` is that of the rank.
 
     `lost`: the end was not requested and no setting is to blame, so another attempt may succeed.
     """
@@ -65,7 +65,7 @@ class WorkerError(OutpaceError):
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of a rank before it ended: its message for the user and its intended exit code."""
+    """Report of a rank before it ends: its message for the user and its intended exit code."""
 
     rank: int
     message: str
@@ -75,7 +75,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RanksEnd:
-    """End of all ranks: exit codes of those that failed by rank, their messages, signals.
+    """End of all ranks: exit codes of the failed ranks, their messages, and signals.
 
     `hosts`: where each of these ranks ran, if there are several.
     """
@@ -114,10 +114,10 @@ def start(
 
     If `begin` is given, it runs in forks of this process instead.
 
-    Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    in its environment. Returns when every rank ended with 0. Raises WorkerError with the message
-    and exit code of the rank that failed first. Other children of this process are left alone.
-    `told` is called at once when the first signal to stop arrives.
+    Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
+    its environment. Returns when every rank has ended with 0. Raises WorkerError with the message
+    and exit code of the rank that failed first. Other children of this process are not affected.
+    `told` is called as soon as the first signal to stop arrives.
     """
     with nullcontext() if begin is None else fork_ranks(begin):
         ended = run_ranks(nproc, command, told)
@@ -260,7 +260,7 @@ def _last_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Pass signals that ask to end to `pass_on`, with all so far; yields those received."""
+    """Pass signals that ask to end to `pass_on`, with all so far; yield those received."""
     received: list[int] = []
     times: list[float] = []
 
@@ -316,7 +316,7 @@ def _reports(logs: Path) -> list[RankReport]:
 
 
 def conclude(ended: RanksEnd) -> None:
-    """Raise the WorkerError that says why the job ended, if it failed.
+    """Raise the WorkerError that explains why the job ended, if it failed.
 
     Exit codes are negative for a signal.
     """

@@ -21,7 +21,9 @@ _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use this address's interface, unless set already."""
+    """Return variables that make gloo and NCCL use this address's interface, unless they are
+    already set.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
@@ -56,7 +58,7 @@ def require_address(address: str) -> None:
 
 @contextmanager
 def use_interface(address: str) -> Iterator[frozenset[str]]:
-    """Make groups use this address's interface meanwhile; yield the variables set for that.
+    """Make groups use this address's interface in the context; yield the variables set for that.
 
     Raises BadInputError if there is no such interface.
     """
@@ -71,7 +73,7 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
 
 
 def listen(host: str, port: int, apart: bool) -> socket.socket | None:
-    """Return a socket bound to the address of `host`, which is this one, as other ranks find it.
+    """Return a socket bound to this host's address as other ranks resolve `host`.
 
     None if that is unclear: `apart` are ranks on other hosts, which may resolve this name to
     another address, or the name may be loopback here. Raises OSError if the port is taken.

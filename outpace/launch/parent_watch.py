@@ -27,9 +27,9 @@ def child_environment() -> dict[str, str]:
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """End from now on with the parent, if that is outpace or torch's elastic launcher.
+    """End this process together with its parent, if that is outpace or torch's elastic launcher.
 
-    First as on SIGTERM, so that a run is saved; with SIGKILL if that takes too long.
+    It reacts as to SIGTERM first, so that a run is saved; SIGKILL follows if that takes too long.
     """
     parent = os.getppid()
     of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ

@@ -35,9 +35,9 @@ _SAME = ("python", "outpace", "torch")
 
 @dataclass(frozen=True)
 class HostCheck:
-    """Check of a host: its facts, or in `away` the reason why there are none.
+    """Result of checking a host: its facts, or in `away` the reason why there are none.
 
-    `against`: facts that prevent a training there.
+    `against`: facts that prevent training there.
     """
 
     host: Host
@@ -61,7 +61,7 @@ def check_hosts(
 ) -> list[HostCheck]:
     """Check each host with the query, and whether it sees the folder of `out`.
 
-    What must be the same is compared with `like`, or the first host that answers. Raises
+    Facts that must agree are compared with `like`, or with the first host that answers. Raises
     BadInputError if nothing can be written there.
     """
     with _token(out) as token:
@@ -151,7 +151,7 @@ def _ask(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float,
 
 
 def remote(host: Host, folder: Path, what: str) -> list[str]:
-    """Return the command that starts the agent on a host; this one needs no ssh."""
+    """Return the command that starts the agent on a host; this host needs no ssh."""
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
@@ -162,12 +162,14 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
 
 
 def local_environment() -> dict[str, str]:
-    """Return this process's environment, except where the user came from by ssh."""
+    """Return this process's environment without the variables that tell from where the user
+    connected by ssh.
+    """
     return {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
 
 
 def read_marked(output: str) -> dict[str, Any] | None:
-    """Return an agent's last message, since a login may print anything before it."""
+    """Return an agent's last message; a login may print other text before it."""
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     with suppress(ValueError, IndexError):
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))

@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
-    """Return a store that others reach at `host`, listening on a given socket."""
+    """Return a store that others reach at `host`, listening on the given socket."""
     port = bound.getsockname()[1]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -37,9 +37,9 @@ def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 
 
 class StaticRendezvousHandler(RendezvousHandler):
-    """Rendezvous of a fixed number of hosts with known positions: none joins later or returns.
+    """Rendezvous of a fixed number of hosts with known positions; none joins later or returns.
 
-    The first host has the store, which its ranks use too.
+    The store is on the first host, and its ranks use it too.
     """
 
     def __init__(self, place: int, hosts: int, endpoint: str, run_id: str) -> None:
@@ -49,7 +49,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the launcher's name for it."""
+        """Return the launcher's name of this rendezvous."""
         return NAME
 
     @property
@@ -58,7 +58,9 @@ class StaticRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other hosts. Raises RendezvousError if that fails, or not all come in time."""
+        """Join the other hosts. Raises RendezvousError if that fails, or if not all arrive in
+        time.
+        """
         self._store = self._open()
         store = PrefixStore(self._run_id, self._store)
         self._await_all(store)
@@ -100,22 +102,22 @@ class StaticRendezvousHandler(RendezvousHandler):
             time.sleep(_LOOK_AGAIN_S)
 
     def is_closed(self) -> bool:
-        """Return False: nobody is admitted later."""
+        """Return False; the rendezvous is never closed."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: no nodes wait."""
+        """Return 0, because no nodes wait."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the run's ID as given."""
+        """Return the given run ID."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Do nothing: the store ends with its last user."""
+        """Do nothing, because the store ends with its last user."""
         self._store = None
         return True
 

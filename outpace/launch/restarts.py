@@ -11,10 +11,10 @@ from outpace.records.units import show_number
 
 @dataclass
 class Restarts:
-    """Count of restarts, and their limit.
+    """Number of restarts, and their limit.
 
     A user's mistake, a loss that is not a number, an out-of-memory error and a requested end would
-    repeat, so they cause no restart. `say` tells the user; `out` is the run.
+    occur again, so they cause no restart. `say` informs the user; `out` is the run.
     """
 
     most: int
@@ -23,7 +23,7 @@ class Restarts:
     done: int = 0
 
     def count(self, error: WorkerError) -> None:
-        """Count one more, because of `error`; re-raise it if no more are allowed."""
+        """Count a restart because of `error`; re-raise it if no more are allowed."""
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:

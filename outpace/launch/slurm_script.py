@@ -13,7 +13,9 @@ _WAIT_S = 600
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options for SLURM only. `directives`: more #SBATCH lines, such as 'partition=gpu'."""
+    """Options that apply only to SLURM. `directives`: more #SBATCH lines, such as
+    'partition=gpu'.
+    """
 
     starter: Literal["srun", "torchrun"] = "srun"
     time: str | None = None
@@ -22,7 +24,9 @@ class SlurmOptions:
 
 
 def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
-    """Return the text of the script. `path`: folders with its programs, before all others."""
+    """Return the text of the script. `path`: folders with its programs, which precede all
+    others.
+    """
     return "\n".join(
         [
             "#!/bin/bash",

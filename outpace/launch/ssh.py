@@ -65,7 +65,7 @@ class Training:
     def check(
         self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
     ) -> list[HostCheck]:
-        """Check the hosts; ranks of the last round do not count as earlier ones `during` it."""
+        """Check the hosts. Ranks of the last round do not count as earlier ones `during` it."""
         rounds = self.rounds[:-1] if during else self.rounds
         question = HostQuery(
             folder=str(self.folder),
@@ -76,10 +76,10 @@ class Training:
 
 
 def start(hosts: Sequence[Host], training: Training) -> None:
-    """Train on the hosts, to the end.
+    """Train on the hosts until the run ends.
 
-    Raises BadInputError for what prevents it, WorkerError with the message of the rank that failed
-    first.
+    Raises BadInputError if training is not possible, WorkerError with the message of the rank that
+    failed first.
     """
     elastic = training.elastic
     answers = training.check(hosts)

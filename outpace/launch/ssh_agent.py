@@ -36,7 +36,7 @@ _GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
 
 
 def main(argv: list[str]) -> int:
-    """Do what is asked; returns 0 if an answer was given."""
+    """Carry out the request; return 0 if an answer was given."""
     line = sys.stdin.readline()
     if argv == ["check"]:
         print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(asked: HostQuery) -> HostFacts:
-    """Return the facts of this host."""
+    """Return the facts about this host."""
     now_s = time.time()
     client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
     folder = Path(asked.folder)

@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     """nn.Linear whose values come from the model's `reset_parameters(seed)`."""
 
     def reset_parameters(self) -> None:
-        """Leave memory as it is, since values drawn here would be discarded."""
+        """Leave memory uninitialised, since values drawn here would be discarded."""
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -48,8 +48,8 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
 def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return the concatenated outputs of several linear layers for `x`, by one product.
 
-    Joining the weights moves far less memory than `x` and its gradient, which are read and made
-    once.
+    Joining the weights moves far less memory than `x` and its gradient, which are read and written
+    only once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -59,8 +59,8 @@ def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply several linear layers to `x` by one product; return the output of each.
 
-    The joined weights are not kept for the backward, which joins them again: otherwise those of all
-    layers would be held at once, and whole ones if each rank has a part.
+    The joined weights are not kept for the backward, which joins them again. Otherwise, those of
+    all layers would be held at once, and even the unsharded ones if each rank has a part.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return split_product(joined_product(x, layers), layers)
@@ -105,7 +105,7 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """Return `x`, raised to fp32 if its dtype is narrower."""
+    """Cast `x` to fp32 if its dtype is narrower."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -142,19 +142,19 @@ def suited_attention(
 
 
 class HeadNorm(nn.RMSNorm):
-    """nn.RMSNorm of each head, with its weight in the dtype of the input.
+    """nn.RMSNorm of each head, with its weight cast to the dtype of the input.
 
-    The input is fp32, even with weights of 16 bits; torch has a single kernel if both dtypes are
-    equal.
+    The input is fp32, even if weights have 16 bits; torch has a fused kernel only if both dtypes
+    are equal.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, C) to (…, C)."""
+        """Map (…, C) to (…, C)."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
-    """Multi-head attention, with fewer key/value heads where the spec says so.
+    """Multi-head attention, with fewer key/value heads if the spec says so.
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
     `mix` computes the weighted sums of values; a strategy may replace it. `joins`: whether queries,
@@ -185,8 +185,8 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Attend; (B, S, D) to (B, S, D), or to (B, 1, D) if one position of each sample is
-        read.
+        """Attend; maps (B, S, D) to (B, S, D), or to (B, 1, D) if only one position of each sample
+        is needed.
         """
         x_BSD = to_autocast_dtype(x_BSD)
         asking = x_BSD
@@ -200,7 +200,9 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Return whether one product suffices: no layer is split, adapted, quantised or hooked."""
+        """Return whether one product can replace three: no layer is split, adapted, quantised or
+        hooked.
+        """
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
@@ -245,7 +247,7 @@ class MLP(nn.Module):
         self.down = Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """(B, S, D) to (B, S, D)."""
+        """Map (B, S, D) to (B, S, D)."""
         x_BSD = to_autocast_dtype(x_BSD)
         if self.spec.gated:
             inner = activate(self.spec, self.gate(x_BSD)) * self.up(x_BSD)
@@ -258,7 +260,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    With `norm_first` each reads a normalised copy (Radford et al. 2019, GPT-2, §2.3); without,
+    With `norm_first`, each reads a normalised copy (Radford et al. 2019, GPT-2, §2.3); without it,
     each sum is normalised (Vaswani et al., §3.1; BERT).
     """
 
@@ -279,9 +281,10 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if only one position of each sample is read.
+        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if only one position of each sample is
+        needed.
 
-        The other positions are attended to then, and nothing else is computed for them.
+        In that case, other positions only serve as keys and values.
         """
         normed = self.attention_norm(x_BSD) if self.norm_first else x_BSD
         attended = self.dropout(self.attention(normed, sees, rotary, cache, read_B))

@@ -17,7 +17,7 @@ class LayerCache:
         self._room: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys_BKSC: Tensor, values_BKSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to the cache; return all keys and values so far, (B, K, T, C) each."""
+        """Append keys and values to the cache; return all so far, (B, K, T, C) each."""
         if self._room is None:
             batch, heads, _, width = keys_BKSC.shape
             shape = (batch, heads, self.capacity, width)
@@ -30,12 +30,12 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of all blocks."""
+    """Key/value caches of all blocks."""
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
 
     @property
     def length(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens in the cache."""
         return self.layers[0].length

@@ -39,12 +39,12 @@ def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
 
 
 class Classifier(nn.Module):
-    """A transformer without its head over the vocabulary, and a linear layer over classes.
+    """A transformer with a linear layer over classes in place of its head over the vocabulary.
 
     An encoder is read at its first token, [CLS], through a pooler with tanh (Devlin et al., arXiv
-    1810.04805, §4.1, as in BertForSequenceClassification); a decoder at its last token, the only
-    one that sees all others (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification). It
-    takes the parts of `model` that it needs; new weights are drawn from `seed`.
+    1810.04805, §4.1, as in BertForSequenceClassification). A decoder is read at its last token, the
+    only one that sees all others (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification).
+    The classifier takes the parts of `model` that it needs; new weights are drawn from `seed`.
     """
 
     def __init__(self, model: Transformer, classes: int, seed: int = 0) -> None:
@@ -99,7 +99,7 @@ class Classifier(nn.Module):
 
 
 class ClassificationObjective(nn.Module):
-    """A classifier with its loss: what a strategy wraps.
+    """A classifier with its loss, for a strategy to wrap.
 
     In evaluation mode, `forward` also returns the sums named in `sums`, which are added up over
     samples and ranks; `metrics` computes accuracy and F1 from them.

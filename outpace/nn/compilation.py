@@ -122,9 +122,9 @@ def compile_forwards(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a forward of the module, or of one within it, is compiled.
+    """Return whether the forward of the module, or of one within it, is compiled.
 
-    Wrappers of a forward, such as offloading's, have it as `inner`.
+    Wrappers of a forward, such as that of offloading, refer to it as `inner`.
     """
     forwards = [part.forward for part in module.modules()]
     forwards = [getattr(forward, "inner", forward) for forward in forwards]
@@ -135,8 +135,8 @@ def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function that torch.compile counts separately from others with the same
     code.
 
-    torch counts how often code is compiled, for all callers together, and gives up after a few
-    times.
+    torch counts how often a code object is compiled, for all callers together, and gives up after a
+    few times.
     """
     assert isinstance(function, FunctionType)
     return FunctionType(
@@ -173,10 +173,10 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
-    """Keep compiled code in `folder` for later runs, unless the user sets another place.
+    """Keep compiled code in `folder` for later runs, unless the user has chosen another folder.
 
-    These are Inductor's graphs and code, and Triton's kernels, each by its environment variable.
-    Nothing changes if it is not `used`.
+    This covers Inductor's graphs and code, and Triton's kernels, each through its environment
+    variable. Does nothing unless `used`.
     """
     if not used:
         yield

@@ -19,12 +19,12 @@ _KEY = "_extra_state"  # the last part of its name in a state dict
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict is a part's extra state, not a tensor."""
+    """Return whether a name in a state dict refers to a module's extra state, not to a tensor."""
     return name.rpartition(".")[2] == _KEY
 
 
 def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and parts that have a `get_extra_state` of their own."""
+    """Yield names and modules that have their own `get_extra_state`."""
     for name, part in module.named_modules(remove_duplicate=True):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             yield name, part
@@ -65,7 +65,7 @@ def require_plain(module: nn.Module) -> None:
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
-    """Return the value that `pack` made into bytes. Raises BadInputError if it is not a plain
+    """Return the value that `pack` converted to bytes. Raises BadInputError if it is not a plain
     value.
     """
     place = partial(_place, device=device or torch.device("cpu"))

@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int | None:
-    """Return a number that differs for other values, except with probability of about 2^-64.
+    """Return a number that differs for different values, except with a probability of about 2^-64.
 
     It is equal for equal bits at equal positions, with any strides. None if there are no values
     (meta and fake tensors, compilation) or they are not dense in memory (sparse tensors).

@@ -18,11 +18,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
-    """Make a model's norms and embeddings compute in fp32 under autocast, with any weights.
+    """Make a model's norms and embeddings compute in fp32 under autocast, with weights of any
+    dtype.
 
-    This is in place; `runs_on` is the kind of device that the model computes on. Without autocast
-    they stay as they are. On a CPU, whose kernel sums an embedding's gradients in the dtype of its
-    weights, the table itself is raised; elsewhere its looked-up rows are.
+    The model is changed in place; `runs_on` is the kind of device that it computes on. Without
+    autocast, nothing changes. On a CPU, whose kernel sums an embedding's gradients in the dtype of
+    its weights, the whole table is cast; elsewhere, only the looked-up rows are.
     """
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -52,7 +53,7 @@ def _autocasts(device: torch.device) -> bool:
 
 
 def in_fp32(x: Tensor) -> Tensor:
-    """Return `x` in fp32 if it has 16 bits and autocast is on."""
+    """Cast `x` to fp32 if it has 16 bits and autocast is on."""
     return x.float() if x.dtype in _LOW and _autocasts(x.device) else x
 
 

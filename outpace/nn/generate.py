@@ -24,13 +24,14 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> list[int]:
-    """Return `tokens` and the model's continuation, up to one of `stop_ids` (left out).
+    """Return `tokens` and the model's continuation, up to one of `stop_ids` (excluded).
 
-    Temperature 0, or one so low that it has the same effect, takes the most likely token; otherwise
-    a token is drawn from softmax(logits / temperature), of the `top_k` most likely if given. The
-    draw is on the CPU, equal on all devices with equal logits. When the model's positions are used
-    up, it continues from the newest half of them. Raises BadInputError for models that are not
-    causal, an empty prompt, tokens outside the vocabulary, and bad sampling values.
+    Temperature 0, or one so low that it has the same effect, takes the most likely token.
+    Otherwise, a token is drawn from softmax(logits / temperature), among the `top_k` most likely if
+    given. Tokens are drawn on the CPU, so equal logits give equal tokens on all devices. When the
+    model's positions are used up, it continues from the newest half of them. Raises BadInputError
+    for models that are not causal, an empty prompt, tokens outside the vocabulary, and bad sampling
+    values.
     """
     _check(model, tokens, max_new_tokens, temperature, top_k)
     generator = torch.Generator("cpu").manual_seed(seed)

@@ -55,17 +55,17 @@ Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class LogitsFunctions:
-    """Functions that read and write logits (N, P), whose first `vocab` columns count.
+    """Functions that read and write logits (N, P), of which the first `vocab` columns count.
 
-    `columns_N` are targets' columns, −1 where these logits have none; `counts_N`: whether a token
-    has a target at all.
+    `columns_N` are the targets' columns, −1 if these logits do not contain the target; `counts_N`:
+    whether a token has a target at all.
 
     - `scores(logits_NP, columns_N, vocab)`: log Σ exp and the targets' logits (0 where there is
-      none), both (N), in fp32 or what is wider.
-    - `gradient(logits_NP, lse_N, columns_N, scales_N, vocab)`: the logits become
-      (softmax − one-hot) · scale, in their place. It follows `scores`.
-    - `loss_and_gradient(logits_NP, columns_N, counts_N, vocab)`: the sum of losses, and the logits
-      become its gradient.
+      none), both (N), in at least fp32.
+    - `gradient(logits_NP, lse_N, columns_N, scales_N, vocab)`: overwrites the logits with
+      (softmax − one-hot) · scale. Call it after `scores`.
+    - `loss_and_gradient(logits_NP, columns_N, counts_N, vocab)`: returns the sum of losses, and
+      overwrites the logits with its gradient.
     """
 
     scores: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -190,7 +190,7 @@ EAGER = LogitsFunctions(_eager_scores, _eager_gradient, _eager_loss_and_gradient
 class CompiledPass:
     """A pass compiled for each shape; eager from then on if the compiler fails.
 
-    Shapes beyond the number that torch compiles a function for (8 by default) are eager too.
+    Shapes beyond the number for which torch compiles a function (8 by default) are eager too.
     """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
@@ -262,8 +262,8 @@ def padded_width(vocab: int) -> int:
 
 
 def chunk_rows(rows: int, vocab: int, itemsize: int) -> int:
-    """Return the rows of a chunk by size alone: all, or equal parts of at most `CHUNK_BYTES` of
-    logits.
+    """Return the rows of a chunk by size alone: all rows, or equal parts of at most `CHUNK_BYTES`
+    of logits.
     """
     row_bytes = padded_width(vocab) * itemsize
     if rows * row_bytes <= WHOLE_BYTES:
@@ -282,11 +282,12 @@ def head_loss_sum(
     dtype: torch.dtype | None = None,
     passes: LogitsFunctions = EAGER,
 ) -> Tensor:
-    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], at least fp32, with
+    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], at least in fp32, with
     gradient.
 
     `dtype` is that of products and logits (None: fp32, or the operands' if wider). `kind`: "plain"
-    makes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" decides by their size.
+    computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" decides by their
+    size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -500,7 +501,7 @@ def _loss_alone(
 
 
 def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the head (P, D) in the dtype of the products, with rows of zeros; or the head
+    """Return the head (P, D) in the dtype of the products, padded with rows of zeros, or the head
     itself.
     """
     vocab, width = weight_VD.shape

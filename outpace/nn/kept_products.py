@@ -32,10 +32,10 @@ from outpace.nn.rotary import Tables
 
 
 class Recipe:
-    """Recipe to make a tensor again. Several readers share its result.
+    """Recipe to recompute a tensor. Several readers share the result.
 
-    `compute` holds its inputs, detached, since they would keep the graph alive otherwise; a
-    backward has no autocast.
+    `compute` holds its inputs detached, since they would keep the graph alive otherwise; a backward
+    has no autocast.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -44,7 +44,7 @@ class Recipe:
         self._value: Tensor | None = None
 
     def hold(self) -> Callable[[], Tensor]:
-        """Return a function that makes the tensor, counting one more reader."""
+        """Return a function that computes the tensor, and count one more reader."""
         self._left += 1
         return self._take
 
@@ -105,9 +105,9 @@ def can_keep_products(
 ) -> bool:
     """Return whether `keep_products` supports a block, as it is called.
 
-    Norms come first, only the two of the residual stream exist, linear layers are plain ones, and
-    nothing is drawn, compiled or taken from a cache. Operators for CPUs are not used, since they
-    save their own tensors.
+    Norms come first, only the two norms of the residual stream exist, linear layers are plain ones,
+    and nothing is drawn, compiled or read from a cache. The CPU's own operators are not used, since
+    they save their own tensors.
     """
     if not isinstance(block, Block) or torch.compiler.is_compiling():
         return False

@@ -51,10 +51,11 @@ _WIDTH_MULTIPLE = 8
 
 
 def suits_flash(width: int, dropout: float) -> bool:
-    """Return whether FlashAttention takes heads of this width on all GPUs that it supports.
+    """Return whether FlashAttention supports heads of this width on all GPUs that it supports.
 
-    torch's takes at most 256, and on sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) no gradients for
-    193 to 224, nor for more with dropout (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    torch's supports at most 256, and on sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) no gradients
+    for 193 to 224, nor for more with dropout
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     return width <= 192 or (224 < width <= 256 and dropout == 0)
 
@@ -103,8 +104,8 @@ def attend_by_blocks(
 ) -> Tensor | None:
     """Compute softmax(q·kᵀ/√C)·v over visible keys, (B, H, S, C), by FlexAttention.
 
-    It is a kernel only if compiled, with the surrounding code or else by itself. None if the
-    compiler fails on it.
+    FlexAttention is a fused kernel only if it is compiled, with the surrounding code or by itself.
+    Returns None if the compiler fails on it.
     """
     grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
     if torch.compiler.is_compiling():

@@ -33,7 +33,7 @@ PLACES: Mapping[LoraTarget, str] = {
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer, taken over from `base`, with an adapter; none if `rank` is 0."""
+    """A frozen linear layer, taken from `base`, with an adapter, or without one if `rank` is 0."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
@@ -54,7 +54,7 @@ class LoraLinear(Linear):
         return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) to (…, out)."""
+        """Map (…, in) to (…, out)."""
         if self.lora_a is None or self.lora_b is None:
             return self.frozen_product(x)
         low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a)
@@ -66,9 +66,7 @@ class LoraLinear(Linear):
 
 
 class NF4Linear(LoraLinear):
-    """A LoraLinear over a matrix in 4 bits, whose parts are parameters so that ZeRO-3 shards
-    them.
-    """
+    """A LoraLinear over a 4-bit matrix, whose parts are parameters so that ZeRO-3 shards them."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank, scale, dropout)

@@ -37,13 +37,13 @@ LOW_LOGITS_BYTES_CPU = 256 * 2**20
 
 
 class LanguageModelObjective(nn.Module):
-    """A transformer with its loss: what a strategy wraps.
+    """A transformer with its loss, for a strategy to wrap.
 
     `compute_dtype` is the dtype of the head's products (None: fp32), since the chunked operator
-    does not see autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
+    ignores autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
     their size; `runs_on` is the kind of device to decide for, if tensors are traced on another.
-    `compiles`: whether torch.compile makes the kernels over the logits, on an accelerator; `passes`
-    are the compiled functions, or replacements.
+    `compiles`: whether torch.compile generates the kernels over the logits, on an accelerator;
+    `passes` are the compiled functions, or replacements.
     """
 
     runs_on: str | None = None
@@ -101,7 +101,7 @@ class LanguageModelObjective(nn.Module):
         return (self.runs_on or tensor.device.type) not in _CPUS
 
     def functions_for(self, device_type: str) -> LogitsFunctions:
-        """Return an accelerator's functions on logits, compiling them at the first request.
+        """Return an accelerator's functions on logits, compiling them on first use.
 
         A CPU does not use them, so no compiler is loaded there. Without gradients, as in
         evaluations, nothing more is compiled.
@@ -191,8 +191,8 @@ def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
 class ChunkedSum(torch.autograd.Function):
     """The sum of losses on a CPU by chunks of rows: products in bf16, fp32 sums and gradients.
 
-    It costs the three matrix products of the plain loss; gradients are made in the forward and only
-    scaled in the backward, so a second backward raises.
+    It costs the three matrix products of the plain loss. Gradients are computed in the forward and
+    only scaled in the backward, so a second backward raises an error.
     """
 
     @staticmethod

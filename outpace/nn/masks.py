@@ -20,7 +20,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Visibility:
     """Visibility of tokens in a layer's attention: a mask, blocks, the causal flag, or nothing.
 
-    If the flag alone suffices there is no mask, so that the fused kernel is used. `blocks` are for
+    If the flag alone suffices, there is no mask, so that the fused kernel is used. `blocks` are for
     FlexAttention, and hold (S / 128)² numbers instead of S².
     """
 
@@ -70,9 +70,9 @@ def visibility(
     """Return the cheapest exact description of one layer's attention pattern.
 
     `window`: a token sees itself and the window − 1 tokens before it (Mistral 7B, arXiv 2310.06825,
-    §2; without `causal` as many after it). `documents_BS`: only tokens with equal numbers see each
+    §2; without `causal`, as many after it). `documents_BS`: only tokens with equal numbers see each
     other. `padding_mask_BS`: True for real tokens; others are only visible to themselves.
-    `by_blocks`: blocks replace a mask, from one whole block on.
+    `by_blocks`: use blocks instead of a mask, if there is at least one whole block.
     """
     if window is not None and window >= keys:
         window = None
@@ -110,8 +110,8 @@ def block_mask(
     """Return the same pattern for FlexAttention without S × S values, from each block's extremes.
 
     Blocks that are wholly visible are separated from those for which FlexAttention calls the
-    function. An invisible block may be among the latter, if document numbers fall and rise again or
-    two reasons hide different parts of it: this costs time, and does not change the result.
+    function. The latter may include an invisible block if document numbers fall and rise again, or
+    if two reasons hide different parts of it. This costs time, but does not change the result.
     """
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK

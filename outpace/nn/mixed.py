@@ -82,10 +82,10 @@ def weights_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tensor]:
-    """Cast an objective's weights as `mixed` says, in place.
+    """Cast an objective's weights in place, as `mixed` specifies.
 
     Returns the original fp32 values of trained weights, by their names in the objective's `model`,
-    if the optimizer's master weights begin with them. A model without memory has none.
+    if the optimizer's master weights start from them. A model without memory has none.
     """
     model: nn.Module = objective.model  # type: ignore[assignment]
     before = {
@@ -102,8 +102,8 @@ def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
     """Return whether autocast keeps casts of weights until a forward ends: as requested, or if it
     helps.
 
-    A transformer uses each matrix once in a forward: kept casts save no time, and hold the memory
-    of all weights in 16 bits if backward recomputes or gathers them again.
+    A transformer uses each matrix once in a forward: kept casts save no time, and they hold the
+    memory of all weights in 16 bits if the backward recomputes or gathers them again.
     """
     return unknown_code if asked is None else asked
 
@@ -136,10 +136,10 @@ def make_mixed(
 ) -> MixedPrecision:
     """Return autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
 
-    `fully_shards`: shards of weights are gathered in 16 bits, so that they, in fp32, are the master
+    `fully_shards`: shards of weights are gathered in 16 bits, so the fp32 shards are the master
     weights of "bf16-master" (`records.precisions.SHARD_DTYPES`).
 
-    With 16-bit weights everything is computed in their dtype, without autocast, except for unknown
+    With 16-bit weights, everything is computed in their dtype, without autocast, except for unknown
     code, which may combine them with tensors of other dtypes.
     """
     dtype = DTYPES[precision]

@@ -39,9 +39,9 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model.
 
-    They are in the ModuleList, or Sequential with a repeated class, whose members of the most
-    common class hold the most parameters. Members without a forward, such as lists, stand for the
-    modules in them. Raises BadInputError if there is none.
+    They are the members of the ModuleList, or of the Sequential with a repeated class, whose most
+    common class holds the most parameters. Members without a forward, such as lists, are replaced
+    by the modules in them. Raises BadInputError if there is none.
     """
     found: list[nn.Module] = []
     for container in module.modules():
@@ -88,15 +88,15 @@ def apply_checkpointing(
 ) -> None:
     """Make blocks recompute their activations in the backward instead of keeping them.
 
-    `mode` is one for all blocks, or one for each. `blocks` are found if not given.
+    `mode` is one mode for all blocks, or one for each. `blocks` are detected if not given.
 
-    Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "attention" also keeps the
+    Chen et al., arXiv 1604.06174. "full" keeps only a block's input. "attention" also keeps the
     output of fused attention. "selective" keeps the outputs of matrix products too, and recomputes
-    the cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, with the choice
-    turned round: fused attention keeps no scores, so its output is cheap to keep). Recomputation
-    draws the same random numbers. For outpace's own blocks, "selective" needs no policy that is
-    called for each operator (`kept_products`); `by_policy` uses it nevertheless, for offloading,
-    which has to see all saved tensors.
+    the cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, with the opposite
+    choice: fused attention keeps no scores, so its output is cheap to keep). Recomputation draws
+    the same random numbers. For outpace's own blocks, "selective" needs no policy that is called
+    for each operator (`kept_products`); `by_policy` uses it nevertheless, for offloading, which has
+    to see all saved tensors.
     """
     if mode == "none":
         return

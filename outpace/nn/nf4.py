@@ -27,7 +27,7 @@ PARTS = ("codes", "scales", "scale_scales", "scale_mean", "scale_levels")
 
 
 def require_nf4() -> None:
-    """Raise BadInputError where bitsandbytes is not installed."""
+    """Raise BadInputError if bitsandbytes is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise BadInputError(
             "--base nf4 needs bitsandbytes, which is not installed: pip install 'outpace[qlora]'. "
@@ -56,7 +56,7 @@ def _library() -> Any:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """Return the PARTS of a matrix, each of one dimension, on its device. Equal on every
+    """Return the PARTS of a matrix, each one-dimensional, on its device. They are equal on every
     machine.
     """
     codes, state = _library().quantize_4bit(
@@ -83,22 +83,22 @@ def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Te
 
 
 class NF4Product(torch.autograd.Function):
-    """x · Wᵀ of a frozen W in 4 bits, which is dequantized again in the backward and never kept.
+    """x · Wᵀ with a frozen 4-bit W, which is dequantized again in the backward and never kept.
 
-    bitsandbytes has one for 16 and 32 bits; this one also computes in fp64, so that the verified
-    code is the code that trains.
+    bitsandbytes has such a product for 16 and 32 bits. This one also computes in fp64, so that the
+    verified code is the code that trains.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: torch.Size, *parts: Tensor) -> Tensor:
-        """(…, in) to (…, out)."""
+        """Map (…, in) to (…, out)."""
         ctx.save_for_backward(*parts)
         ctx.shape = shape
         return F.linear(x, dequantize(list(parts), shape, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of x alone."""
+        """Return the gradient of x only."""
         parts = ctx.saved_tensors
         made = dequantize(list(parts), ctx.shape, grad.dtype)
         return grad @ made, None, *(None for _ in parts)

@@ -95,10 +95,10 @@ rms_norm = operator(_rms_norm, _fake_output, _keep, _backward)
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm by the operator above if possible: on a CPU, for plain dense tensors."""
+    """nn.RMSNorm with the operator above if possible: on a CPU, for plain dense tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, D) to (…, D)."""
+        """Map (…, D) to (…, D)."""
         if self.eps is not None and suits_operator(x, self.weight):
             normed: Tensor = rms_norm(x, self.weight, self.eps)[0]
             return normed

@@ -32,17 +32,17 @@ class Parcel(Protocol):
     """A tensor that is stored elsewhere, whose memory there lasts as long as this object."""
 
     def prefetch(self) -> None:
-        """Start to bring it back."""
+        """Start bringing the tensor back."""
 
     def open(self) -> Tensor:
-        """Return the tensor, for immediate use; may be called again."""
+        """Return the tensor, for immediate use. It may be called again."""
 
 
 class Storage(Protocol):
     """Storage that keeps tensors."""
 
     def keep(self, tensor: Tensor) -> Parcel:
-        """Start to copy a tensor."""
+        """Start copying a tensor."""
 
     def pace(self) -> None:
         """Wait for copies that lag behind; called once per block, forward and backward."""
@@ -108,7 +108,9 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with a stream per direction in parallel to the computation."""
+    """Page-locked host memory, with one stream per direction that runs in parallel to the
+    computation.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -116,7 +118,7 @@ class HostStore:
         self._marks: deque[Sequence[torch.cuda.Event]] = deque()
 
     def keep(self, tensor: Tensor) -> Parcel:
-        """Start to copy a tensor to the host."""
+        """Start copying a tensor to the host."""
         return _PinnedTensor(tensor, self)
 
     def pace(self) -> None:
@@ -219,7 +221,7 @@ class Keeper:
 
 
 class KeptForward:
-    """A block's forward, `inner`, whose saved tensors a keeper stores."""
+    """A wrapper of a block's forward, `inner`, whose saved tensors a Keeper stores."""
 
     def __init__(self, keeper: Keeper, inner: Callable[..., Any], block: nn.Module) -> None:
         self.inner, self._keeper, self._block = inner, keeper, block

@@ -11,7 +11,9 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a model: blocks, by number; the embedding, if it is `first`; the head, if `last`."""
+    """Part of a model: blocks, by number; the embedding, if it is the `first`; the head, if it is
+    the `last`.
+    """
 
     blocks: Collection[int]
     first: bool
@@ -22,12 +24,12 @@ class AbsentModule(nn.Module):
     """Stand-in for a module that is on another rank: returns its first argument."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """Return what it was given."""
+        """Return the first argument."""
         return x
 
 
 def take_part(model: Transformer, part: Part) -> Transformer:
-    """Return a transformer of this part's modules, which it shares with `model`.
+    """Return a transformer with the modules of this part, which it shares with `model`.
 
     Parameters keep their names. A part other than the first is called with hidden states (B, S, D)
     instead of tokens. A tied embedding is also in the last part, as its head.

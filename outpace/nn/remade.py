@@ -20,12 +20,13 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `product`, which `F.linear` made from rows, call functions for its
+    """Make the backward of `product`, which `F.linear` computed from rows, call functions for its
     operands.
 
-    None leaves an operand as it is. An operand must have been saved: an input if the weight trains,
-    a weight if the input has a gradient. Nothing changes if torch makes the product in another way
-    than for plain tensors, or if other hooks hold saved tensors (checkpoints, offloading).
+    None leaves an operand unchanged. An operand must have been saved: an input if the weight is
+    trained, a weight if the input has a gradient. Nothing changes if torch computes the product in
+    another way than for plain tensors, or if other hooks hold saved tensors (checkpointing,
+    offloading).
     """
     node = product.grad_fn
     name = _INPUTS.get(type(node).__name__)
@@ -38,7 +39,7 @@ def remake_operands(
 
 
 def has_hooks() -> bool:
-    """Return whether saved tensors go to hooks, with which torch accepts no others."""
+    """Return whether saved tensors are passed to hooks, with which torch accepts no others."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

@@ -15,7 +15,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Angles per position step, radians, fp32, shape (C/2,)."""
+    """Return angles per position step in radians, fp32, shape (C/2,)."""
     exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float32)
     frequencies = 1.0 / spec.rope_theta ** (exponents / spec.head_dim)
     return (

@@ -42,13 +42,13 @@ class Region:
     nbytes: int
 
     def prefetch(self) -> None:
-        """Let the kernel read it ahead, in the background."""
+        """Ask the kernel to read it ahead in the background."""
         self.mapping.madvise(mmap.MADV_WILLNEED, self.start, self.nbytes)
 
     def release(self) -> None:
         """Release this process's memory of it. Its values stay in the kernel's cache, or on disk.
 
-        The next use finds them again, with a page fault.
+        The next use brings them back, with a page fault.
         """
         self.mapping.madvise(mmap.MADV_DONTNEED, self.start, self.nbytes)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
-    """Return whether it is a DTensor, without loading torch's module of them.
+    """Return whether a tensor is a DTensor, without loading torch's module for it.
 
     The module takes half a second to load. Plain tensors, for which a step calls this often, are
     recognised first.
@@ -29,7 +29,7 @@ def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
 
 
 def has_spread(kinds: Iterable[type]) -> bool:
-    """Return whether any of these types is a DTensor's."""
+    """Return whether any of these types is DTensor."""
     spread = _dtensor()
     return spread is not None and any(issubclass(kind, spread) for kind in kinds)
 
@@ -82,7 +82,7 @@ class RowSplit(NamedTuple):
 
 
 def split_rows(tensor: Tensor) -> RowSplit | None:
-    """Return how a tensor's rows are split; None if it is whole or split otherwise."""
+    """Return how a tensor's rows are split; None if it is whole or split in another way."""
     if not is_spread(tensor) or not tensor.dim():
         return None
     from torch.distributed.tensor import Shard
@@ -100,7 +100,7 @@ def split_rows(tensor: Tensor) -> RowSplit | None:
 def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gather tensors of one dtype that have `split_rows` over the same ranks.
 
-    One message is used; each result has memory of its own. Collective.
+    This uses one message; each result has its own memory. Collective.
     """
     split = [rows for tensor in tensors if (rows := split_rows(tensor)) is not None]
     group, ranks = split[0].group, split[0].group.size()
@@ -122,7 +122,7 @@ def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this rank has of `like`. Nothing is sent."""
+    """Return this rank's part of a whole tensor, split like `like`. Nothing is sent."""
     if not is_spread(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
@@ -133,7 +133,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def as_spread(part: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a part as one of a tensor of `shape`, spread like `like`; itself if that is not
+    """Wrap a part as a DTensor of `shape`, spread like `like`; return it unchanged if that is not
     spread.
     """
     if not is_spread(like):

@@ -30,9 +30,9 @@ def torch_release(version: str = VERSION) -> tuple[int, int]:
 def all_gather_single(
     output: Tensor, part: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather equal parts of all ranks in one tensor; work to wait for with `async_op`.
+    """Gather equal parts of all ranks in one tensor; with `async_op`, return the work to wait for.
 
-    torch has this name since 2.13, which warns about the old one.
+    torch uses this name since 2.13, and warns about the old one.
     """
     if hasattr(dist, "all_gather_single"):
         return dist.all_gather_single(output, part, group=group, async_op=async_op)
@@ -42,9 +42,10 @@ def all_gather_single(
 def reduce_scatter_single(
     output: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Sum a tensor over ranks and keep one of equal parts; work to wait for with `async_op`.
+    """Sum a tensor over ranks and keep one of equal parts; with `async_op`, return the work to wait
+    for.
 
-    torch has this name since 2.13, which warns about the old one.
+    torch uses this name since 2.13, and warns about the old one.
     """
     if hasattr(dist, "reduce_scatter_single"):
         return dist.reduce_scatter_single(output, whole, group=group, async_op=async_op)
@@ -52,7 +53,7 @@ def reduce_scatter_single(
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add the product of two 16-bit tensors to `total` in fp32, within cuBLAS's product.
+    """Add the product of two 16-bit tensors to `total` in fp32, inside cuBLAS's product.
 
     Fake tensors have no such operator before torch 2.13, so they compute only the product, with the
     same work and memory.
@@ -65,16 +66,16 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def compiler_reads_before_it_writes() -> bool:
     """Return whether compiled code reads an indexed input before it overwrites it (torch 2.13).
 
-    Before, Inductor moves the gather after the write if a reduction uses the gathered values: the
-    loss of 300 tokens was 1,814 for 1,504 with torch 2.11 on a CPU.
+    Earlier versions of Inductor move the gather after the write if a reduction uses the gathered
+    values: with torch 2.11 on a CPU, the loss of 300 tokens was 1,814 instead of 1,504.
     """
     return torch_release() >= (2, 13)
 
 
 def without_buffers() -> dict[str, Any]:
-    """Return the arguments with which DistributedDataParallel sends no buffers before a forward.
+    """Return the arguments that stop DistributedDataParallel from sending buffers before a forward.
 
-    torch 2.13 has another name for it, and warns about the old one.
+    torch 2.13 has another name for the option, and warns about the old one.
     """
     known = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -82,9 +83,9 @@ def without_buffers() -> dict[str, Any]:
 
 
 def without_saved_tensor_hooks() -> dict[str, Any]:
-    """Return the arguments by which hooks see nothing of what selective checkpointing keeps.
+    """Return the arguments that hide the tensors kept by selective checkpointing from hooks.
 
-    That is the only behavior before torch 2.15, which warns unless it is asked for.
+    That is the only behavior before torch 2.15, which warns unless the option is set.
     """
     name = "respect_saved_tensors_hooks"
     return {name: False} if name in signature(checkpoint).parameters else {}
@@ -103,7 +104,7 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
     """Return a LaunchConfig that ends workers after `shutdown_timeout_s` if torch supports it
     (2.12).
 
-    Before, `PContext.close` has a default of 30 s, which its caller may replace.
+    Before 2.12, `PContext.close` has a default of 30 s, which its caller may replace.
     """
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -152,10 +153,11 @@ def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
 
 
 def split_backward_refusal(strategy: str) -> str | None:
-    """Say why a schedule that splits the backward cannot run on a CPU; None if it can (torch 2.13).
+    """Explain why a schedule that splits the backward cannot run on a CPU; None if it can (torch
+    2.13).
 
-    Before, `torch.autograd.grad` finds no metadata at operators with a registered backward, as
-    norms are on a CPU.
+    Before 2.13, `torch.autograd.grad` finds no metadata at operators with a registered backward,
+    such as norms on a CPU.
     """
     if torch_release() >= (2, 13):
         return None

@@ -12,8 +12,8 @@ CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def torchao_module(name: str, asked: str) -> Any:
-    """Return `torchao.NAME`. Raises BadInputError, naming what was `asked`, if it is not
-    installed.
+    """Return `torchao.NAME`. Raises BadInputError, which names the `asked` feature, if torchao is
+    not installed.
     """
     if find_spec("torchao") is None:
         raise BadInputError(

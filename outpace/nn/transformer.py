@@ -26,7 +26,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding whose values come from the model's `reset_parameters(seed)`."""
 
     def reset_parameters(self) -> None:
-        """Leave memory as it is: drawing values here would be thrown away."""
+        """Leave memory uninitialised, since values drawn here would be discarded."""
 
 
 class Embeddings(nn.Module):
@@ -58,7 +58,9 @@ class Embeddings(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """Layer of BERT before its prediction of masked tokens (Devlin et al., arXiv 1810.04805)."""
+    """The layer of BERT before its prediction of masked tokens (Devlin et al., arXiv
+    1810.04805).
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class HeadTransform(nn.Module):
         self.norm = make_norm(spec)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """(B, S, D) to (B, S, D)."""
+        """Map (B, S, D) to (B, S, D)."""
         transformed: Tensor = self.norm(activate(self.spec, self.dense(x_BSD)))
         return transformed
 
@@ -237,7 +239,7 @@ class Transformer(nn.Module):
 
 
 def hold_masks(module: nn.Module) -> None:
-    """Make transformers within it use masks of S × S values, so that nothing is compiled for
+    """Make transformers in the context use masks of S × S values, so that nothing is compiled for
     them.
     """
     for part in module.modules():

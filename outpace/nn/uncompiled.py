@@ -15,7 +15,7 @@ import torch
 
 
 def leave_alone(method: Callable[..., Any]) -> None:
-    """Let a method under torch's `_disable_dynamo` be called without the compiler."""
+    """Make a method under torch's `_disable_dynamo` callable without the compiler."""
     plain = unwrap(method)
     if plain is not method:
         plain.__dict__.setdefault("__dynamo_disable", plain)

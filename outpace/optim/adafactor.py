@@ -22,11 +22,11 @@ MEANS = ("variance", "row_var", "col_var")  # of squares, by their names in a st
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor with torch's settings and states; sums over rows and columns are over their ranks.
+    """Adafactor with torch's settings and states; sums over rows and columns include all ranks.
 
-    `compiled`: parameters that are not spread are stepped by kernels of torch.compile. `together`:
-    small parameters of one shape are stacked and stepped as one, which is faster on a GPU; compiled
-    ones are not, since inductor fails on stacks.
+    `compiled`: parameters that are not spread over ranks are updated by kernels of torch.compile.
+    `together`: small parameters of one shape are stacked and updated as one, which is faster on a
+    GPU. Compiled ones are not, since inductor fails on stacks.
     """
 
     def __init__(

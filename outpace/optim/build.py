@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step as torch's does; return the loss of `closure`, if there is one."""
+        """Step like torch's AdamW; return the loss of `closure`, if there is one."""
         return _PLAIN_STEP(self, closure)
 
 
@@ -139,7 +139,8 @@ def _build(
 
 
 def steps_together(groups: Groups) -> bool:
-    """Return whether parameters are stepped by operators over all of them: on a GPU, if alike.
+    """Return whether operators update all parameters at once: on a GPU, if the parameters are
+    alike.
 
     Plain tensors, tensors spread over ranks, and complex ones cannot share an operator.
     """
@@ -149,7 +150,9 @@ def steps_together(groups: Groups) -> bool:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
-    """Tell an optimizer the next step, from 1 (its random numbers depend on it), and its rate."""
+    """Set the number of an optimizer's next step, from 1 (its random numbers depend on it), and its
+    learning rate.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
         if "number" in group:
@@ -157,7 +160,7 @@ def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Step only one parameter, as a step of all would."""
+    """Update only one parameter, with the same result as a step over all."""
     groups = optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -171,7 +174,8 @@ def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Non
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that have not been updated yet their initial state.
 
-    This gives a checkpoint the state of all. torch's own way is a step with lr 0, which is counted.
+    This makes a checkpoint contain the state of all parameters. torch's own way is a step with lr
+    0, which is counted.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -21,7 +21,7 @@ from outpace.records.errors import error_summary
 class CompiledStep:
     """`function`, compiled for each kind of arguments; eager if the compiler fails on it.
 
-    Tensors among the arguments may differ between calls of a kind in the first of their dimensions.
+    Between calls of one kind, tensors among the arguments may differ in their first dimension.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:

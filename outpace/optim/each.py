@@ -15,7 +15,7 @@ def step_each(
     begin: Callable[[nn.Parameter, Group], State],
     update: Callable[[nn.Parameter, State, Group], None],
 ) -> None:
-    """Update every parameter that has a gradient; `begin` gives the state of the first time."""
+    """Update every parameter that has a gradient; `begin` returns the initial state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

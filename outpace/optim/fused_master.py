@@ -56,7 +56,7 @@ class FusedMasterAdamW:
         self._runs: bool | None = None  # whether Triton makes the kernel here, once that is known
 
     def forget(self) -> None:
-        """Forget addresses, since states have moved."""
+        """Forget the addresses, because states have moved."""
         self._tables.clear()
 
     def step(
@@ -145,7 +145,7 @@ class FusedMasterAdamW:
 def gradient_addresses(
     group: dict[str, Any], parameters: Sequence[nn.Parameter]
 ) -> Addresses | None:
-    """Return the addresses of parameters and gradients if the kernel supports them; else None.
+    """Return the addresses of parameters and gradients if the kernel supports them; otherwise None.
 
     It supports plain CUDA tensors, and a fused AdamW.
     """
@@ -168,9 +168,8 @@ def addresses_of(parameters: Sequence[nn.Parameter]) -> Addresses | None:
 
 
 def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Return addresses of contiguous tensors of one dtype, aligned to 16 bytes.
-
-    None for others.
+    """Return the addresses of contiguous tensors of one dtype, aligned to 16 bytes; None for all
+    others.
     """
     if len({one.dtype for one in tensors}) != 1:
         return None

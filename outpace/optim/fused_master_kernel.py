@@ -41,7 +41,7 @@ def step_kernel(
     beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
     HAS_FACTOR: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step one piece of one tensor per program; `fused_master` describes the tables.
+    """Update one piece of one tensor per program; `fused_master` describes the tables.
 
     1 − βⁿ is computed in fp64, since fp32 would round 0.999 by more than a hundred-thousandth of
     the difference; `rest1` and `rest2` are 1 − β, rounded once.

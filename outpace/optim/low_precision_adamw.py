@@ -78,14 +78,14 @@ class CodeTable:
 class LowPrecisionAdamW(KeepsDtypes):
     """AdamW that computes in fp32 and stores its moments as `kept` says.
 
-    Moments in bf16 and weights in bf16 are rounded stochastically: a second moment changes by 1 −
-    β₂ of itself in a step, which is less than half of bf16's last bit for β₂ > 0.998, and a weight
-    by less still. `noise` uses the group's "number", which is the step's. `compiled`: step with
-    kernels that torch.compile makes from the same operations, where sums of products may be rounded
-    once instead of twice. Their random numbers for rounding are counter-based, as for small
+    Moments and weights in bf16 are rounded stochastically: for β₂ > 0.998, a second moment changes
+    by 1 − β₂ of itself in a step, which is less than half of bf16's last bit, and a weight changes
+    even less. `noise` uses the group's "number", which is that of the step. `compiled`: step with
+    kernels that torch.compile generates from the same operations, where sums of products may be
+    rounded once instead of twice. Their random numbers for rounding are counter-based, as for small
     parameters; single operators draw them for others.
 
-    Small parameters are joined and stepped as one, with the same results.
+    Small parameters are joined and updated as one, with the same results.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class MasterWeights(KeepsDtypes):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step the copies, and round the weights from them, in pieces."""
+        """Update the copies, and round the weights from them, in pieces."""
         factor, self.factor = self.factor, None
         with self._scaling():
             self._step(factor)
@@ -201,13 +201,15 @@ def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 
 def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | None:
-    """Return an optimizer with master weights, also within torch's ZeroRedundancyOptimizer."""
+    """Return the optimizer that keeps master weights, which may be inside torch's
+    ZeroRedundancyOptimizer.
+    """
     within = getattr(optimizer, "optim", optimizer)
     return within if isinstance(within, MasterWeights) else None
 
 
 def master_weights(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Tensor]:
-    """Return the fp32 copies that an optimizer keeps, if any, by their parameters."""
+    """Return an optimizer's fp32 copies, if it keeps any, by their parameters."""
     if not isinstance(optimizer, MasterWeights):
         return {}
     return {parameter: state["master"] for parameter, state in optimizer.state.items() if state}

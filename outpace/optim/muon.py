@@ -42,11 +42,11 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with "orthogonal" are stepped by Muon, the others by AdamW.
+    """Muon for groups with "orthogonal", and AdamW for the others.
 
-    `together`: matrices of one shape are made orthogonal as a batch, and other parameters are
-    stepped by torch's fused kernels, which suits a GPU: torch's operators over lists read each
-    tensor's step.
+    `together`: matrices of one shape are orthogonalised as a batch, and other parameters are
+    updated by torch's fused kernels. This suits a GPU, where torch's operators over lists would
+    read each tensor's step from the device.
     """
 
     def __init__(
@@ -138,10 +138,11 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def orthogonalise(matrices_NRC: Tensor) -> Tensor:
-    """Return the approximately nearest orthogonal matrices of N at once; (N, R, C) in bf16.
+    """Return approximations of the nearest orthogonal matrices for N matrices at once; (N, R, C) in
+    bf16.
 
-    Jordan et al., 2024: five steps of a Newton-Schulz iteration of the fifth order, in bf16, as
-    torch's `_zeropower_via_newtonschulz` has it for one matrix.
+    Jordan et al., 2024: five steps of a fifth-order Newton-Schulz iteration in bf16, like torch's
+    `_zeropower_via_newtonschulz` for one matrix.
     """
     tall = matrices_NRC.shape[1] > matrices_NRC.shape[2]
     x = matrices_NRC.bfloat16()

@@ -26,7 +26,7 @@ UNIT_BYTES = 4 << 20
 
 
 def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
-    """Return `build` with offloading of the optimizer's state or step, if the plan has it."""
+    """Return `build`, with offloading of the optimizer's state or step if the plan has it."""
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return build
     disk = scratch if plan.offload_optimizer == "disk" else None
@@ -133,12 +133,12 @@ class _Unit:
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Optimizer that `build` makes of `groups`, with its state elsewhere.
+    """Optimizer that `build` creates from `groups`, with its state in host memory or on disk.
 
-    `has_twin` says which parameters are stepped as copies on the host; `disk` stores their state
-    and these copies (None: host memory). `scratch` knows which parameters are on a disk. To callers
-    this is an optimizer like `build`'s: the groups hold the model's parameters, and `state` is
-    theirs.
+    `has_twin` says which parameters are updated as copies on the host; `disk` stores their state
+    and these copies (None: host memory). `scratch` knows which parameters are on a disk. To
+    callers, this is an optimizer like that of `build`: the groups hold the model's parameters, and
+    `state` is theirs.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step unit after unit, transferring the next while one is stepped."""
+        """Update one unit after the other, transferring the next one during each update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

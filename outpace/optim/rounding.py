@@ -21,7 +21,7 @@ Streams = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
-    """Return a uniform number with as many bits as rounding drops, int32, for each value."""
+    """Return, for each value, a uniform integer with as many bits as rounding drops, int32."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )
@@ -45,8 +45,9 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
 class Noise:
     """Random numbers for a parameter's step, as a function of seed, name, step and position.
 
-    So replicas draw the same numbers, shards of a tensor different ones, and a resumed run those
-    that it would have drawn. `names` are the parameters' names in a single process.
+    So replicas draw the same numbers, shards of a tensor draw different ones, and a resumed run
+    draws those that the original run would have drawn. `names` are the parameters' names in a
+    single process.
     """
 
     seed: int = 0
@@ -101,7 +102,9 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return the `number`th 16 of the 64 bits of words, as `round_to_bf16` takes them."""
+    """Return the `number`th 16-bit field of 64-bit words, in the form that `round_to_bf16`
+    takes.
+    """
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 

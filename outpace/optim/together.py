@@ -15,10 +15,11 @@ from outpace.planner.memory.optimizer_bytes import FEW_VALUES, JOINED_VALUES
 def group_parameters(
     sizes: Sequence[int], kinds: Sequence[Hashable], device: torch.device
 ) -> list[list[int]]:
-    """Return which parameters of `sizes` values are stepped as one, by their positions.
+    """Return the positions of parameters, given their `sizes`, that are updated together.
 
-    Those of equal `kinds` are; one whose kind is None, and a large one, is stepped alone. Together
-    they have few values, or at most half of the largest one's, whose step then takes more memory.
+    Parameters with equal `kinds` are updated together; a large one, or one whose kind is None, is
+    updated alone. A group has few values, or at most half as many as the largest parameter, whose
+    own update takes more memory.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []
@@ -37,7 +38,7 @@ def group_parameters(
 
 
 def step_counts(steps_P: Tensor) -> list[float]:
-    """Return the number of steps of each parameter. Those without memory have none that differ."""
+    """Return the step count of each parameter; parameters without memory have none."""
     if has_no_memory(steps_P):
         return [0.0] * len(steps_P)
     counts: list[float] = steps_P.tolist()

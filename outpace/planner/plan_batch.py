@@ -122,7 +122,7 @@ class PlanBatch:
 
 
 def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch:
-    """Return the columns of `plans`. Raises BadInputError if one does not divide the batch."""
+    """Return the plans as columns. Raises BadInputError if one does not divide the batch."""
     rows = [_row(plan, global_batch, layers) for plan in plans]
     arrays: dict[str, Any] = {
         field.name: np.array([row[field.name] for row in rows]) for field in fields(PlanBatch)

@@ -14,11 +14,12 @@ Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert"]
 class FamilyTraits:
     """Traits of a family, whose name is its `model_type` in config.json.
 
-    `defaults`: what it means where a ModelSpec does not say otherwise. `classes`: how the names of
-    its classes in transformers begin; `head` is how that of the language model ends, `block` that
-    of a layer. `form`: whose settings and tensors its own are named as. `dropouts`: its settings
-    of dropout. `biases`: its settings of biases that may be either. `has_head_dim`: its settings
-    have the width of a head. `windows`: sliding windows of none of its layers, of all, or of some.
+    `defaults`: the meaning of settings that a ModelSpec does not give. `classes`: the prefix of its
+    class names in transformers; the class of the language model ends with `head`, that of a layer
+    with `block`. `form`: the family whose names its settings and tensors use. `dropouts`: the names
+    of its dropout settings. `biases`: the names of its settings for optional biases.
+    `has_head_dim`: its settings include the width of a head. `windows`: whether none, all or some
+    of its layers have sliding windows.
     """
 
     classes: str
@@ -33,22 +34,22 @@ class FamilyTraits:
 
     @property
     def language_model(self) -> str:
-        """Class of the model with its head over the vocabulary."""
+        """Class name of the model with its head over the vocabulary."""
         return self.classes + self.head
 
     @property
     def classifier(self) -> str:
-        """Class of the model with a layer over classes."""
+        """Class name of the model with a classification layer."""
         return f"{self.classes}ForSequenceClassification"
 
     @property
     def config(self) -> str:
-        """Class of the config."""
+        """Class name of the config."""
         return f"{self.classes}Config"
 
     @property
     def block_class(self) -> str:
-        """Class of a layer."""
+        """Class name of a layer."""
         return self.classes + self.block
 
 

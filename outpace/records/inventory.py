@@ -7,9 +7,7 @@ from outpace.records.topology import CpuTopology, Placement, Topology
 
 
 class GpuState(Record):
-    """A GPU's current state from its driver. None: the driver does not support or permit the
-    query.
-    """
+    """A GPU's current state as its driver reports it. None: not supported or not permitted."""
 
     index: NonNegativeInt
     name: str | None = None
@@ -65,7 +63,9 @@ class NetworkPort(Record):
 
     @property
     def active(self) -> bool | None:
-        """Return whether it has a link and may carry data; None if the kernel does not say."""
+        """Return whether it has a link and can carry data; None if the kernel does not report
+        it.
+        """
         return None if self.state is None else self.state.endswith("ACTIVE")
 
 
@@ -116,9 +116,10 @@ class Inventory(Record):
 
 
 def omp_threads(text: str) -> int | None:
-    """Threads that a value of OMP_NUM_THREADS asks for: of a list for nested regions the first.
+    """Return the number of threads that a value of OMP_NUM_THREADS requests; the first of a list
+    for nested regions.
 
-    As in OpenMP 5.2, §21.2.2. None where it is no such number.
+    This follows OpenMP 5.2, §21.2.2. None if it is not a valid number.
     """
     first = text.partition(",")[0].strip()
     return int(first) or None if first.isascii() and first.isdigit() else None

@@ -18,10 +18,11 @@ Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Operators of what is stepped at once: a matrix, a vector, or several joined of either.
+    """Operators for what is updated at once: a matrix, a vector, or several joined matrices or
+    vectors.
 
-    Tensors that are joined take `each` more. `counted`: for numbers to round by that are counted;
-    tensors that are joined and draw theirs take `drawn` more each.
+    Joining tensors adds `each` per tensor. `counted`: operators for counter-based random numbers
+    for rounding; if joined tensors draw their numbers instead, each adds `drawn`.
     """
 
     matrix: float
@@ -34,9 +35,10 @@ class Operators(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Tensors like the largest parameter that a step makes, in fp32.
+    """Temporary tensors of a step in fp32, in units of the largest parameter.
 
-    By what the only weights are in: fp32 (or masters), fp16, or bf16, which is rounded randomly.
+    They depend on the dtype of the only weights: fp32 (or master weights), fp16, or bf16, which is
+    rounded stochastically.
     """
 
     fp32: float
@@ -48,16 +50,17 @@ class StepTensors(NamedTuple):
 class OptimizerTraits:
     """Traits of an optimizer.
 
-    `moments`: tensors like a parameter that it keeps, as `kept` if that is said. `factored`: of
-    matrices it keeps sums over rows and columns. `exact`: the same numbers from any number of
-    processes, and nothing drawn, which is what `verify` can prove. `lr_factor`: its learning rate
-    in units of AdamW's, from which its steps' size differs. `steps_complex` parameters.
+    `moments`: the number of state tensors with a parameter's shape, in the dtype `kept` if given.
+    `factored`: for matrices, it keeps sums over rows and columns. `exact`: it gives the same result
+    for any number of processes and draws no random numbers, so `verify` can prove it. `lr_factor`:
+    its learning rate relative to AdamW's, since its steps differ in size. `steps_complex`: it
+    supports complex parameters.
 
-    Eager operators: `bytes` that they move for a parameter, the `operators` that the host launches,
-    and the `tensors` that they make; `copies`: as many tensors of all parameters that it steps.
-    On a GPU: what outpace compiles (`compiled_bytes`, `compiled_operators`; `compiles_parts`: of
-    tensors that ranks have parts of, too), and bytes that torch's one kernel moves
-    (`kernel_bytes`), where no rank has parts of tensors.
+    Eager operators: the `bytes` that they move per parameter, the `operators` that the host
+    launches, and the `tensors` that they allocate; `copies`: the number of temporary copies of all
+    updated parameters. On a GPU: the same for what outpace compiles (`compiled_bytes`,
+    `compiled_operators`; `compiles_parts`: also for tensors split over ranks), and the bytes that
+    torch's single kernel moves (`kernel_bytes`), if no tensor is split over ranks.
     """
 
     bytes: float
@@ -155,7 +158,7 @@ OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
 
 
 def optimizers_that(has: Callable[[OptimizerTraits], bool]) -> tuple[OptimizerName, ...]:
-    """Return the optimizers whose traits are so, in the table's order."""
+    """Return the optimizers with these traits, in the table's order."""
     return tuple(name for name, traits in OPTIMIZER_TRAITS.items() if has(traits))
 
 

@@ -35,7 +35,9 @@ MEANS: Mapping[str, str] = {
 
 
 class ShardDtypes(NamedTuple):
-    """Dtypes that ranks which split parameters send: gathered parameters and reduced gradients."""
+    """Dtypes in which ranks that shard parameters communicate: gathered parameters and reduced
+    gradients.
+    """
 
     gathered: LowDtype
     reduced: Literal["fp32"]
@@ -45,13 +47,14 @@ class ShardDtypes(NamedTuple):
 class PrecisionTraits:
     """Traits of a precision.
 
-    `products`: the dtype of matrix products on a device that has it; all that is not a product of
-    a block is in `low` under fp8. `low`: the 16 bits in which the forward pass computes, None
-    where it computes in those of the weights. `weights`: the dtype in which they are kept.
-    `masters`: the optimizer keeps them in fp32 too, steps those, and rounds the others from them.
-    `scaled`: the loss, by a dynamic scale. `shards`: see SHARD_DTYPES. `where_offloaded`: the
-    precision of plans that offload weights or states, where nobody asks for one and others are in
-    this: master weights do not go with offloading.
+    `products`: the dtype of matrix products on a device that supports it; under fp8, everything
+    that is not a product of a block uses `low`. `low`: the 16-bit dtype in which the forward pass
+    computes, None if it computes in the dtype of the weights. `weights`: the dtype in which weights
+    are stored. `masters`: the optimizer also keeps fp32 weights, updates those, and rounds the
+    others from them. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see
+    SHARD_DTYPES. `where_offloaded`: the precision of plans that offload weights or states if the
+    user chooses none and other plans use this one, because master weights cannot be combined with
+    offloading.
     """
 
     products: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -64,20 +67,21 @@ class PrecisionTraits:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a number of the weights."""
+        """Bytes per number of the weights."""
         return {"fp64": 8, "fp32": 4}.get(self.weights, 2)
 
     @property
     def shard_bytes(self) -> tuple[int, int]:
-        """Bytes of a number of parameters and of gradients as ranks that split them send them.
+        """Bytes per number of parameters and of gradients, as ranks that shard them send them.
 
-        Gathered and reduced: the one meaning of "zero3 in bf16" for time, memory and the network.
+        These are gathered and reduced, respectively: the single definition of "zero3 in bf16" for
+        time, memory and the network.
         """
         return (self.weight_bytes,) * 2 if self.shards is None else (2, 4)
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of a number that the forward pass keeps of a product's operands."""
+        """Bytes per number that the forward pass keeps of a product's operands."""
         return self.weight_bytes if self.low is None else 2
 
 
@@ -100,7 +104,7 @@ PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
 
 
 def precisions_that(has: Callable[[PrecisionTraits], bool]) -> tuple[Precision, ...]:
-    """Return the precisions whose traits are so, in the table's order."""
+    """Return the precisions with these traits, in the table's order."""
     return tuple(name for name, traits in PRECISION_TRAITS.items() if has(traits))
 
 

@@ -33,18 +33,19 @@ Regions = Literal["whole", "blocks", "sends", "split"]
 class StrategyTraits:
     """Traits of a strategy, the same on all of its ranks.
 
-    `module` of outpace.parallel lays a model out, `custom_module` one of the user's own. `axes`:
-    those that it splits; the last takes the ranks that are left, the others two each. `zero`: what
-    dp_shard shards (1: optimizer state, 2: gradients too, 3: parameters too; 0: nothing).
-    `whole_model`: every rank keeps all parameters. `buckets`: gradients, as they come, are reduced
-    in buffers. `gathers`: parameters before their use, and so they may be kept elsewhere; one
-    process as well. `compresses`: whole gradients are reduced in buffers, of which these kinds can
-    be made. `steps_in_backward`: a gradient that is made is whole, and nothing else holds its
-    memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
-    `communicates_within` forward and backward, and is timed as these. `one_shape`: all batches have
-    one shape. `takes_sparse_gradients` of embeddings. `offloads_compiled`: activations may be
-    offloaded from compiled blocks (tests/parallel/test_offload.py). `compiled`: None where it was
-    not tried.
+    `module` is the module of outpace.parallel that lays out one of outpace's models,
+    `custom_module` the one for a user's model. `axes`: the axes that it splits; the last one takes
+    the remaining ranks, the others two each. `zero`: what dp_shard shards (1: optimizer state, 2:
+    gradients too, 3: parameters too; 0: nothing). `whole_model`: every rank keeps all parameters.
+    `buckets`: gradients are reduced in buffers as they are computed. `gathers`: parameters are
+    gathered before their use, so they may be stored elsewhere, also on a single process.
+    `compresses`: the kinds of compression for its reduced buffers of whole gradients.
+    `steps_in_backward`: a gradient is complete as soon as it is computed, and nothing else holds
+    its memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
+    `communicates_within`: it communicates inside forward and backward, and the time counts as
+    these. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: embeddings may
+    have sparse gradients. `offloads_compiled`: activations may be offloaded from compiled blocks
+    (tests/parallel/test_offload.py). `compiled`: None if it was not tested.
     """
 
     module: str

@@ -18,7 +18,7 @@ _LEAST = 1 / 6
 class Bottleneck:
     """The limit of a step in a word or two, and a sentence on what to do about it.
 
-    `of_step`: its share is one of a step's time, not of cores or devices.
+    `of_step`: its share is a share of a step's time, not of cores or devices.
     """
 
     words: str
@@ -28,9 +28,9 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class BottleneckInputs:
-    """Measurements of a step; `parts` are rank 0's, `device` is cpu, mps, or a GPU's name or kind.
+    """Measurements of a step. `parts` are rank 0's; `device` is cpu, mps, or a GPU's name or kind.
 
-    `loads` are of the hosts at the time; () where nothing is known of them.
+    `loads` are those of the hosts at the time; () if nothing is known about them.
     """
 
     parts: TimeParts
@@ -43,7 +43,7 @@ class BottleneckInputs:
 
 
 def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
-    """Return the largest part that a step loses, or computing; None if parts are unknown.
+    """Return the largest part of a step's lost time, or computing; None if parts are unknown.
 
     They are unknown on mps, which computes while the clock is read.
     """
@@ -54,7 +54,7 @@ def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
 
 
 def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
-    """Return parts that noticeably delay a step, largest first; none if everything computes."""
+    """Return the parts that noticeably delay a step, largest first; none if it only computes."""
     if seen.parts.total_s <= 0 or seen.device == "mps":
         return []
     found = [pair for pair in _losses(seen) if pair[0] >= _LEAST]

@@ -49,9 +49,7 @@ def write_document(document: Document, path: Path) -> None:
 
 
 def plotly_figure(chart: Chart) -> dict[str, Any]:
-    """Return traces and layout as plotly takes them, with the title that a page shows above
-    them.
-    """
+    """Return traces and layout in plotly's form, with the title that a page shows above them."""
     layout = {**_BACKGROUND, "title": {"text": chart.title}, **chart.layout}
     return {"data": plotly_texts(chart.traces), "layout": plotly_texts(layout)}
 

@@ -81,7 +81,9 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
 
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
-    """Return two numbers of layers to extend to this many from, if that is less work."""
+    """Return two smaller numbers of layers from which to extrapolate to this one, if that is less
+    work.
+    """
     period = plan.checkpoint_every
     if plan.pp > 1 or plan.checkpoint_layers or spec.window_layers is not None:
         return None
@@ -91,7 +93,7 @@ def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
 
 
 def at_depth(work: Workload, layers: int) -> Workload:
-    """Return the same with fewer layers."""
+    """Return the same training with fewer layers."""
     spec = work.spec.model_copy(update={"layers": layers})
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 
@@ -118,8 +120,8 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
 def summarise_strips(
     strips: Sequence[Strip], plan: Plan, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
-    """Summarise recorded strips in an account. `passes`: how often each pass of a step really
-    occurs.
+    """Summarise recorded strips in an account. `passes`: how often each pass really occurs in a
+    step.
     """
     course = course_of(strips)
     position = int(course.live_bytes.argmax())

@@ -40,7 +40,7 @@ class MemoryPiece:
 
 @dataclass(slots=True)
 class Change:
-    """Memory taken (`sign` 1) or given back (-1), after an operator in a module."""
+    """Memory allocated (`sign` 1) or freed (-1), after an operator in a module."""
 
     sign: int
     piece: MemoryPiece
@@ -60,7 +60,7 @@ class Segment:
 
 
 class AllocationTracer(TorchDispatchMode):
-    """Recorder of each storage that operators allocate while it is entered, until it is freed.
+    """Recorder of each storage that operators allocate in the context, until it is freed.
 
     It sees the thread that enters it, and backwards in the same thread, as on a CPU. It does not
     see memory that a kernel allocates and frees internally; `rules` know this for some kernels of
@@ -87,7 +87,7 @@ class AllocationTracer(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
 
     def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """Name modules by their names within `root`, and watch these parameters."""
+        """Register modules by their names within `root`, and watch these parameters."""
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)
         self.call(self._parameters, "weights")
@@ -160,7 +160,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def set_aside(self, wanted: bool = True) -> Iterator[None]:
-        """Ignore operators within, or record them again."""
+        """Ignore operators in the context, or record them again."""
         before, self._aside = self._aside, wanted
         try:
             yield
@@ -169,7 +169,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def on_host(self, wanted: bool = True) -> Iterator[None]:
-        """Count allocations of operators within as host memory, if `wanted`."""
+        """Count allocations of operators in the context as host memory, if `wanted`."""
         before, self._on_host = self._on_host, wanted
         try:
             yield

@@ -12,7 +12,7 @@ import torch
 
 
 class Allocations:
-    """Count of allocations and frees while it is entered, by this thread and by backward.
+    """Count of allocations and frees in the context, by this thread and by the backward's.
 
     `peak_bytes`: the most that was live at one time. `left_bytes`: what is live at the end. Earlier
     allocations do not count, unless they are freed. Internal allocations of kernels count too.

@@ -46,9 +46,10 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """Training of a custom model: passes of `plan.samples_read` samples make a step.
+    """Training of a custom model: passes over `plan.samples_read` samples make a step.
 
-    `build` makes the module with its loss; `samples` returns a batch with a number of samples.
+    `build` creates the module with its loss; `samples` returns a batch with a given number of
+    samples.
     """
 
     build: Callable[[], CustomModel]
@@ -64,11 +65,11 @@ class ModuleWorkload:
         return self.samples(self.plan.samples_read)
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Enter around a trace."""
+        """Return a context for a trace."""
         return rules.functions(self.drops, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the dtype of products."""
+        """Return the mixed precision of the products."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 

@@ -53,7 +53,7 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """Differences of a device from the CPU whose operators are traced. None for a CPU."""
+    """Differences between a device and the CPU whose operators are traced. None for a CPU."""
 
     accelerator: Accelerator | None = None
 
@@ -80,7 +80,7 @@ class Rules:
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
-        """Make a model choose as it would on the device."""
+        """Make a model choose its kernels as it would on the device."""
         if self.accelerator is None:
             return
         objective.runs_on = objective.model.runs_on = self.device
@@ -92,7 +92,8 @@ class Rules:
                 module.mix = partial(_as_on_gpu, mix)
 
     def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
-        """Return a context for a trace: functions that keep other tensors on the device, rule 9.
+        """Return a context for a trace, with functions that keep other tensors on the device: rule
+        9.
 
         `drops`: whether the model has dropout.
         """

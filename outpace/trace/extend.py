@@ -22,7 +22,7 @@ _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Two depths that differ by more than repeated layers."""
+    """Error for two depths that differ by more than repeated layers."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Strip:
-    """Changes in one part of a step, at some depth of the model."""
+    """Changes in one part of a step, for one depth of the model."""
 
     step: int
     part: Part
@@ -110,11 +110,10 @@ def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
 def extend(
     shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
 ) -> list[Strip]:
-    """Extrapolate to a model `times` as much deeper than `deeper` as that is deeper than `shallow`.
+    """Extrapolate to a model whose additional depth is `times` the difference between `deeper` and
+    `shallow`.
 
-    The two are `period` layers apart.
-
-    Raises IrregularError.
+    The two are `period` layers apart. Raises IrregularError.
     """
     if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
         raise IrregularError("the parts of a step differ")
@@ -226,10 +225,10 @@ def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
 
 @dataclass(frozen=True)
 class AllocationCourse:
-    """All changes in sequence, with repeated ones written out.
+    """All changes in sequence, with repeated ones expanded.
 
-    Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`; `nbytes` and
-    `kind`, a number in KINDS, are its own, `live_bytes` is what lives after it.
+    Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`. `nbytes` and
+    `kind`, an index into KINDS, belong to each change; `live_bytes` is what is live after it.
     """
 
     strips: Sequence[Strip]
@@ -254,7 +253,7 @@ class AllocationCourse:
 
 
 def course_of(strips: Sequence[Strip]) -> AllocationCourse:
-    """Write out repeated changes."""
+    """Expand repeated changes."""
     entries = [entry for strip in strips for entry in strip.entries]
     origins, numbers, blocks = [], [], []
     begin = 0

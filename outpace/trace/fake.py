@@ -19,11 +19,12 @@ _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode above a FakeTensorMode in which small tensors, made from none or from such, are real.
+    """Mode on top of a FakeTensorMode in which small tensors are real if they are created from none
+    or from other real ones.
 
-    Optimizers read their counts of steps, meshes their ranks, and DDP the sizes of parameters: none
-    of them depends on weights or data. Values read from other tensors are 1, such as the flag that
-    a gradient exists, or that a stage knows its shapes.
+    Optimizers read their step counts, meshes their ranks, and DDP the sizes of parameters: none of
+    these depends on weights or data. Values read from other tensors are 1, such as the flag that a
+    gradient exists, or that a stage knows its shapes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,6 +45,6 @@ class RealSmallTensors(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors with shapes, and with memory only if they are small."""
+    """Create tensors that have shapes, and memory only if they are small."""
     with FakeTensorMode(allow_non_fake_inputs=True), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

@@ -52,7 +52,7 @@ class LayerStructure:
 def tell_apart(
     stack: Stack, products: Sequence[ProductCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
-    """Return the stack with its attention's projections, its MLP or its experts.
+    """Return the stack with its attention projections, its MLP or its experts recognised.
 
     `products` are in order; `places`: how many of them come before its self-attention and its
     cross-attention.

@@ -32,9 +32,10 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 
 
 class ProductCall(NamedTuple):
-    """A product, (rows, inputs) by (inputs, outputs), in `module`; `weight`: the parameter's name.
+    """A product, (rows, inputs) by (inputs, outputs), in `module`; `weight` is the parameter's
+    name.
 
-    There are `batch` of them if neither factor is a weight; rows are then those of all.
+    If neither factor is a weight, there are `batch` products, and rows are those of all of them.
     """
 
     module: str
@@ -46,7 +47,7 @@ class ProductCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A fused attention: of `batch` samples, `heads` of `queries` by `keys`."""
+    """A fused attention over `batch` samples and `heads`, with `queries` and `keys` per head."""
 
     module: str
     batch: int
@@ -68,7 +69,7 @@ class Forward:
 
 
 def record(module: nn.Module, inputs: Any) -> Forward:
-    """Run a copy of `module` once: without memory, or really if it reads values.
+    """Run a copy of `module` once, without memory, or with memory if the forward reads values.
 
     `inputs` are a tuple of arguments, a mapping of named ones, or one argument. Raises
     BadInputError if the forward cannot run.

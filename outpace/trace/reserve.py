@@ -95,7 +95,7 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> int:
-    """Return the most bytes that the allocator takes from the device over these events."""
+    """Return the most bytes that the allocator reserves on the device over these events."""
     allocator = CachingAllocator(capacity_bytes)
     for number, size in events:
         if size > 0:
@@ -108,9 +108,9 @@ def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> in
 def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
     """Return a rank's course as allocations and frees of storages, without offloaded ones.
 
-    It is not recorded which of several equal storages is freed: the last is assumed. Raises
-    IrregularError for a storage that is freed but was never allocated, which no recorded course
-    has.
+    The course does not say which of several equal storages is freed, so the last is assumed. Raises
+    IrregularError for a storage that is freed but was never allocated, which does not occur in
+    recorded courses.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     away = KINDS.index("offloaded")

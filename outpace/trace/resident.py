@@ -10,9 +10,9 @@ _STATM = Path("/proc/self/statm")
 
 
 def anonymous_bytes() -> int | None:
-    """Return this process's resident memory that is neither a file's nor shared (RssAnon).
+    """Return this process's resident memory that is neither file-backed nor shared (RssAnon).
 
-    A kernel cannot reclaim it. None if the kernel does not report it.
+    The kernel cannot reclaim it. None if the kernel does not report it.
     """
     try:
         _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()

@@ -49,7 +49,7 @@ class Workload:
     settings: TrainSettings
 
     def batch(self) -> dict[str, Tensor]:
-        """Make the batch that a reading rank gets at once, of arbitrary tokens."""
+        """Create the batch, of arbitrary tokens, that a reading rank gets at once."""
         shape = (self.plan.samples_read, self.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         if self.settings.document_attention:
@@ -57,11 +57,11 @@ class Workload:
         return batch
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Enter around a trace."""
+        """Return a context for a trace."""
         return rules.functions(self.spec.dropout > 0, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the dtype of products."""
+        """Return the mixed precision of the products."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
@@ -209,7 +209,7 @@ def _scale_loss(loss_sum: Tensor) -> Tensor:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all tensors of an optimizer's state, also of one within it."""
+    """Yield all tensors of an optimizer's state, including that of an optimizer within it."""
     within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
     for state in within.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

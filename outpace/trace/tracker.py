@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Recorder of allocations and frees while it is entered. Enter it inside the fake mode.
+    """Recorder of allocations and frees in its context. Enter it inside the fake mode.
 
     `events` are (number of a storage, its bytes: negative when it is freed).
     """

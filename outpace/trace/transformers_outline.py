@@ -53,9 +53,9 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
-    """Build a model by the name of its dtype and outline it; return the model and its outline.
+    """Build a model in each dtype until one can be outlined; return the model and its outline.
 
-    Stacked experts are multiplied in 16 bits only, some families' attention in fp32 only. Raises
+    Stacked experts multiply only in 16 bits, and some families' attention only in fp32. Raises
     BadInputError if no forward can run without values.
     """
     first: BadInputError | None = None

@@ -113,7 +113,7 @@ class _SequentialRing:
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan as `parallel.apply` does; answer for other ranks if it waits for them."""
+    """Apply the plan like `parallel.apply`, and answer for other ranks if it waits for them."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)

@@ -56,9 +56,9 @@ class Ledger:
         return () if self.gathered is None else self.gathered.peak_memory_by_rank
 
     def record(self, raw: RawStep) -> StepRecord:
-        """Account for a step, waiting until the device has done it.
+        """Account for a step, after waiting until the device has finished it.
 
-        Raises DivergedError when the loss is NaN or infinite.
+        Raises DivergedError if the loss is NaN or infinite.
         """
         figures = raw.figures()
         loss = figures.loss_sum / max(figures.count, 1.0)
@@ -116,9 +116,11 @@ class Ledger:
         return TimeParts.of_steps({name: [getattr(r, name) for r in self.steady] for name in names})
 
     def rate(self, name: str) -> float | None:
-        """A cost of steps per second, by its name in Costs, over the latest after warm-up.
+        """Return a cost of steps per second, by its name in Costs, over the latest steps after
+        warm-up.
 
-        At the median step time; where costs differ, their sum over that of the times.
+        It is computed at the median step time; if costs differ between steps, it is the sum of the
+        costs divided by the sum of the times.
         """
         if self.costs_of is None:
             return _rate(getattr(self.costs, name), self.median_step_time_s())
@@ -135,7 +137,9 @@ class Ledger:
         return int(statistics.median(freed)) if freed else None
 
     def check_step_time(self, expected_s: float | None) -> StepTimeCheck | None:
-        """Check the first steps after warm-up against the expected time; None: nothing to say."""
+        """Compare the first steps after warm-up with the expected time; return None if there is
+        nothing to report.
+        """
         if expected_s is None or not self.opening_s:
             return None
         took_s = statistics.median(self.opening_s)

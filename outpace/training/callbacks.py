@@ -12,7 +12,9 @@ TRAINING = "training"  # the phase of steps
 
 
 class Callback:
-    """Called on rank 0 during the run. Override what you need; the rest does nothing."""
+    """Base class of callbacks, which are called on rank 0 during the run. Override the methods that
+    you need.
+    """
 
     def on_stage(self, message: str) -> None:
         """Handle the start of a phase, such as "preparing data"."""
@@ -24,19 +26,21 @@ class Callback:
         """Handle the start of a run, before its first step."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Report the use of memory: traced, before the first step; at the end measured, too."""
+        """Handle a memory report: traced, before the first step; traced and measured, at the
+        end.
+        """
 
     def on_hint(self, sentence: str) -> None:
-        """Report something that the user may want to change, or know."""
+        """Handle a hint about something that the user may want to know or change."""
 
     def on_step(self, record: StepRecord) -> None:
         """Handle a finished step."""
 
     def on_load(self, load: Load, step: int) -> None:
-        """Handle rank 0's recent host load, after `step`; every second or less often."""
+        """Handle rank 0's recent host load after `step`, at most once per second."""
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Handle a held-out loss."""
+        """Handle a loss on held-out data."""
 
     def on_checkpoint(self, path: Path) -> None:
         """Handle a checkpoint that is complete on disk."""

@@ -48,7 +48,9 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """Progress of a run: everything that is not a tensor. The data's position is `step`."""
+    """Progress of a run: the part of its state that is not a tensor. `step` is also the position in
+    the data.
+    """
 
     has_checksum: ClassVar[bool] = True
 
@@ -106,9 +108,9 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Describe the damage of a checkpoint; None if its files are as they were written.
+    """Describe how a checkpoint is damaged; None if its files are as they were written.
 
-    An interrupted one is damaged, too.
+    An interrupted save counts as damaged, too.
     """
     if folder.is_symlink():
         return "it is a link"
@@ -177,7 +179,7 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return folders with a marker, newest first; their contents are not verified."""
+    """Return folders with a completion marker, newest first; their contents are not verified."""
     found = [p for p in _steps(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -185,8 +187,7 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest intact checkpoint; None if none was ever complete.
 
-    Damaged ones are skipped, which `say` reports. Raises BadInputError if there are only damaged
-    ones.
+    Damaged ones are skipped and reported by `say`. Raises BadInputError if all are damaged.
     """
     damaged = 0
     for folder in sorted(_steps(directory), key=step_of, reverse=True):
@@ -245,11 +246,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         progress: Progress,
     ) -> None:
-        """Start to save. Returns when the state may change, except for lent tensors.
+        """Start a save. It returns as soon as the state may change, except for lent tensors.
 
-        Waits for a save that has not ended.
+        If an earlier save is still running, it waits for that first.
 
-        `model` or `optimizer` is None where other ranks have all that counts.
+        `model` or `optimizer` is None if other ranks have all of its relevant state.
         """
         self.wait()
         folder = self.directory / f"step-{progress.step}"
@@ -300,7 +301,7 @@ class Checkpointer:
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the present save has still to read, since it is about to change."""
+        """Copy what the current save has yet to read, because it is about to change."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
@@ -328,19 +329,20 @@ class Checkpointer:
             _mark_complete(folder, past_cache)
 
     def make_ready(self) -> None:
-        """Load in the background what saving needs, so that the first save does not wait for it.
+        """Load the modules that saving needs in the background, so that the first save does not
+        wait for them.
 
-        Where that fails, `save` fails in the same way.
+        If that fails, `save` fails in the same way.
         """
         self._finisher.submit(import_module, "outpace.training.states")
 
     def poll(self) -> None:
-        """Finish a save whose files are written, without waiting for one that is not."""
+        """Finish a save if its files are written; otherwise return without waiting."""
         if self._pending is not None and self._pending[0].done():
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the present save. False if it failed (reported through `on_trouble`)."""
+        """Wait for the current save. Returns False if it failed (reported by `on_trouble`)."""
         if self._pending is None:
             return True
         from outpace.training import states
@@ -359,7 +361,9 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Do as `wait`, until every rank has come here: a rank that ends early ends the others."""
+        """Wait like `wait`, and until every rank has arrived: if a rank ended early, it would end
+        the others.
+        """
         saved = self.wait()
         dist.barrier(self._group)
         return saved
@@ -382,7 +386,7 @@ class Checkpointer:
         return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
 
     def close(self) -> None:
-        """End the present save, completely or not at all."""
+        """End the current save, either completely or not at all."""
         self.wait()
         self._finisher.shutdown()
 
@@ -397,9 +401,9 @@ class Checkpointer:
         model: nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
     ) -> Progress:
-        """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it.
+        """Fill model and optimizer from a checkpoint written by any number of ranks.
 
-        Raises BadInputError for one of something else, or one that would run code.
+        Raises BadInputError for a checkpoint of something else, or one that would run code.
         """
         from outpace.training import states
 
@@ -410,10 +414,10 @@ class Checkpointer:
 
 
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
-    """Make room after `step`, from which training resumes; what was whole once is kept.
+    """Make room after `step`, from which training resumes; keep checkpoints that were complete.
 
-    Damaged checkpoints are moved to a folder beside `directory`, which is said. Unfinished ones are
-    removed.
+    Damaged checkpoints are moved to a folder next to `directory`, which is reported. Unfinished
+    ones are removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_steps(directory), key=step_of):

@@ -7,7 +7,7 @@ METADATA_FILE = ".metadata"
 
 
 def first_reason(error: BaseException) -> str:
-    """Return the first rank's error in a line."""
+    """Return the error of the first failed rank in one line."""
     failures = getattr(error, "failures", None)  # of DCP's CheckpointException
     if failures:
         rank, (inner, _) = min(failures.items())
@@ -18,9 +18,10 @@ def first_reason(error: BaseException) -> str:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Drop what frames of an error hold: tensors, and views of buffers that were being written.
+    """Release objects held by an error's frames: tensors, and views of buffers that were being
+    written.
 
-    Left to a garbage collection, such a view of an io.BytesIO ends a process of CPython 3.12.1
+    If such a view of an io.BytesIO is left to the garbage collector, it crashes CPython 3.12.1
     (segmentation fault in bytesiobuf_releasebuffer).
     """
     known: set[int] = set()

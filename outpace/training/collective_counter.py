@@ -28,10 +28,10 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts this thread's collectives while entered, in `planner.communication.volume.Tally`.
+    """Counter of this thread's collectives in the context, in `planner.communication.volume.Tally`.
 
-    Bytes are computed from what this rank gives to each, by the rule that is written there: what
-    it sends if the collective is done by an algorithm that sends the least.
+    Bytes are computed from the size of each collective by the rules of that module: what this rank
+    sends with the algorithm that sends the least.
     """
 
     @classmethod
@@ -46,7 +46,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Count nothing of what is called within."""
+        """Count no collectives in this context."""
         self._paused = True
         try:
             yield

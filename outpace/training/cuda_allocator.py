@@ -8,12 +8,12 @@ _OWN = (SETTINGS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> bool:
-    """Let segments of CUDA memory grow in place; say whether they do by this.
+    """Enable expandable segments of CUDA memory; return whether this enabled them.
 
-    To be called before the first tensor is on a device: the allocator reads its settings once.
-    Sizes that change from step to step then leave no pieces that are too small for anything
-    (pytorch.org, "Optimizing memory usage with PYTORCH_ALLOC_CONF"). Who sets the allocator up by
-    `environ` is not overruled.
+    Call it before the first tensor is on a device, because the allocator reads its settings once.
+    With expandable segments, sizes that change from step to step leave no unusable fragments
+    (pytorch.org, "Optimizing memory usage with PYTORCH_ALLOC_CONF"). If the user configures the
+    allocator in `environ`, that is not changed.
     """
     if not sys.platform.startswith("linux") or any(name in environ for name in _OWN):
         return False

@@ -15,59 +15,61 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A point in a queue of work. torch.cuda.Event is one."""
+    """A point in a queue of work, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device has come to this point."""
+        """Return whether the device has reached this point."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached this point."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this point to `end`, to both of which the device has come."""
+        """Return the milliseconds from this point to `end`; the device must have reached both."""
 
 
 class DeviceQueue(Protocol):
-    """Interface that timers and figures need of a device. `steps_behind`: see `Loop`."""
+    """Interface to a device for timers and figures. `steps_behind`: see `Loop`."""
 
     steps_behind: int
 
     def mark(self) -> Mark:
-        """The end of all work that has been queued up to now."""
+        """Return a mark at the end of all work queued so far."""
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a tensor; the copy is whole when the device has come to the next mark."""
+        """Start copying a tensor; the copy is complete when the device has reached the next
+        mark.
+        """
 
 
 @dataclass(frozen=True)
 class HostMark:
-    """A point in the work of a host, which is done as soon as it is queued."""
+    """A point in the work of a host, which is reached as soon as it is queued."""
 
     time_s: float
 
     def query(self) -> bool:
-        """Return True: the host has come here."""
+        """Return True, because the host has reached this point."""
         return True
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def elapsed_time(self, end: "HostMark") -> float:
-        """Milliseconds by the host's clock."""
+        """Return the milliseconds between two marks by the host's clock."""
         return (end.time_s - self.time_s) * 1000
 
 
 class HostQueue:
-    """Queue of a CPU, which does what it is given at once."""
+    """Queue of a CPU, which runs its work immediately."""
 
     steps_behind = 0
 
     def mark(self) -> HostMark:
-        """Now."""
+        """Return a mark at the present time."""
         return HostMark(time.perf_counter())
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """A copy, since the tensor may change before it is read."""
+        """Copy a tensor, since it may change before it is read."""
         return tensor.detach().clone()
 
 
@@ -77,29 +79,29 @@ class CudaQueue:
     steps_behind = 2
 
     def mark(self) -> Mark:
-        """An event, recorded in the stream."""
+        """Record an event in the stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Copy into pinned memory, which torch takes for copies that do not wait."""
+        """Copy a tensor into pinned memory, without waiting."""
         tensor = tensor.detach()
         return tensor.clone() if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """The queue of a device. Metal's is read as a CPU's is: by waiting."""
+    """Return the queue of a device. Metal's is read like a CPU's, by waiting."""
     return CudaQueue() if device.type == "cuda" else HostQueue()
 
 
 class DeviceFigures:
-    """Tensors of a few numbers on their way to the host. Mark the queue after this is made."""
+    """Small tensors on their way to the host. Mark the queue after creating it."""
 
     def __init__(self, queue: DeviceQueue, tensors: Mapping[str, Tensor]) -> None:
         self._copies = {name: queue.copy_to_host(tensor) for name, tensor in tensors.items()}
 
     def read(self, end: Mark) -> dict[str, list[float]]:
-        """The numbers of each tensor; `end` is a mark after the copies, and waited for."""
+        """Return the numbers of each tensor, after waiting for `end`, a mark after the copies."""
         end.synchronize()
         return {name: copy.reshape(-1).tolist() for name, copy in self._copies.items()}

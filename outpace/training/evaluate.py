@@ -20,7 +20,7 @@ _ASK_EVERY = 8
 
 
 class EvaluationStopped(Exception):  # noqa: N818  # not an error, on any rank
-    """A rank was asked to stop; nothing was measured, on any rank."""
+    """A rank was asked to stop, so nothing was measured on any rank."""
 
 
 def evaluate(
@@ -33,11 +33,12 @@ def evaluate(
     group: dist.ProcessGroup | None,
     stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
-    """Mean loss per target over `steps` (lists of this rank's micro-batches), all ranks' together.
+    """Return the mean loss per target over `steps` (lists of this rank's micro-batches), over all
+    ranks.
 
-    With the metrics of an objective that has some. Dropout is off. Each rank must pass its own
-    share and the same number of steps. Raises EvaluationStopped on all ranks where `stop` says on
-    one of them that it is to end.
+    The result includes the metrics of an objective that has some. Dropout is off. Each rank must
+    pass its own share and the same number of steps. Raises EvaluationStopped on all ranks if `stop`
+    returns on any of them that it should end.
     """
     names: Sequence[str] = getattr(layout.objective, "sums", ())
     totals = torch.zeros(2 + len(names), dtype=torch.float64)

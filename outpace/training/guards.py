@@ -77,11 +77,12 @@ class _Arrivals:
 
 
 class StopSignal:
-    """Signals that ask to end (`ENDING`) end a run in order; a second one ends it at once.
+    """Handler of signals that ask a run to end (`ENDING`). The first one ends it in order, a second
+    one at once.
 
-    Until the first step is done there is nothing to save, so the signal raises
-    InterruptedRunError. Later `say` is told what is waited for, where that takes a while. Use as a
-    context manager in the main thread; elsewhere signals are left alone.
+    Before the first step is done, there is nothing to save, so the signal raises
+    InterruptedRunError. Later, `say` reports what the run waits for if that takes a while. Use it
+    as a context manager in the main thread; in other threads, signals are not handled.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -117,10 +118,11 @@ class StopSignal:
         self._previous = {}
 
     def unless_ended(self, work: Callable[[], Result]) -> Result:
-        """Do what a signal may end at any place. Raises InterruptedRunError, with `message`.
+        """Run code that a signal may end at any point. Raises InterruptedRunError with `message`.
 
-        That is the first step, and what follows the last one. What fails after the signal is that
-        as well: other ranks leave it, too. Raises it at once where a signal has ended another rank.
+        That is the first step, and whatever follows the last one. An error after the signal also
+        counts as interruption, because other ranks leave too. Raises immediately if a signal has
+        ended another rank.
         """
         try:
             with self._arrivals:
@@ -140,25 +142,27 @@ class StopSignal:
         return found
 
     def disarm(self) -> None:
-        """Let a signal end nothing from now on: all is done but what takes a moment.
+        """Ignore the first signal from now on, because the remaining work takes only a moment.
 
         A second one still ends the process.
         """
         self._raising, self._disarmed, self.message = False, True, _COMPLETE
 
     def ends_at_once(self) -> bool:
-        """Whether a signal ends this process where it is: before step 1 is done, or after the last.
+        """Return whether a signal ends this process immediately: before step 1 is done, or after
+        the last.
 
-        Any thread may ask. Also while the main thread waits in a library, which handles no signal
-        until then.
+        Any thread may call this, also while the main thread waits in a library, which handles no
+        signal until it returns.
         """
         return self._ended or (self._raising and self._arrivals.take())
 
     def interrupt(self) -> bool:
         """End the main thread before its first step is done, or after the last, as a signal would.
 
-        For another thread, which knows that a signal has ended another rank. Between these
-        two, `unless_ended` ends it. False where signals are left alone, or end nothing any more.
+        For another thread that learns that a signal has ended another rank. Between these two
+        points, `unless_ended` ends it. Returns False if signals are not handled, or no longer end
+        anything.
         """
         if not self._previous or self._disarmed:
             return False
@@ -189,11 +193,11 @@ class StopSignal:
 
 @contextmanager
 def collect_garbage_every(steps: int | None) -> Iterator[Callable[[], None]]:
-    """Yield what to call after each step; it collects garbage every `steps` of them.
+    """Yield a function to call after each step, which collects garbage every `steps` steps.
 
-    Otherwise Python looks at all that it has made since long, a second's worth with torch, in the
-    midst of a step while a device waits, and ranks do so one after another. What is there now is
-    not looked at. None leaves it to Python.
+    Otherwise, Python would search all long-lived objects, which takes a second with torch, in the
+    middle of a step while a device waits, and ranks would do so one after another. Objects that
+    exist now are not searched. None leaves collection to Python.
     """
     if steps is None or not gc.isenabled():
         yield lambda: None
@@ -227,10 +231,10 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 def deterministic_kernels(
     wanted: bool, device: torch.device, environ: MutableMapping[str, str]
 ) -> Iterator[None]:
-    """Let a GPU compute only by kernels that give the same bits each time, where that is `wanted`.
+    """Restrict a GPU to deterministic kernels if `wanted`.
 
-    cuBLAS needs a workspace of fixed size for it, which is asked for in `environ` (NVIDIA, cuBLAS,
-    "Results Reproducibility"). Raises BadInputError where an operator has no such kernel.
+    cuBLAS needs a workspace of fixed size for this, which is requested in `environ` (NVIDIA,
+    cuBLAS, "Results Reproducibility"). Raises BadInputError if an operator has no such kernel.
     """
     if not wanted or device.type != "cuda":
         yield

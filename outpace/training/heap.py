@@ -15,16 +15,16 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def c_library() -> ctypes.CDLL | None:
-    """The system's own, on Linux."""
+    """Return the system's C library on Linux."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def keep_freed(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep what was given back to it; say whether it does.
+    """Make glibc keep freed memory; return whether it does.
 
-    By itself it returns large blocks to the system at once, and each step pays for the same pages
-    again: a tenth to a sixth of its time (docs/development/log.md). Who sets glibc up by
-    `environment` is not overruled.
+    By default, glibc returns large blocks to the system at once, and each step pays for the same
+    pages again: a tenth to a sixth of its time (docs/development/log.md). If the user configures
+    glibc in `environment`, that is not changed.
     """
     own = [name for name in environment if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     library = c_library()
@@ -35,14 +35,16 @@ def keep_freed(environment: Mapping[str, str]) -> bool:
 
 
 class PagePrefaulter:
-    """Touches `nbytes` of the heap in a thread, for whoever allocates them later.
+    """Thread that touches `nbytes` of the heap for later allocations.
 
-    The first touch of a page is what memory costs: on a virtual machine whose host takes free
-    memory back 0.2 to 1.4 s for each GB (docs/development/log.md), which an idle core can pay while
-    modules are loaded. As much again behind it gets huge pages, too, where the system has them, and
-    is not touched. Nothing happens where `keep_freed` does not hold, or there is no such memory.
+    The first touch of a page is the expensive part of an allocation: on a virtual machine whose
+    host reclaims free memory, it takes 0.2 to 1.4 s per GB (docs/development/log.md). An idle core
+    can do it while modules are loaded. The same amount after it gets huge pages, too, if the system
+    supports them, and is not touched. Nothing happens if `keep_freed` is not in effect or if there
+    is not enough memory.
 
-    What is touched is held until it is handed over: what is free may be given back (`malloc_trim`).
+    Touched memory is held until it is handed over, because free memory may be returned to the
+    system (`malloc_trim`).
     """
 
     def __init__(self, nbytes: int, environment: Mapping[str, str]) -> None:
@@ -60,25 +62,25 @@ class PagePrefaulter:
         self._thread = threading.Thread(target=self._touch, daemon=True)
 
     def start(self) -> Self:
-        """Begin; `end` before what was touched is needed."""
+        """Start the thread; call `end` before the touched memory is needed."""
         self._thread.start()
         return self
 
     @contextmanager
     def pause(self) -> Iterator[int]:
-        """Bytes that are resident and used by nobody yet; no more of them come inside."""
+        """Yield the resident bytes that nobody uses yet; no more are touched in this context."""
         with self._touching:
             yield len(self._held) * _PIECE_BYTES
 
     def hand_over(self) -> None:
-        """Let others have what is touched, and what will be as soon as it is."""
+        """Release the touched memory for use, and further memory as soon as it is touched."""
         self._handed_over.set()
         with self._touching:
             while self._held:
                 self._heap.free(self._held.pop())
 
     def end(self) -> None:
-        """Hand over, and touch no more than the piece that is being touched."""
+        """Hand over, and stop after the piece that is being touched."""
         self._ended.set()
         self.hand_over()
 

@@ -36,9 +36,10 @@ _WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 @dataclass(frozen=True)
 class LoggerContext:
-    """Run as loggers see it when they begin.
+    """Information on a run for loggers that start.
 
-    `start_step`: the last step of a resumed run that is kept, else None. `say`: takes a sentence.
+    `start_step`: the last step of a resumed run that is kept, otherwise None. `say`: takes a
+    sentence.
     """
 
     run_dir: RunDir
@@ -118,7 +119,7 @@ class _Scalars(Callback):
 class TensorBoard(_Scalars):
     """Event files in the run's directory, read by `tensorboard --logdir DIR`.
 
-    Steps that are done again after resuming take the place of those that were logged before.
+    Steps that are repeated after resuming replace those that were logged before.
     """
 
     _name = "tensorboard"
@@ -226,7 +227,9 @@ _LOGGERS: dict[str, Callable[[LoggerContext], Callback]] = {
 
 
 def make_loggers(logged: LoggerContext) -> list[Callback]:
-    """The loggers asked for. Raises BadInputError when one cannot begin (no login, no network)."""
+    """Create the requested loggers. Raises BadInputError if one cannot start (no login, no
+    network).
+    """
     return [_begin(name, logged) for name in logged.record.settings.log]
 
 

@@ -24,7 +24,7 @@ from outpace.training.step import Batch, RawStep, Stepper
 
 @dataclass
 class Loop:
-    """The live parts of a run on one rank; `run` takes them from `start_step` to the end."""
+    """The live objects of a run on one rank; `run` trains from `start_step` to the end."""
 
     settings: TrainSettings
     stepper: Stepper
@@ -55,14 +55,16 @@ class Loop:
     def run(self) -> None:
         """Train to the last step.
 
-        Raises InterruptedRunError when a signal ended the run early (a checkpoint is saved), and
-        DivergedError when the loss is no number.
+        Raises InterruptedRunError if a signal ended the run early (a checkpoint is saved), and
+        DivergedError if the loss is not a number.
         """
         for _ in self.iterate():
             pass
 
     def iterate(self) -> Iterator[int]:
-        """Train as `run` does, and yield the number of each step to whoever drives the loop."""
+        """Train like `run`, and yield the number of each step to the caller, who drives the
+        loop.
+        """
         waiting: deque[RawStep] = deque()
         self.stop.stepping = True
         with (
@@ -165,7 +167,7 @@ class Loop:
         )
 
     def progress(self, step: int) -> Progress:
-        """All of the run's state at `step` that is not a tensor."""
+        """Return the run's state at `step` that is not a tensor."""
         ledger, scaler = self.ledger, self.stepper.mixed.scaler
         return Progress(
             step=step,

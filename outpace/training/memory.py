@@ -14,7 +14,7 @@ from outpace.training.heap import c_library
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Largest so far: of tensors on CUDA, of the resident process on a CPU."""
+    """Return the peak so far: of tensors on CUDA, of the resident process on a CPU."""
     if device.type == "cuda":
         # `max_memory_allocated` makes a flat dictionary of all statistics, sorted, at each call.
         known = torch.cuda.memory_stats_as_nested_dict(device)
@@ -27,9 +27,9 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_bytes` begin again, where the system can; what is not in use is given back.
+    """Reset `peak_memory_bytes` if the system can, and release unused memory.
 
-    A CPU's is reset by Linux alone.
+    On a CPU, only Linux can reset it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -42,10 +42,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 class CacheFreer:
-    """Gives back what an allocator keeps for later: torch's on CUDA, glibc's on a CPU.
+    """Releases the memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
 
-    What comes later pays for it by asking the system again. Raises BadInputError where there is
-    neither.
+    Later allocations have to request it from the system again. Raises BadInputError on other
+    devices and systems.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class CacheFreer:
             self._trim = _glibc_trim(device)
 
     def free(self) -> None:
-        """Give back what is not in use."""
+        """Release unused memory."""
         before = self._held_bytes()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -70,7 +70,7 @@ class CacheFreer:
         return int(psutil.Process().memory_info().rss)
 
     def take(self) -> int:
-        """The bytes that were given back since this was asked last."""
+        """Return the bytes released since the last call."""
         freed, self._freed_bytes = self._freed_bytes, 0
         return freed
 

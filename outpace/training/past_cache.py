@@ -26,7 +26,9 @@ def _block() -> mmap.mmap:
 
 
 class DirectWriter:
-    """A new file, written block by block; whole, and on the disk, once it is closed."""
+    """Writer of a new file, block by block; the file is complete and on the disk once it is
+    closed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._block = _block()
@@ -45,11 +47,11 @@ class DirectWriter:
             self._end()
 
     def tell(self) -> int:
-        """Bytes that it was given."""
+        """Return the number of bytes written so far."""
         return self._written + self._used
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Take all of it."""
+        """Write all of the data."""
         left = memoryview(data).cast("B")
         count = len(left)
         while left:
@@ -61,10 +63,12 @@ class DirectWriter:
         return count
 
     def flush(self) -> None:
-        """A block is written when it is full, the last one when this is closed."""
+        """Do nothing: a block is written when it is full, and the last one when the file is
+        closed.
+        """
 
     def close(self) -> None:
-        """Write what is left: whole pages as all before, the rest through the cache."""
+        """Write the rest: whole pages directly, the remainder through the page cache."""
         if self._file is None:
             return
         try:
@@ -93,7 +97,7 @@ class DirectWriter:
 
 
 def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
-    """A file's contents, each block to be used before the next is asked for."""
+    """Yield a file's contents in blocks; use each one before you request the next."""
     file = _open(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
     try:
         left = os.fstat(file).st_size
@@ -110,7 +114,7 @@ def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
 
 
 def through_cache(file: int) -> bool:
-    """Go through the cache from now on; return whether the file went past it before."""
+    """Use the page cache from now on; return whether the file bypassed it before."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)

@@ -16,11 +16,11 @@ _FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
 def default_precision(
     device: torch.device, machine: Machine, keeps_masters: bool = False
 ) -> Precision:
-    """bf16 where the device computes in it faster than in fp32, else fp32.
+    """Return bf16 if the device computes faster in it than in fp32, otherwise fp32.
 
-    With `keeps_masters`, where a run can have them, on a GPU with weights and residual stream in
-    bf16 besides, over fp32 master weights: as good by the loss (benchmarks/bf16_master.py), with
-    half the activations and no casts of weights.
+    With `keeps_masters`, a GPU uses bf16 weights and residual stream over fp32 master weights if
+    the run supports them. The loss is as good (benchmarks/bf16_master.py), with half the
+    activations and no casts of weights.
     """
     if device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -34,9 +34,11 @@ def default_precision(
 
 
 def float8_hints(plan: Plan) -> list[str]:
-    """Say what to do where float8 would be slow: its scales take many passes that a compiler fuses.
+    """Return advice if float8 would be slow, because computing scales takes many passes that a
+    compiler would fuse.
 
-    5.5 times bf16's step on one H200 (Llama-3.2-1B, 2026-11-27), 0.92 of it compiled by block.
+    On one H200, float8 took 5.5 times bf16's step (Llama-3.2-1B, 2026-11-27), and 0.92 times
+    compiled block by block.
     """
     if plan.precision != "fp8" or plan.compile:
         return []
@@ -47,9 +49,10 @@ def float8_hints(plan: Plan) -> list[str]:
 
 
 def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
-    """Sizes that are no multiple of 8 under mixed precision, each with the nearest better one.
+    """Return sizes that are not a multiple of 8 under mixed precision, each with the nearest better
+    one.
 
-    Tensor cores want multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
+    Tensor cores need multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """
     if plan.precision in WIDE:
         return []

@@ -19,8 +19,8 @@ def profiler(
 ) -> Iterator[Callable[[], None]]:
     """Write `trace-rank<r>.json`, which chrome://tracing and Perfetto open.
 
-    What is given is to be called after each of the run's `steps`. A run too short to skip its
-    first steps is traced whole.
+    Call the yielded function after each of the run's `steps`. A run too short to skip its first
+    steps is traced completely.
     """
     skipped = _SKIPPED_CUDA if device.type == "cuda" else _SKIPPED
     short = steps < skipped + _WARM + _SHOWN
@@ -45,7 +45,7 @@ def profiler(
 
 @contextmanager
 def memory_history(wanted: bool, directory: Path, rank: int) -> Iterator[None]:
-    """Write `memory-rank<r>.pickle` for pytorch.org/memory_viz, also when the run fails."""
+    """Write `memory-rank<r>.pickle` for pytorch.org/memory_viz, even if the run fails."""
     if not wanted:
         yield
         return

@@ -38,7 +38,7 @@ _LEAST_FREE_BYTES = 16 << 20
 
 
 class RunDir:
-    """Paths of a run, and the rules by which a directory becomes one."""
+    """Paths of a run, with the rules for creating and resuming its directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,9 +96,9 @@ class RunDir:
                 below.remove(WANDB_FOLDER)
 
     def begin(self, record: RunRecord) -> None:
-        """Write run.json, the first file of a run; nothing is left behind when it can't be.
+        """Write run.json, the first file of a run; leave nothing behind if that fails.
 
-        A run that resumes has not ended: the reason why it did is removed.
+        If the run is resumed, the record of why it ended is removed.
         """
         created = not self.path.exists()
         try:
@@ -130,23 +130,23 @@ class RunDir:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether a step of the run was done."""
+        """Return whether a step of the run was completed."""
         metrics = self.path / METRICS_FILE
         return metrics.is_file() and metrics.stat().st_size > 0
 
     def discard_unbegun(self) -> None:
-        """Remove the directory of a run that has not done a step."""
+        """Remove the directory of a run that has not completed a step."""
         if not self.has_steps:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def end_early(self, reason: str, checkpoint_step: int | None = None) -> None:
-        """Write down why the run ends before its last step, and which checkpoint is its newest."""
+        """Record why the run ends before its last step, and which checkpoint is its newest."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         failure = Failure(reason=reason, ended=now, checkpoint_step=checkpoint_step)
         failure.save(self.path / FAILURE_FILE)
 
     def history(self) -> "History":
-        """Read what a run left of its work. Raises BadInputError if it cannot be read."""
+        """Read the results of a run so far. Raises BadInputError if they cannot be read."""
         measurement, damage = _load(self.path / RESULT_FILE, Measurement)
         failure, failure_damage = _load(self.path / FAILURE_FILE, Failure)
         return History(
@@ -160,7 +160,7 @@ class RunDir:
         )
 
     def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
-        """Make room for models that are written again, keeping what is left of them."""
+        """Make room for models that are written again, and keep the remains of damaged ones."""
         for folder in (self.model, self.base):
             damage = model_damage(folder)
             if damage is not None and os.path.lexists(folder):
@@ -169,10 +169,10 @@ class RunDir:
     def continue_from(
         self, step: int, total_steps: int, history: "History", say: Callable[[str], None]
     ) -> None:
-        """Leave of `history` what was before a resumed run's first step, `step` + 1.
+        """Keep only the part of `history` before a resumed run's first step, `step` + 1.
 
-        The steps after it are done again, and so are the evaluations after the last step and
-        before the first. What cannot be read is kept under another name, which is said.
+        Later steps are repeated, and so are evaluations after the last kept step. Files that cannot
+        be read are kept under another name, which is reported.
         """
         self._remove_leftovers()
         self.require_room()  # before any step is cut
@@ -217,8 +217,8 @@ class RunDir:
 class History:
     """Results of a run: steps, evaluations, its measurement, and whether it has a model.
 
-    `measurement` is None where there is no result, or one that cannot be read: `result_damage`. So
-    is `failure`, why the run ended before its last step.
+    `measurement` is None if there is no result, or if it cannot be read (`result_damage`).
+    `failure` is None in the same way; it says why the run ended before its last step.
     """
 
     failure: Failure | None
@@ -231,12 +231,12 @@ class History:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether there are signs that the run was once finished."""
+        """Return whether there is evidence that the run was once finished."""
         return self.measurement is not None or self.result_damage is not None or self.has_model
 
 
 def model_damage(folder: Path) -> str | None:
-    """Describe the damage of an exported model; None if it is as it was written."""
+    """Describe how an exported model is damaged; None if it is as it was written."""
     if not any((folder / name).is_file() for name in MODEL_FILES):
         return f"{folder} holds no whole model"
     return folder_damage(folder)

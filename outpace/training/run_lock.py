@@ -20,11 +20,11 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 def lock_run(
     folder: Path, patience_s: float, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[None]:
-    """Hold `folder` against other trainings until this ends, or this process does.
+    """Lock `folder` against other trainings until the context or this process ends.
 
-    Waits for `patience_s` while another has it, and says so once: of a job that is put back
-    or begun again, the ranks before may still be ending. Raises BadInputError where it is held
-    longer. A file system without locks lets everybody in.
+    If another process holds the lock, waits for `patience_s` and says so once: when a job is
+    requeued or restarted, its earlier ranks may still be shutting down. Raises BadInputError if it
+    is held longer. On a file system without locks, everybody gets in.
     """
     until_s, said = time.monotonic() + patience_s, False
     while (lock := _try_lock(folder / _LOCK)) is None:

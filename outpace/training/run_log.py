@@ -20,7 +20,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Line(Generic[Entry]):
-    """A line that could be read: its number in the file, from 1, its bytes and what it says."""
+    """A readable line: its number in the file, from 1, its bytes and its record."""
 
     number: int
     content: bytes
@@ -29,7 +29,9 @@ class Line(Generic[Entry]):
 
 @dataclass(frozen=True)
 class RunLog(Generic[Entry]):
-    """Content of a file of records: lines in order, and in words what cannot be read of it."""
+    """Contents of a file of records: its lines in order, and a description of what cannot be
+    read.
+    """
 
     path: Path
     lines: tuple[Line[Entry], ...] = ()
@@ -41,9 +43,9 @@ class RunLog(Generic[Entry]):
         return self.lines[-1].record.step if self.lines else 0
 
     def cut(self, keeps: Callable[[Entry], bool], say: Callable[[str], None]) -> None:
-        """Leave the lines whose record is to be kept.
+        """Keep only the lines whose record is to be kept.
 
-        A file of which something cannot be read is kept under another name, which is said.
+        If a part of a file cannot be read, the file is kept under another name, which is reported.
         """
         kept = [line.content for line in self.lines if keeps(line.record)]
         if self.damage is not None:
@@ -59,10 +61,10 @@ class RunLog(Generic[Entry]):
 
 
 def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
-    """Read a file of `kind`, of which nothing is written where there is none.
+    """Read a file of `kind`; a missing file counts as empty.
 
-    What a kill cuts short is the last line, which is left out. Raises BadInputError where the file
-    system does not let it be read.
+    An incomplete last line, which a kill leaves behind, is ignored. Raises BadInputError if the
+    file system does not allow reading the file.
     """
     if path.is_fifo():  # to read it would be to wait for a writer
         return RunLog(path, damage="it is a named pipe")

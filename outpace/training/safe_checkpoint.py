@@ -35,14 +35,14 @@ _NAMES = {
 
 
 class RestrictedReader(FileSystemReader):
-    """DCP's reader of a folder. Raises BadInputError for metadata that are none."""
+    """DCP's reader of a folder. Raises BadInputError for invalid metadata."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._metadata = read_metadata(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata as they were read when this was made."""
+        """Return the metadata that were read when this object was created."""
         about = self._metadata.storage_meta or StorageMeta()
         about.load_id = self.load_id
         self._metadata.storage_meta = about
@@ -50,10 +50,10 @@ class RestrictedReader(FileSystemReader):
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner; of what is no tensor it takes plain values only."""
+    """DCP's planner, which accepts only plain values apart from tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value where it belongs. Raises BadInputError for one that is not plain."""
+        """Store a value in the state. Raises BadInputError for a value that is not plain."""
         name = read_item.dest_index.fqn
         try:
             found = torch.load(value, weights_only=True)
@@ -90,7 +90,7 @@ class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """A checkpoint's metadata. Raises BadInputError for what is none."""
+    """Return a checkpoint's metadata. Raises BadInputError for invalid ones."""
     path = folder / METADATA_FILE
     try:
         with path.open("rb") as file:

@@ -6,15 +6,16 @@ from outpace.records.settings import TrainSettings
 
 
 def warmup_steps(settings: TrainSettings, total_steps: int) -> int:
-    """Return the steps of linear warm-up: as requested, else a twentieth of the run."""
+    """Return the steps of linear warm-up: the requested number, or a twentieth of the run."""
     return total_steps // 20 if settings.warmup is None else settings.warmup
 
 
 def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float:
     """Return the learning rate of the step numbered `step` from 0.
 
-    Linear warm-up reaches `lr` at its end; then cosine (Loshchilov and Hutter 2017, eq. 5), linear,
-    WSD (constant, then linear over the last fifth: Hu et al. 2024, MiniCPM, §4) or constant.
+    Linear warm-up reaches `lr` at its end. It is followed by cosine (Loshchilov and Hutter 2017,
+    eq. 5), linear, WSD (constant, then linear over the last fifth: Hu et al. 2024, MiniCPM, §4) or
+    constant.
     """
     assert settings.lr is not None  # settled before the first step
     warmup = warmup_steps(settings, total_steps)

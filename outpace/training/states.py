@@ -65,12 +65,12 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class InPlaceStager(AsyncStager):
-    """A state that is saved from where it lies until it changes, and from a copy after that.
+    """Stager that saves a state in place until it changes, and from a copy after that.
 
-    A copy of all takes as much memory as the state again, which a virtual machine may be slow to
-    give (docs/development/log.md); a step's forward and backward, which change nothing, are long
-    enough to write most of it. Each tensor is copied by itself when its turn comes, so that who
-    changes the state waits for memory alone, never for a disk. Only of plain tensors on a CPU.
+    A copy of the whole state takes as much memory again, which a virtual machine may be slow to
+    provide (docs/development/log.md). A step's forward and backward, which change nothing, are long
+    enough to write most of the state. Each tensor is copied separately when its turn comes, so a
+    change of the state only waits for memory, never for a disk. Only for plain CPU tensors.
     """
 
     _synchronize_after_execute = False  # who changes the state calls `give_back` first
@@ -81,7 +81,7 @@ class InPlaceStager(AsyncStager):
         self._room: mmap.mmap | None = None  # for the copy of one tensor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Stage the same memory, by tensors whose memory can be swapped."""
+        """Stage the same memory, with tensors whose memory can be swapped."""
         lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
         self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
         return lent
@@ -90,10 +90,10 @@ class InPlaceStager(AsyncStager):
         """Do nothing, since nothing is being copied."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing, since there is nothing to close."""
 
     def keep(self, wanted: Iterable[Any]) -> None:
-        """Forget all that was staged except what is going to be read."""
+        """Forget all staged tensors except those that will be read."""
         places = {id(one) for one in wanted}
         with self._turn:
             self._unread = {k: v for k, v in self._unread.items() if k in places}
@@ -101,7 +101,9 @@ class InPlaceStager(AsyncStager):
             self._room = mmap.mmap(-1, largest) if largest else None
 
     def read(self, found: Any) -> Any:
-        """A copy of a tensor that may change, until the next one; anything else as it is."""
+        """Return a copy of a tensor that may change, valid until the next call; return anything
+        else unchanged.
+        """
         with self._turn:
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 
@@ -114,7 +116,7 @@ class InPlaceStager(AsyncStager):
         return copied.view(tensor.shape)
 
     def give_back(self) -> None:
-        """Copy all that was not read, before the state changes."""
+        """Copy everything that was not read, before the state changes."""
         with self._turn:
             for tensor in self._unread.values():
                 tensor.data = tensor.clone()
@@ -122,7 +124,7 @@ class InPlaceStager(AsyncStager):
 
 
 class CopyStream:
-    """A stream of a GPU that copies beside what the GPU computes."""
+    """A GPU stream for copies that run in parallel to the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -131,14 +133,14 @@ class CopyStream:
 
     @contextmanager
     def copy_after_computing(self) -> Iterator[None]:
-        """Begin copies when the GPU has computed what it was given so far."""
+        """Start the copies once the GPU has finished the work queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
             self._copied = self._stream.record_event()
 
     def hold_computing(self) -> None:
-        """Let the GPU compute nothing further before the copies are made; the host continues."""
+        """Make later GPU work wait for the copies; the host continues."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
@@ -149,16 +151,18 @@ class CopyStream:
 
 
 def is_small_on_gpu(tensor: Tensor) -> bool:
-    """Whether torch's stager may not pin memory for a copy of this tensor by itself."""
+    """Return whether torch's stager cannot pin memory for a separate copy of this tensor."""
     return tensor.is_cuda and tensor.nbytes < SMALL_BYTES
 
 
 @torch.no_grad()
 def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
-    """The state with all small tensors of a device and dtype in one, of which they are views.
+    """Return the state with all small tensors of a device and dtype joined in one, of which they
+    become views.
 
     Copies to memory that is not pinned make the host wait for all copies before them, and fused
-    optimizers have a small tensor, "step", for each parameter. `memory` is kept from call to call.
+    optimizers have a small tensor, "step", for each parameter. `memory` is reused from call to
+    call.
     """
     leaves, structure = tree_flatten(state)
     alike: dict[Any, list[int]] = {}
@@ -180,10 +184,10 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
 
 
 class PinnedCopies(AsyncStager):
-    """A GPU's state, copied to pinned host memory while the GPU computes.
+    """Copies of a GPU's state in pinned host memory, made while the GPU computes.
 
-    The memory is kept for the next save: pinning it takes longer than the copy. Training waits for
-    the copy only on the device, and only before the optimizer changes what is copied.
+    The memory is kept for the next save, because pinning it takes longer than the copy. Training
+    waits for the copy only on the device, and only before the optimizer changes the copied state.
     """
 
     _synchronize_after_execute = False  # who changes the state calls `give_back` first
@@ -194,7 +198,7 @@ class PinnedCopies(AsyncStager):
         self._joined: dict[Any, Tensor] = {}  # of small tensors, by device and dtype
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state in host memory, which has its values once `read` returns."""
+        """Return the state in host memory, whose values are valid after `read`."""
         self._state = state_dict
         with self._stream.copy_after_computing():
             joined = join_small(state_dict, self._joined)
@@ -205,19 +209,19 @@ class PinnedCopies(AsyncStager):
         """Do nothing: `read` waits."""
 
     def close(self) -> None:
-        """The memory is kept."""
+        """Do nothing, because the memory is kept."""
 
     def keep(self, wanted: Iterable[Any]) -> None:
-        """All is copied already, or about to be."""
+        """Do nothing, because everything is copied already or about to be."""
 
     def read(self, found: Any) -> Any:
-        """Return what was staged, when it is there."""
+        """Return what was staged, after waiting for it."""
         self._stream.wait()
         self._state = None
         return found
 
     def give_back(self) -> None:
-        """Let the device make the copies before the state changes."""
+        """Make the device finish the copies before the state changes."""
         self._stream.hold_computing()
 
 
@@ -294,7 +298,7 @@ class _Writer(_FileSystemWriter):
 
 
 def can_lend(state: dict[str, Any]) -> bool:
-    """Whether all tensors are plain ones on a CPU."""
+    """Return whether all tensors are plain ones on a CPU."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
 
@@ -314,7 +318,7 @@ def begin(
     group: dist.ProcessGroup,
     lent: InPlaceStager | PinnedCopies | None = None,
 ) -> Future[Any]:
-    """Write in the background, from what is `lent` or from a copy made before this returns."""
+    """Write in the background, from what is `lent`, or from a copy made before this returns."""
     planner = None if lent is None else _Planner(lent)
     written = async_save(
         state,
@@ -328,12 +332,12 @@ def begin(
 
 
 def write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
-    """Write here and now; DCP's metadata on rank 0. Raises `ERRORS`."""
+    """Write in the foreground; DCP's metadata on rank 0. Raises `ERRORS`."""
     return save(state, storage_writer=_Writer(folder), process_group=group)
 
 
 def read(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill the tensors of `state`, whatever number of ranks wrote them.
+    """Fill the tensors of `state` from a checkpoint written by any number of ranks.
 
     Raises BadInputError for a checkpoint of something else, or one that would run code.
     """
@@ -351,10 +355,10 @@ def collect_tensors(
     optimizer: torch.optim.Optimizer | None,
     trained_only: bool,
 ) -> dict[str, Any]:
-    """The tensors to save or to fill, by the names that they have in a single process.
+    """Return the tensors to save or to fill, by their names in a single process.
 
-    Where the optimizer keeps fp32 copies of weights, these stand for the weights: a checkpoint is
-    then the one of a training in fp32, and either can resume from it.
+    If the optimizer keeps fp32 copies of weights, these replace the weights. The checkpoint is then
+    like that of a training in fp32, and either can resume from it.
     """
     if model is None:
         return {}
@@ -370,7 +374,7 @@ def collect_tensors(
 
 
 def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
-    """Leave out of what is saved the weights of 16 bits that train.
+    """Leave trainable 16-bit weights out of a checkpoint.
 
     They are rounded from fp32 copies, which other ranks save.
     """
@@ -386,7 +390,7 @@ def load_tensors(
     state: dict[str, Any],
     trained_only: bool,
 ) -> None:
-    """Take over what was read into `state`."""
+    """Apply the values that were read to `state`."""
     if model is None:
         return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -23,7 +23,7 @@ Batch = Any
 
 
 class RankReports:
-    """Reports of all ranks on a step, for which the first reader waits.
+    """Reports of all ranks on a step. The first access waits for them.
 
     Each rank reports whether to stop, its peak memory in bytes, and its own time in seconds.
     """
@@ -48,13 +48,13 @@ class RankReports:
 
     @property
     def peak_memory_by_rank(self) -> tuple[int, ...]:
-        """Peak memory of each rank, in bytes; empty where a rank does not know."""
+        """Peak memory of each rank in bytes; empty if a rank does not know it."""
         peaks = [int(peak) for _, peak, _ in self.wait()]
         return tuple(peaks) if min(peaks) >= 0 else ()
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds of each rank without waiting for others; empty where a rank does not know."""
+        """Seconds of each rank without waiting for others; empty if a rank does not know them."""
         own = tuple(own_s for _, _, own_s in self.wait())
         return own if min(own) >= 0 else ()
 
@@ -78,7 +78,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class RawStep:
-    """A step whose device work may be unfinished: its figures are on their way to the host."""
+    """A step whose device work may be unfinished: its figures are still being copied to the
+    host.
+    """
 
     step: int
     lr: float
@@ -97,7 +99,7 @@ class RawStep:
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:
-        """Return its figures; waits until the device has done this step."""
+        """Return its figures, after waiting until the device has finished this step."""
         read = self.copied.read(self.marks[-1][1])
         loss_sum, count = read.pop("totals")
         (grad_norm,) = read.pop("grad_norm")
@@ -107,12 +109,12 @@ class RawStep:
 
 
 class Stepper:
-    """The live parts that a step needs.
+    """The live objects that a step needs.
 
-    `expected_targets` is the number of targets in a global batch: exact when `targets_known`,
-    otherwise a guess that is corrected before the optimizer steps. `on_gradients` is called when
-    a step's gradients are whole, before they are clipped. `queue` is that of the device, unless
-    another is given.
+    `expected_targets` is the number of targets in a global batch: exact if `targets_known`,
+    otherwise an estimate that is corrected before the optimizer steps. `on_gradients` is called
+    when a step's gradients are complete, before they are clipped. `queue` is that of the device,
+    unless another is given.
     """
 
     def __init__(
@@ -159,20 +161,20 @@ class Stepper:
         self.totals: Tensor | None = None  # of the next step's passes, where a look has made them
 
     def begin(self) -> None:
-        """Start the next step: what follows is time spent waiting for data."""
+        """Start the next step: the time from here on counts as waiting for data."""
         self._timer.begin()
 
     def pause(self) -> None:
-        """Count what is done until the next step begins, such as an evaluation, to no step."""
+        """Exclude the time until the next step begins, such as an evaluation, from all steps."""
         self._timer.pause()
 
     def run(
         self, step: int, lr: float, batches: Iterable[Batch], stop: Callable[[], bool]
     ) -> RawStep:
-        """Do step number `step` (from 1) with learning rate `lr`; `begin` was called before.
+        """Run step number `step` (from 1) with learning rate `lr`, after calling `begin`.
 
-        `stop` is asked late, so that a signal during the step is heard by all ranks within it, or
-        within the next one where the device computes behind the host.
+        `stop` is queried late, so that a signal during the step reaches all ranks within it, or
+        within the next one if the device computes behind the host.
         """
         timer = self._timer
         timer.mark("data")
@@ -205,7 +207,7 @@ class Stepper:
 
     @property
     def step_pass(self) -> StepHooks:
-        """Casts, scale and marks of a step's passes."""
+        """Return the casts, the scale and the marks for a step's passes."""
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:

@@ -50,7 +50,7 @@ class SyntheticTraining:
 
 
 def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
-    """A rank's micro-batches of a global batch, in the order in which the loader gives them."""
+    """Return a rank's micro-batches of a global batch, in the order of the loader."""
     size, degree = plan.samples_read, plan.readers
     first = plan.data_rank(rank)
     samples = len(batch["tokens"])
@@ -61,9 +61,11 @@ def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
 
 
 class SyntheticSteps:
-    """A plan, laid out and ready to take steps of a course. Ranks that it leaves out do nothing.
+    """A laid-out plan that can run steps of a synthetic training. Ranks outside of the plan do
+    nothing.
 
-    Every rank of the job makes it and calls it alike. `control` carries small host messages.
+    Every rank of the job creates and calls it in the same way. `control` carries small host
+    messages.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ Marks = Sequence[tuple[str, Mark]]
 class StepTimer:
     """Marks the ends of a step's parts in a device's queue.
 
-    A part that is marked several times (forward, backward of each micro-batch) is added up. A
-    step's clock begins where the one before ended, so that the times of steps leave nothing out.
+    Parts that are marked several times (forward, backward of each micro-batch) are summed. A step's
+    clock starts where the previous one ended, so the times of steps leave no gaps.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -27,21 +27,21 @@ class StepTimer:
         self._marks: list[tuple[str, Mark]] = []
 
     def begin(self) -> None:
-        """Start the step; what was done since the one before belongs to it as "other"."""
+        """Start the step; work since the previous one belongs to it as "other"."""
         now = self._queue.mark()
         self._marks = [("", now)] if self._end is None else [("", self._end), ("other", now)]
 
     def mark(self, part: str) -> None:
-        """Count what was done since the last mark as `part`."""
+        """Attribute the time since the last mark to `part`."""
         self._marks.append((part, self._queue.mark()))
 
     def take(self) -> Marks:
-        """Hand over the marks of the step; `durations` reads them when the device is done."""
+        """Return the marks of the step; `durations` reads them when the device is done."""
         self._end = self._marks[-1][1]
         return self._marks
 
     def pause(self) -> None:
-        """Count what is done until the next step begins to no step."""
+        """Exclude the time until the next step begins from all steps."""
         self._end = None
 
 
@@ -54,10 +54,10 @@ def durations(marks: Marks) -> dict[str, float]:
 
 
 class BusyTime:
-    """Time that this rank spends on a step by itself, not waiting for others.
+    """Time that this rank spends on a step by itself, without waiting for others.
 
-    On a CPU all that its thread is busy with; on a GPU waiting for data and forwards, in which
-    replicas communicate nothing.
+    On a CPU, this is the time in which its thread is busy. On a GPU, it is the time for waiting for
+    data and for forwards, in which replicas communicate nothing.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -67,14 +67,14 @@ class BusyTime:
         self._latest_s = -1.0
 
     def add(self, marks: Marks) -> None:
-        """Note that a step was queued."""
+        """Record that a step was queued."""
         if not self._on_host:
             self._running.append(marks)
 
     def take(self) -> float:
-        """Seconds since it was taken last, on a GPU of the latest step that is done.
+        """Return the seconds since the last call; on a GPU, those of the latest finished step.
 
-        -1 where that is not known. Waits for nothing.
+        -1 if unknown. Does not wait.
         """
         if self._on_host:
             before, self._busy_s = self._busy_s, thread_busy_s()
@@ -86,10 +86,10 @@ class BusyTime:
 
 
 def thread_busy_s() -> float:
-    """Return for how long this thread has run, or could have run if a core had been free.
+    """Return how long this thread has run, or could have run if a core had been free.
 
-    To wait for a core that another process has is no waiting for other ranks: it counts as busy,
-    where the kernel tells (Linux). So threads that share cores are busy for longer.
+    Waiting for a core that another process uses is not waiting for other ranks: it counts as busy
+    if the kernel reports it (Linux). So threads that share cores are busy for longer.
     """
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()

@@ -26,9 +26,9 @@ EXTRA_STATE_FILE = "extra_state.pt"  # what parts return from get_extra_state, b
 def write_custom_model(directory: Path, module: nn.Module, reference: str) -> None:
     """Write the weights (model.safetensors) and the name of the builder (model.json).
 
-    Results of parts' `get_extra_state` are in extra_state.pt. Shared tensors are written once.
-    `reference` is 'file.py:function' or another name; a file's path is made absolute. Raises
-    BadInputError when the file system refuses.
+    The results of submodules' `get_extra_state` are in extra_state.pt. Shared tensors are written
+    once. `reference` is 'file.py:function' or another name; the path of a file is made absolute.
+    Raises BadInputError if the file system refuses.
     """
     file, _, function = reference.rpartition(":")
     if file.endswith(".py"):
@@ -83,7 +83,7 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
-    """Return a function that builds the module that `write_custom_model` wrote, with its weights.
+    """Return a function that builds the module written by `write_custom_model`, with its weights.
 
     Raises BadInputError, also for code that the user has not named.
     """

@@ -17,17 +17,17 @@ from outpace.records.errors import BadInputError
 
 
 class CustomObjective(nn.Module):
-    """The user's module (`.model`) with its loss: what a strategy wraps.
+    """The user's module (`.model`) with its loss, for a strategy to wrap.
 
     The user's loss is called as loss(module, batch). It returns (sum of losses, count), where the
-    count may be a sum of weights; or one scalar, the mean over the micro-batch, which is weighted
-    by the number of targets that are not −100 if the batch has an integer per token (`targets` or
-    `labels`), else by the number of samples. Without a loss, the module is given the batch's tokens
-    (and whichever other entries of the batch its forward names) and may return
-    - its own loss: a scalar, something with `.loss`, or a tuple with a scalar, such as
-      (logits, loss): the mean over the batch's targets (its samples, where it has none);
-    - logits (B, S, V), or something with `.logits`: cross-entropy with the batch's targets, and
-      the router's loss that a transformers model returns beside them, by the model's coefficient.
+    count may be a sum of weights; or one scalar, the mean over the micro-batch. The mean is
+    weighted by the number of targets that are not −100 if the batch has an integer per token
+    (`targets` or `labels`), otherwise by the number of samples. Without a loss, the module gets the
+    batch's tokens (and other entries of the batch that its forward names) and may return
+    - its own loss: a scalar, an object with `.loss`, or a tuple with a scalar, such as
+      (logits, loss): the mean over the batch's targets (or over its samples, if it has none);
+    - logits (B, S, V), or an object with `.logits`: cross-entropy with the batch's targets, plus
+      the router's loss that a transformers model returns with them, by the model's coefficient.
     """
 
     def __init__(self, custom: CustomModel) -> None:

@@ -46,11 +46,11 @@ def export_plan(
     seq_len: int,
     reference: str | None = None,
 ) -> ExportedPlan:
-    """Write a plan for the trainer called `name`, one of FORMATS.
+    """Write a plan for the trainer `name`, one of FORMATS.
 
     `reference` is the user's name for the model. Raises BadInputError for another name, a global
-    batch that the plan does not divide, fewer layers than stages, a checkpointing with another
-    depth than the model's, and an outline if the format needs more of the model.
+    batch that the plan does not divide, fewer layers than stages, checkpointing for another depth
+    than the model's, and an outline if the format needs more of the model.
     """
     write = FORMATS.get(name)
     if write is None:

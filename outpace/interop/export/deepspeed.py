@@ -21,7 +21,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON; pipelines belong to the script there, and become a sentence."""
+    """Write the JSON. Pipelines belong to the user's script, so they become a sentence."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {
@@ -100,7 +100,9 @@ def _expressed_fields(plan: Plan) -> list[str]:
 
 
 def stage_for(request: ExportRequest, notes: list[str]) -> int:
-    """The ZeRO stage: the plan's, raised to what offloads, lowered to what pipelines take."""
+    """Return the ZeRO stage: that of the plan, raised if offloading needs more, lowered if
+    pipelines allow less.
+    """
     plan = request.plan
     stage: int = request.stage
     least = 0
@@ -120,7 +122,7 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
 
 
 def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
-    """ZeRO's stage, what is offloaded, and groups of shards that are replicated."""
+    """Return the ZeRO stage, the offloading, and the groups of shards that are replicated."""
     plan = request.plan
     stage = stage_for(request, notes)
     values: dict[str, Any] = {"stage": stage, **_default_options(stage)}

@@ -48,7 +48,7 @@ class _WrittenAxes:
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON; ParallelismConfig's values are in the command's environment."""
+    """Write the JSON; the values of ParallelismConfig are in the command's environment."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     written = _unfold(request, notes)

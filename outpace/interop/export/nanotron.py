@@ -17,7 +17,7 @@ _CHECKPOINT_STEPS = 1000
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML: data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
+    """Write the YAML, with data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")

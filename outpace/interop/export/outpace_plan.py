@@ -15,7 +15,7 @@ _SPEC = "model.json"
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the plan's JSON and its flags of `outpace train`."""
+    """Write the plan's JSON and the flags for `outpace train`."""
     plan = request.plan
     notes: list[str] = []
     model = request.reference or _preset_of(request.model)

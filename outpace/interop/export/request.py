@@ -22,15 +22,15 @@ HOST = 8
 
 
 class Note(str):
-    """A sentence on something that the plan does not cover or leaves to a script; it stays the
-    same.
+    """A sentence on something that the plan does not specify or leaves to a script, without
+    changing the plan.
     """
 
     __slots__ = ()
 
 
 class ScriptEdit(Note):
-    """A Note on an edit of the user's script: the plan's time and memory hold after this edit."""
+    """A Note on a change to the user's script, which the plan's time and memory assume."""
 
     __slots__ = ()
 
@@ -38,8 +38,8 @@ class ScriptEdit(Note):
 class Replacement(str):
     """A sentence on a replacement for a part of the plan.
 
-    `fields` are the fields of the plan that the configuration describes instead; an option that
-    is left out has its default there.
+    `fields` are the fields of the plan that the configuration describes instead; omitted options
+    have their defaults there.
     """
 
     fields: Mapping[str, Any]
@@ -55,9 +55,9 @@ class Replacement(str):
 class ExportedPlan:
     """A plan as the configuration of another trainer.
 
-    `text` is the content of a file called `file_name`, with which `command` starts training.
-    `notes` are sentences on what the configuration cannot express; formats with comments have them
-    in `text` too. Those that are not a Note change the plan: `differences`.
+    `text` is the content of the file `file_name`, with which `command` starts training. `notes` are
+    sentences on what the configuration cannot express; formats with comments contain them in `text`
+    too. Those that are not a Note change the plan: `differences`.
     """
 
     text: str
@@ -67,18 +67,20 @@ class ExportedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on parts of the plan that are not expressed: memory or time would differ."""
+        """Sentences on parts of the plan that are not expressed, so that memory or time would
+        differ.
+        """
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """Sentences on what the user's script has to do before it trains as planned."""
+        """Sentences on the changes that the user's script needs before it trains as planned."""
         return tuple(sentence for sentence in self.notes if isinstance(sentence, ScriptEdit))
 
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
-        """Return the plan that `text` describes, and whether all that was replaced is known.
+        """Return the plan that `text` describes, and whether all replacements are known.
 
-        The plan is None if what is known of it is not a valid plan.
+        The plan is None if the known part of it is not a valid plan.
         """
         values = plan.model_dump()
         for sentence in self.differences:
@@ -90,7 +92,7 @@ class ExportedPlan:
             return None, False
 
     def with_path(self, path: Path) -> Self:
-        """Return the same in a file of another name, in text and command."""
+        """Return the same export for a file with another name, in text and command."""
         there = str(path)
         return replace(
             self,
@@ -100,16 +102,17 @@ class ExportedPlan:
 
     @property
     def commented(self) -> bool:
-        """Return whether `text` has the sentences too: JSON has no comments."""
+        """Return whether `text` contains the sentences too; JSON has no comments."""
         return not self.text.startswith("{")
 
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute their activations, as well as one mode can express them.
+    """The blocks that recompute their activations, expressed with a single mode as well as
+    possible.
 
-    `mode` is what most of these blocks do, `count` the number of them, `every` K where these are
-    each K-th from the first, None if they lie otherwise.
+    `mode` is that of most of these blocks, and `count` is their number. `every` is K if they are
+    each K-th block from the first, and None otherwise.
     """
 
     mode: Checkpointing
@@ -120,10 +123,10 @@ class RecomputedBlocks:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A plan for a model and a batch, to be written down for another trainer.
+    """A plan for a model and a batch, to export for another trainer.
 
-    `model` is an outline where outpace knows only its dimensions; `reference` is what the user
-    named the model by.
+    `model` is an outline if outpace knows only its dimensions; `reference` is the user's name for
+    the model.
     """
 
     plan: Plan
@@ -145,22 +148,24 @@ class ExportRequest:
 
     @property
     def layers(self) -> int:
-        """Blocks of the model."""
+        """Number of blocks of the model."""
         return self.model.layers
 
     @property
     def accumulation(self) -> int:
-        """Passes of a data-parallel share in a step. Raises BadInputError."""
+        """Number of passes of a data-parallel share per step. Raises BadInputError."""
         return self.plan.accumulation(self.global_batch)
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a data-parallel share in a step, of a pipeline or one by one."""
+        """Number of micro-batches of a data-parallel share per step, in a pipeline or one by
+        one.
+        """
         return self.plan.pp_microbatches * self.accumulation
 
     @property
     def workers(self) -> int:
-        """Ranks that compute: all but parameter servers."""
+        """Number of ranks that compute: all but parameter servers."""
         return self.plan.world_size - self.plan.servers
 
     @property
@@ -172,7 +177,7 @@ class ExportRequest:
 
     @property
     def recomputed_blocks(self) -> RecomputedBlocks:
-        """The plan's checkpointing. Raises BadInputError if it is of another depth."""
+        """The plan's checkpointing. Raises BadInputError if it is for another depth."""
         modes = self.plan.modes(self.layers)
         at = [index for index, mode in enumerate(modes) if mode != "none"]
         if not at:
@@ -187,7 +192,9 @@ class ExportRequest:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether every block is recomputed whole. Raises as `recomputed_blocks`."""
+        """Whether every block is fully recomputed. Raises the same errors as
+        `recomputed_blocks`.
+        """
         done = self.recomputed_blocks
         return done.mode == "full" and done.alike and done.count == self.layers
 
@@ -203,16 +210,18 @@ class ExportRequest:
 
 
 def hosts(ranks: int) -> tuple[int, int]:
-    """Return the number of hosts, and of ranks on each, for hosts of up to HOST devices."""
+    """Return the number of hosts, and the number of ranks on each, for hosts with up to HOST
+    devices.
+    """
     each = next(size for size in range(min(HOST, ranks), 0, -1) if ranks % size == 0)
     return ranks // each, each
 
 
 def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
-    """Replace a pipeline over `over` ranks by data parallelism, for the same global batch.
+    """Replace a pipeline over `over` ranks by data parallelism, with the same global batch.
 
-    Returns the number of ranks (as many of them as the batch can be divided over), the
-    micro-batch and the accumulation. Raises BadInputError.
+    Returns the number of ranks (as many of them as the batch can be divided over), the micro-batch
+    and the accumulation. Raises BadInputError.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

@@ -13,7 +13,7 @@ _WIDTH = 98
 
 
 class Placeholder(str):
-    """A word in the place of a value: TOML has no such value, and its readers stop at the line."""
+    """A word in place of a value. It is not valid TOML, so readers stop at its line."""
 
     __slots__ = ()
 
@@ -23,7 +23,7 @@ HEAD = "$HEAD_NODE"
 
 
 def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
-    """Lines that a reader of TOML, YAML or shell passes over, each sentence wrapped."""
+    """Format sentences as comments of TOML, YAML or shell, each wrapped."""
     return "".join(
         line + "\n"
         for sentence in sentences
@@ -39,7 +39,7 @@ def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
 
 
 def heading(tool: str, title: str, notes: Iterable[str]) -> str:
-    """Return the comments that a file begins with: what it is, and what it does not say."""
+    """Return the comments at the start of a file: what it is, and what it does not specify."""
     notes = tuple(notes)
     said = comments([f"A plan of outpace for {tool}.", title])
     if not notes:
@@ -48,12 +48,12 @@ def heading(tool: str, title: str, notes: Iterable[str]) -> str:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """Indented JSON in the order given."""
+    """Format a value as indented JSON, in the given order."""
     return json.dumps(values, indent=2) + "\n"
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
-    """YAML in the order given."""
+    """Format a value as YAML, in the given order."""
     import yaml
 
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -61,7 +61,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of plain values, their names dotted where they lie in others."""
+    """Format tables of plain values as TOML; nested tables have dotted names."""
     parts = []
     for name, table in tables.items():
         lines = [f"{key} = {_toml_value(value)}" for key, value in table.items()]
@@ -80,7 +80,9 @@ def _toml_value(value: Any) -> str:
 
 
 def torchrun(ranks: int, *words: str, module: bool = False) -> str:
-    """Return the command that starts `ranks` processes of a program, the same on every host."""
+    """Return the command that starts `ranks` processes of a program. It is the same on every
+    host.
+    """
     nodes, each = hosts(ranks)
     many = [f"--nnodes={nodes}", f"--nproc-per-node={each}"]
     if nodes == 1:
@@ -91,5 +93,5 @@ def torchrun(ranks: int, *words: str, module: bool = False) -> str:
 
 
 def quote(word: str) -> str:
-    """Return a word for a shell; a variable stays one."""
+    """Quote a word for a shell, except a variable."""
     return word if word.startswith("$") else shlex.quote(word)

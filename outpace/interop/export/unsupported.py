@@ -33,12 +33,14 @@ _AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
 
 
 def clip(plan: Plan) -> float:
-    """The largest gradient norm: outpace's default, none where steps are taken in backward."""
+    """Return the largest gradient norm: outpace's default, or none if the optimizer runs in the
+    backward.
+    """
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
 def replicas(request: ExportRequest, tool: str) -> list[str]:
-    """Say what is written in place of strategies that only outpace has."""
+    """Explain what replaces strategies that only outpace has."""
     plan = request.plan
     what = _AS_REPLICAS.get(plan.strategy)
     if what is None:
@@ -58,7 +60,7 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
 
 
 def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
-    """Say what is written for strategy mp by a tool whose pipelines overlap micro-batches."""
+    """Explain what replaces strategy mp in a tool whose pipelines overlap micro-batches."""
     if request.plan.strategy != "mp":
         return []
     return [
@@ -68,7 +70,7 @@ def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
 
 
 def all_under_way(request: ExportRequest, tool: str) -> list[str]:
-    """Say that a tool's pipeline takes all micro-batches of a step at once."""
+    """Explain that a tool's pipeline keeps all micro-batches of a step in flight."""
     plan = request.plan
     if plan.pp == 1 or request.accumulation == 1:
         return []
@@ -82,7 +84,7 @@ def all_under_way(request: ExportRequest, tool: str) -> list[str]:
 
 
 def schedule(request: ExportRequest, tool: str, written: str) -> str:
-    """Say that another schedule is written than the plan's."""
+    """Explain that the configuration has another schedule than the plan."""
     plan = request.plan
     several = plan.stages_per_rank
     of = f" of {several} stages a rank" if several > 1 else ""
@@ -90,7 +92,7 @@ def schedule(request: ExportRequest, tool: str, written: str) -> str:
 
 
 def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str:
-    """Say that something else is sharded than in the plan: what ZeRO's `stage` does."""
+    """Explain that the configuration shards other states than the plan: those of ZeRO's `stage`."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
@@ -104,9 +106,10 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
 def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """Say that other blocks are recomputed, or in another way, than in the plan.
+    """Explain that the configuration recomputes other blocks than the plan, or in another way.
 
-    Written is `mode` in each `every`-th block; None: something that no plan of outpace does.
+    The configuration uses `mode` in each `every`-th block; None: a mode that no plan of outpace
+    has.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
@@ -118,14 +121,14 @@ def checkpointing(
 
 
 def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
-    """Say that another precision is written, which outpace calls `name`."""
+    """Explain that the configuration has another precision, which outpace calls `name`."""
     return Replacement(
         _format_replacement(f"precision {plan.precision}", tool, written), precision=name
     )
 
 
 def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
-    """Say that FSDP gathers and reduces in one dtype, if a tool can express no other way."""
+    """Explain that FSDP gathers and reduces in one dtype, if a tool supports no other way."""
     if plan.precision not in SHARD_DTYPES:
         return []
     dtypes = SHARD_DTYPES[plan.precision]
@@ -141,7 +144,7 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
 
 
 def weights_in_16_bits(plan: Plan) -> list[str]:
-    """Say who makes weights of 16 bits alone, and what their optimizer does differently."""
+    """Explain how to get weights in 16 bits without masters, and how their optimizer differs."""
     name = plan.precision
     return [
         ScriptEdit(f"precision {name}: load the model in {name[:4]} in the script."),
@@ -150,7 +153,7 @@ def weights_in_16_bits(plan: Plan) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """Say that another optimizer is written: AdamW, in its fastest form."""
+    """Explain that the configuration has another optimizer: AdamW, in its fastest form."""
     return Replacement(
         _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
     )
@@ -161,7 +164,7 @@ def _format_replacement(what: str, tool: str, written: str) -> str:
 
 
 def experts(request: ExportRequest) -> list[str]:
-    """Say that the number of experts belongs to the model, not to expert parallelism."""
+    """Explain that the number of experts belongs to the model, not to expert parallelism."""
     if request.plan.ep == 1:
         return []
     return [
@@ -173,7 +176,7 @@ def experts(request: ExportRequest) -> list[str]:
 
 
 def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None) -> list[str]:
-    """Say what no plan contains, and where you set it."""
+    """List what no plan contains, and where to set it."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
@@ -273,14 +276,14 @@ def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list
 
 
 def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
-    """Say that a tool's tensor parallelism leaves sequences whole."""
+    """Explain that a tool's tensor parallelism does not split sequences."""
     if plan.tp == 1 or not plan.sequence_parallel:
         return []
     return [f"sequence_parallel: in {tool} tp leaves sequences whole between its matrices."]
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether the pipeline's schedule computes gradients of weights later."""
+    """Return whether the pipeline's schedule computes the gradients of weights later."""
     found = SCHEDULES.get(plan.schedule)
     return found is not None and found.splits_backward
 
@@ -288,7 +291,7 @@ def splits_backward(plan: Plan) -> bool:
 def closing_notes(
     request: ExportRequest, tool: str, expressed: Collection[str], advice: str
 ) -> list[str]:
-    """Return what is said at the end: options without a setting, experts, what you have to set."""
+    """Return the final notes: options without a setting, experts, and what the user has to set."""
     return [
         *remaining_options(request.plan, tool, expressed),
         *experts(request),

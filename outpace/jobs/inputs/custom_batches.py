@@ -10,7 +10,7 @@ _TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # of each batch that strategies are verif
 
 
 def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
-    """Return samples of a user's data set, or `seq_len` tokens, which are all 0."""
+    """Return a batch from a user's data set, or a batch of `seq_len` zero tokens."""
     import torch
 
     if model.dataset is not None:

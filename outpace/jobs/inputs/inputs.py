@@ -55,7 +55,9 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Inputs of a run. `spec` is None for a custom model, and `seq_len` for a user's data set."""
+    """Inputs of a run. `spec` is None for a custom model, and `seq_len` is None for a user's data
+    set.
+    """
 
     name: str
     opened: OpenedModel | None
@@ -81,14 +83,14 @@ class TrainingInputs:
 
     @property
     def is_transformer(self) -> bool:
-        """Return whether it is a transformer with its vocabulary, not a classifier or a custom
-        model.
+        """Return whether the model is one of outpace's transformers with its vocabulary, not a
+        classifier or a custom model.
         """
         return self.custom_model is None and self.labels is None
 
     @property
     def targets_per_sample(self) -> int | None:
-        """Targets per sample; None if they differ (masked tokens, the user's data)."""
+        """Number of targets per sample; None if it varies (masked tokens, the user's data)."""
         if isinstance(self.train_data, PaddedDataset):
             return None if self.labels is None else 1
         causal = self.spec is not None and self.spec.causal
@@ -96,7 +98,7 @@ class TrainingInputs:
 
     @property
     def likely_targets(self) -> int:
-        """Estimated targets of a sample: the masked tokens, or one."""
+        """Estimated number of targets per sample: the masked tokens, or one."""
         if isinstance(self.train_data, PaddedDataset):
             return self.train_data.mean_targets
         if self.spec is None or self.seq_len is None:
@@ -438,7 +440,7 @@ def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Note that the data contain ids that the tokenizer does not have."""
+    """Return a note if the data contain ids that the tokenizer does not have."""
     if tokenizer is None or corpus.vocab_needed <= tokenizer.vocab_size:
         return []
     return [
@@ -457,8 +459,9 @@ def build_objective(
 ) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
     """Build the model with its loss on the device, with its initial weights in fp32.
 
-    `compute_dtype` is that of a language model's matrix products (see `LanguageModelObjective`). If
-    no rank holds the whole model, it has no memory yet: lay it out, then `fill` it.
+    `compute_dtype` is the dtype of a language model's matrix products (see
+    `LanguageModelObjective`). If no rank holds the whole model, it has no memory yet: lay it out,
+    then `fill` it.
     """
     if inputs.custom_model is not None:
         return CustomObjective(inputs.custom_model).to(device)
@@ -490,7 +493,7 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 def weights_of(
     inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return the initial weights, whole, by name: stored ones, or drawn on `device`."""
+    """Return the whole initial weights by name: stored ones, or ones drawn on `device`."""
     spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed
@@ -540,7 +543,7 @@ def _initial_classifier(
 
 
 def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
-    """Load stored weights into our model, without drawing random ones first."""
+    """Load stored weights into outpace's model, without drawing random ones first."""
     with torch.device("meta"):
         model = Transformer(spec)
     model.load_state_dict(stored_weights(opened, spec), assign=True)
@@ -548,7 +551,7 @@ def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
 
 
 def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return the stored weights by our names, with an adapter merged in."""
+    """Return the stored weights by outpace's names, with any adapter merged in."""
     assert opened.weights is not None
     weights = read_weights(opened.weights, spec)
     if opened.adapter is not None:

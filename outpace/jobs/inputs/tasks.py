@@ -126,9 +126,9 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """Rule of samples' lengths: `seq_len` tokens at most.
+    """Rule for sample lengths: at most `seq_len` tokens.
 
-    All are padded to `padded` if `fixed`, else to multiples of `multiple`.
+    All samples are padded to `padded` if `fixed`, otherwise to multiples of `multiple`.
     """
 
     seq_len: int
@@ -139,7 +139,7 @@ class PaddingRule:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """A task's rows, and all that turns them into samples."""
+    """A task's rows, and everything that turns them into samples."""
 
     settings: TrainSettings
     model: TaskModel
@@ -149,14 +149,14 @@ class TaskRequest:
     callbacks: Sequence[Callback]
 
     def tokenizer(self, masked: bool, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Return the tokenizer of the task, learnt from `texts` where there is none."""
+        """Return the tokenizer of the task, trained on `texts` if there is none."""
         return task_tokenizer(
             self.settings, self.model.opened, self.model.vocab, masked,
             fingerprint(self.source.train), texts, self.cache_dir, self.callbacks,
         )  # fmt: skip
 
     def dataset(self, samples: RaggedSamples, once_in: int | None, **more: bool) -> PaddedDataset:
-        """Return the samples as a data set that is padded so."""
+        """Return the samples as a data set, padded by the given rule."""
         rule = self.padding
         return PaddedDataset(
             samples, rule.padded, rule.fixed, once_in=once_in, multiple=rule.multiple,
@@ -282,7 +282,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
 
 
 def held_out_part(settings: TrainSettings) -> str:
-    """Return how the validation data are described, after a noun."""
+    """Return a phrase that describes the validation data, to put after a noun."""
     if settings.eval_data is not None:
         return f"in --eval-data {' '.join(settings.eval_data)}"
     return "held out for validation (give other data with --eval-data)"
@@ -460,10 +460,10 @@ def step_costs(
     peak_flops_per_s: float | None,
     adapters: int | None = None,
 ) -> Callable[[int], Costs]:
-    """Return a function from the step to its costs.
+    """Return a function that maps a step to its costs.
 
-    Tokens and the model's FLOPs exclude padding; the hardware's include it. `adapters` is the
-    number of their parameters, if only they are trained.
+    Tokens and the model's FLOPs exclude padding; the hardware's include it. If only adapters are
+    trained, `adapters` is the number of their parameters.
     """  # fmt: skip
 
     def costs_of(step: int) -> Costs:

@@ -30,7 +30,7 @@ SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that a rank may use, and the source of the limit in the user's terms."""
+    """Bytes that a rank may use, and where the limit comes from, in the user's terms."""
 
     bytes: int
     name: str
@@ -113,7 +113,7 @@ class MemoryFit:
 
     @property
     def predict(self) -> Predict | None:
-        """Return a predictor of a plan's memory, with the process's prior memory; None if
+        """Return a predictor of a plan's memory, including what the process already holds; None if
         unknown.
         """
         if self._account is None or self._spec is None or self._seq_len is None:
@@ -125,13 +125,13 @@ class MemoryFit:
         return self._predict
 
     def asks(self, plan: Plan) -> list[TraceRequest]:
-        """Return the rank whose memory to ask for; none if it cannot be traced."""
+        """Return the rank whose memory to trace; none if it cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
 
     def with_budget(self, plan: Plan) -> Plan:
-        """Return the plan with the choices left to outpace made for the available memory."""
+        """Return the plan with outpace's own choices adapted to the available memory."""
         if self._settings.memory_budget is None:
             return plan
         return self.fit_budget(plan, self._settings.memory_budget)
@@ -169,7 +169,7 @@ class MemoryFit:
         )
 
     def is_certain(self, plan: Plan) -> bool:
-        """Return whether a plan's tensors alone do not fit, beside the process's present memory."""
+        """Return whether a plan's tensors alone do not fit, given the process's present memory."""
         if self._device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes

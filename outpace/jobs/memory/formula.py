@@ -21,7 +21,7 @@ FindOutline = Callable[[str], tuple[str, Outline, ModelSpec | None]]
 
 @dataclass(frozen=True)
 class FormulaQuestion:
-    """`MemoryQuery` of a model of which an outline is known, and nothing can be traced."""
+    """`MemoryQuery` for a model with a known outline that cannot be traced."""
 
     outline: Outline
     plan: Plan
@@ -31,12 +31,12 @@ class FormulaQuestion:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sample."""
+        """Number of tokens per sample."""
         positions = self.outline.max_positions if self.outline.learned_positions else None
         return resolve_seq_len(self.settings, positions)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Return the memory of the fullest rank, by formula; it is written down as `rank`."""
+        """Return the memory of the fullest rank by formula, recorded as that of `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
         device: peak.Device = "cpu" if self.accelerator is None else "cuda"
         by_kind = peak.anatomy(self.outline, self.seq_len, columns, device)
@@ -61,7 +61,7 @@ class FormulaQuestion:
 
 
 def find_untrained(reference: str, find_outline: FindOutline) -> Outline | None:
-    """Return the outline of a model that outpace only plans for; None for any other."""
+    """Return the outline of a model that outpace plans for but cannot train; None for any other."""
     try:
         _, found, spec = find_outline(reference)
     except BadInputError:

@@ -47,8 +47,8 @@ def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class JobSite:
-    """Surroundings of a job's ranks; `held_bytes` is what the process holds besides what it
-    trains.
+    """Environment of a job's ranks; `held_bytes` is the memory that the process holds besides the
+    training's.
     """
 
     device: torch.device
@@ -65,7 +65,7 @@ def predictor(
     site: JobSite,
     machine: Machine,
 ) -> Predict:
-    """Return a predictor of plans' costs for this model. The peak is the fullest rank's, with
+    """Return a predictor of plans' costs for this model. The peak is that of the fullest rank, with
     slack.
     """
     known: dict[Plan, Cost] = {}
@@ -86,7 +86,7 @@ def predictor(
 def accounts_to_ask(
     settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: JobSite
 ) -> list[TraceRequest]:
-    """Return the ranks whose accounts determine a plan's."""
+    """Return the ranks whose accounts determine that of a plan."""
     return [
         TraceRequest(
             spec=spec,

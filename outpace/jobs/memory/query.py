@@ -101,7 +101,9 @@ class ModuleQuestion:
         )
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Trace a rank's memory. Raises BadInputError for what cannot be applied or traced."""
+        """Trace a rank's memory. Raises BadInputError if the plan cannot be applied or the module
+        cannot be traced.
+        """
         from outpace.trace.custom_module import account_of_module
 
         return account_of_module(
@@ -150,9 +152,8 @@ def question(
 ) -> AnyQuery:
     """Resolve open settings as training would on that machine. Raises BadInputError.
 
-    With `find_outline`, a model that outpace plans for and does not train is a question for the
-    planner's formula.
-    Without a global batch, it is one micro-batch per data-parallel rank.
+    With `find_outline`, a model that outpace can plan for but not train becomes a question for the
+    planner's formula. Without a global batch, it is one micro-batch per data-parallel rank.
     """
     _require_traceable(settings)
     named = None if node is None else node.accelerator
@@ -276,7 +277,7 @@ def account(asked: AnyQuery, rank: int | None = None) -> MemoryAccount:
 
 
 def require_rank(asked: AnyQuery, rank: int | None) -> None:
-    """Raise BadInputError for a rank that the plan lacks, or that no formula tells apart."""
+    """Raise BadInputError if the plan has no such rank, or if no formula distinguishes it."""
     if rank is not None and rank >= asked.plan.world_size:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
     if rank is not None and isinstance(asked, FormulaQuestion):

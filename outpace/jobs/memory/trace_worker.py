@@ -53,7 +53,7 @@ class Tracer:
         return AccountSummary.model_validate(self._request(ask))
 
     def whole(self, ask: TraceRequest) -> MemoryAccount:
-        """Return the account of one rank with all its moments. Raises BadInputError, too."""
+        """Return the account of one rank with all its moments. Raises BadInputError."""
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 
     def _request(self, ask: TraceRequest) -> dict[str, Any]:
@@ -88,8 +88,8 @@ class Tracer:
         return answer
 
     def give_up(self) -> bool:
-        """End the process from another thread, failing those that wait. Returns False if there is
-        none.
+        """End the process from another thread, and fail the calls that wait for it. Returns False
+        if there is none.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -107,7 +107,7 @@ class Tracer:
 
 
 def serve(asked: IO[str], told: IO[str]) -> None:
-    """Answer requests until there are none left."""
+    """Answer requests until there are no more."""
     for line in asked:
         told.write(json.dumps(_answer(TraceRequest.model_validate_json(line))) + "\n")
         told.flush()

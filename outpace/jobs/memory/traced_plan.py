@@ -15,9 +15,9 @@ from outpace.records.settings import TrainSettings
 
 
 def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> RankedPlan:
-    """Replace the formula's memory by a trace's.
+    """Replace the formula's memory by that of a trace.
 
-    Raises BadInputError for plans and models that outpace does not train.
+    Raises BadInputError for plans and models that outpace cannot train.
     """
     if planned.untrained is not None:
         raise BadInputError(

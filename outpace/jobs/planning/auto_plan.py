@@ -54,7 +54,7 @@ def apply_settings_plan(
     ranks: Ranks | None,
     say: Callable[[str], None],
 ) -> Settings:
-    """Return the settings with the plan's in place of --plan, and the origin of each.
+    """Replace --plan by the plan's settings, and return these with their origins.
 
     Raises BadInputError if no plan fits, or if settings contradict the plan.
     """
@@ -226,7 +226,7 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
 
 
 def candidate_world_sizes(machine: Machine) -> list[int]:
-    """Return numbers of processes that divide a CPU's cores evenly."""
+    """Return the numbers of processes that divide a CPU's cores evenly."""
     most = min(machine.host_cores, _MOST_RANKS)
     return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
 
@@ -255,7 +255,7 @@ def question(
     per_node: int | None = None,
     measured: HostRates | None = None,
 ) -> PlanningProblem:
-    """Ask the planner for what `settings` leave open, on `world` processes of machines like this.
+    """Ask the planner for the open settings, on `world` processes of machines like this one.
 
     `per_node` is the number of processes per host; None: all on one. `measured` are this host's
     rates, if it was not probed.

@@ -39,7 +39,7 @@ class CalibratedRun:
     """A logged run, the prediction for its layout, and the prediction with the corrected rates.
 
     `planned_memory_bytes` is of the same kind as the run's peak: allocated, reserved or resident.
-    `assumed` are settings of the plan that neither the log nor a flag gives.
+    `assumed` are settings of the plan that come neither from the log nor from a flag.
     """
 
     observed: ObservedRun
@@ -51,18 +51,20 @@ class CalibratedRun:
 
     @property
     def error_before(self) -> float:
-        """The prediction's error before, as a share of the measured time."""
+        """Error of the prediction with the earlier rates, relative to the measured time."""
         return self.before_s / self.observed.step_time_s - 1
 
     @property
     def error_after(self) -> float:
-        """The prediction's error with the corrected rates."""
+        """Error of the prediction with the corrected rates, relative to the measured time."""
         return self.after_s / self.observed.step_time_s - 1
 
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and what they do not say. `plan` is a complete layout, `layout` gives parts of one."""
+    """Logs, and the settings that they lack. `plan` is a complete layout, `layout` gives parts of
+    one.
+    """
 
     logs: tuple[Path, ...]
     asked: PlanQuestion

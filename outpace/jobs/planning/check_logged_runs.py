@@ -28,8 +28,8 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Flags' values for the logged runs: `layout` comes from --layout or --plan, as `source`
-    says.
+    """Values of flags for the logged runs: `layout` comes from the flag `source`, --layout or
+    --plan.
     """
 
     source: str
@@ -81,7 +81,7 @@ def check_micro_batch(logged: LoggedRun, plan: Plan, answers: Answers, global_ba
 
 
 def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, str]:
-    """Return settings of a plan that neither the log nor a flag gives, by name."""
+    """Return the names of a plan's settings that come neither from the log nor from a flag."""
     if logged.plan is not None or answers.source == "--plan":
         return {}
     told = {name for name in _ASSUMED if getattr(logged, name, None) is not None}
@@ -90,7 +90,9 @@ def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, s
 
 
 def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> None:
-    """Raise BadInputError for a step that such a machine cannot do, or that does not fit there."""
+    """Raise BadInputError for a step that is impossibly fast for such a machine, or a layout that
+    does not fit.
+    """
     device = question.cluster.device
     most = device.nominal_bytes or device.memory_bytes
     peak = run.peak_memory_bytes
@@ -115,8 +117,8 @@ def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimat
 def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
     """Raise BadInputError if batch and length do not match the log's own step times.
 
-    A log's rate implies a step time; the times of its lines, or a step time beside the rate, give
-    another.
+    The throughput in a log implies a step time, which must agree with the times of its lines, or
+    with a step time given next to it.
     """
     tokens = run.global_batch * run.seq_len
     if logged.tokens_per_s_per_device is not None:

@@ -16,8 +16,8 @@ def estimate(
 ) -> tuple[RankedPlan, PlanningProblem]:
     """Estimate a plan on the requested machines, and return the request as well.
 
-    `name`: the plan's name in errors. With `trace` the real model runs under fake tensors for its
-    true peak memory. Raises BadInputError.
+    `name`: the plan's name in errors. With `trace`, the real model runs under fake tensors, which
+    gives its true peak memory. Raises BadInputError.
     """
     question = job(asked)
     if plan.world_size != question.wanted.world:

@@ -43,11 +43,11 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ExportChoice:
-    """The plan that was exported, what was written, and why this plan.
+    """The exported plan, the configuration that was written, and why this plan was chosen.
 
-    `number` is its position in the answer, None if it is not listed. `estimate` is for what was
-    written, None if that cannot be estimated. `warning` says which parts of the plan the format
-    lacks, None if it lacks none.
+    `number` is its position in the answer, None if it is not listed. `estimate` belongs to the
+    written configuration, None if that cannot be estimated. `warning` names the parts of the plan
+    that the format lacks, None if it lacks none.
     """
 
     planned: RankedPlan
@@ -61,12 +61,12 @@ class ExportChoice:
 def pick(
     name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
 ) -> ExportChoice:
-    """Pick the `chosen` plan, else the recommended, else the fastest that format `name` can
+    """Choose the `chosen` plan, or the recommended one, or the fastest that format `name` can
     express.
 
-    The recommended plan is picked if the format can express it, and if it fits and is about as fast
-    as that fastest when the trainer runs both; also if the format can express no plan. Raises
-    BadInputError if no configuration of the chosen plan, or of any, can be written.
+    The recommended plan is chosen if the format can express it, and if, run by that trainer, it
+    fits and is about as fast as the fastest. It is also chosen if the format can express no plan.
+    Raises BadInputError if no configuration of the chosen plan, or of any, can be written.
     """
     there = assign_trainer(name, job.with_nodes(answer.nodes - answer.idle_nodes))
     if chosen is not None:
@@ -102,7 +102,7 @@ def pick(
 
 
 def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
-    """Return the problem with the trainer `name` as the one that trains."""
+    """Return the problem with `name` as the trainer."""
     return replace(job, traits=_framework_traits(name, job), stack=STACKS[_STACKS.get(name, name)])
 
 
@@ -234,7 +234,7 @@ def _describe_condition(written: ExportedPlan) -> str:
 
 
 def figures(estimate: Estimate, written: ExportedPlan) -> str:
-    """Return time and memory of what was written, in a sentence."""
+    """Describe the time and memory of the written configuration in a sentence."""
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
     return (

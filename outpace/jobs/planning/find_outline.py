@@ -17,12 +17,12 @@ _TRACED_SAMPLES = 2
 
 
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
-    """Return name, outline and, if outpace can build it, spec of the model that `reference` names.
+    """Return the name, the outline and, if outpace can build it, the spec of the model `reference`.
 
-    As for train's --model: a preset comes first, then the catalog's outlines (both also in capitals
-    and by their Hugging Face Hub names, unless there is such a file), a Hugging Face directory, a
-    finished run, a spec file (.toml, .json), and "file.py:function", which runs the user's code and
-    is traced. Raises BadInputError.
+    References are resolved as for train's --model: first a preset, then the catalog's outlines
+    (both also in capitals and by their Hugging Face Hub names, unless there is such a file), a
+    Hugging Face directory, a finished run, a spec file (.toml, .json), and "file.py:function",
+    which runs the user's code and is traced. Raises BadInputError.
     """
     if not Path(reference).expanduser().exists():
         reference = name_of_hub(reference) or named_model(reference)

@@ -13,9 +13,9 @@ from outpace.records.settings import TrainSettings
 def follow_plan(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
 ) -> tuple[TrainSettings, dict[str, str]]:
-    """Return settings and origins with those of the --plan file. Raises BadInputError.
+    """Merge the settings of the --plan file, with their origins. Raises BadInputError.
 
-    Other settings have to agree with it; length and batch may differ from the file's.
+    Other settings must agree with it; length and batch may differ from the file's.
     """
     if settings.plan is None:
         return settings, dict(origins)

@@ -41,7 +41,7 @@ _CALIBRATED = math.log(1.2)
 
 @dataclass(frozen=True)
 class TuningProposal:
-    """A plan, and its step time in seconds as predicted now.
+    """A plan, and its currently predicted step time in seconds.
 
     `spread`: the prediction's uncertainty, as the standard deviation of its logarithm.
     """
@@ -54,8 +54,8 @@ class TuningProposal:
 
 
 def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
-    """Return this host's measured rates to start with; None if it was probed, or trains on a
-    GPU.
+    """Measure this host's rates to start with; return None if it was probed already, or if training
+    uses a GPU.
     """
     machine = identify(find_accelerator)
     if resolve_device(settings, Ranks()).type != "cpu" or find_probe(machine) is not None:
@@ -64,7 +64,7 @@ def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
 
 
 class Proposer:
-    """Predictions of the planner for a training on this machine."""
+    """The planner's predictions for tuning a training on this machine."""
 
     def __init__(
         self,

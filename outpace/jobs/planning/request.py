@@ -60,9 +60,9 @@ class PlanQuestion:
     """The user's question to the planner.
 
     `machine` is a name in the catalog or a file of outpace probe; None: this machine. `autocast`:
-    the planned trainer computes in 16 bits by autocast alone. `trainer`: the software that trains;
-    None: outpace. `measures`: if this machine has no accelerator and was not probed, matrix
-    products are measured first, in about two seconds.
+    the planned trainer uses 16 bits only through autocast. `trainer`: the training software; None:
+    outpace. `measures`: if this machine has no accelerator and was not probed, first measure matrix
+    products, which takes about two seconds.
     """
 
     model: str
@@ -207,7 +207,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
 
 
 def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:
-    """Raise BadInputError if another network is given than the logged runs used."""
+    """Raise BadInputError if the network differs from the one that the logged runs used."""
     if asked.network is None or asked.network == file.network:
         return
     if file.network is not None and _same_network(asked.network, file.network):
@@ -260,7 +260,9 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
 
 
 def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None without a value."""
+    """Yield name and value of each part of "precision=bf16,micro-batch=1"; the value is None if it
+    is missing.
+    """
     for part in (text or "").split(","):
         if part.strip():
             name, equals, value = (word.strip() for word in part.partition("="))
@@ -407,7 +409,7 @@ def _format_allowed(problem: Any) -> str:
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
     """Return the request with a changed link, inside, memory or nodes of the machine.
 
-    The mapping has rates and sizes to put into the cluster. Raises BadInputError.
+    The mapping contains the rates and sizes to set in the cluster. Raises BadInputError.
     """
     changed, numbers = asked, {}
     for part in text.split(","):

@@ -97,12 +97,12 @@ def probe_collectives(
     progress: Callable[[float], None] = lambda share: None,
     only: str | None = None,
 ) -> Turns[ProbeSection]:
-    """Measure the communication between ranks; all of them call it, and rank 0 gets the result.
+    """Measure the communication between ranks. All ranks call it, and rank 0 gets the result.
 
-    `only` one collective: its times by size on all axes, and the models fitted to them. Arrays stay
-    within a share of the memory and of the time; results are checked. Raises RankLostError if a
-    rank dies or hangs, naming it and the collective, and WrongResultError if a collective computes
-    something wrong; both on all remaining ranks.
+    `only` one collective: its times by size on all axes, and the fitted models. Arrays stay within
+    a share of memory and time, and results are checked. Raises RankLostError if a rank dies or
+    hangs, naming it and the collective, and WrongResultError if a collective computes a wrong
+    result; both on all remaining ranks.
     """
     if only is not None and only not in COLLECTIVES:
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
@@ -271,7 +271,7 @@ def _overlap(run: _Run) -> Turns[ProbeSection]:
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
-    """Say how much of one collective is hidden, with times only if they are steady enough."""
+    """Describe how much of a collective is hidden, with times only if they are steady enough."""
     hidden, name = figures[-1], figures[1].key.what
     compute, alone, both = (figure.value for figure in figures[:3])
     times = ""

@@ -62,7 +62,9 @@ T = TypeVar("T")
 
 
 def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
-    """Probe this host: local sections here, those between ranks on processes started for them."""
+    """Probe this host: local sections in this process, and sections between ranks in new
+    processes.
+    """
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, Ranks())
@@ -84,7 +86,7 @@ def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
 
 
 def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> Machine | None:
-    """Probe as one of a job's ranks; returns the machine on rank 0, None on others."""
+    """Probe as one of a job's ranks. Returns the machine on rank 0, None on others."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, ranks)

@@ -12,7 +12,7 @@ _GRAVE = ("severe", "high")
 
 
 def find_misconfiguration(environ: Mapping[str, str]) -> list[str]:
-    """Return the doctor's costly findings here, most costly first."""
+    """Return the doctor's findings for this host that cost speed, the most costly first."""
     return finding_notes(examine(gather(environ, timeout_s=_DRIVER_S)))
 
 
@@ -26,7 +26,7 @@ def finding_notes(examination: Examination) -> list[str]:
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:
-    """Say what share of the catalog's peak the best matrix product of each dtype reaches."""
+    """Describe which share of the catalog's peak the best matrix product of each dtype reaches."""
     peaks = {f.key.of["dtype"]: f for f in figures if (f.key.kind, f.key.what) == _PEAK}
     for best in (f for f in figures if (f.key.kind, f.key.what) == _BEST):
         peak = peaks.get(best.key.of["dtype"])

@@ -44,7 +44,7 @@ class ProbeRequest:
     environ: Mapping[str, str] | None = None
 
     def budget_s(self, section: SectionName) -> float:
-        """Return the seconds for one section: its share of the total."""
+        """Return the seconds for one section: its share of the total time."""
         usual = {name: SECONDS[name][0 if self.quick else 1] for name in self.sections}
         if self.within_s is None:
             return usual[section]
@@ -67,7 +67,7 @@ class ProbeRequest:
             self.directories()
 
     def spec(self) -> ModelSpec:
-        """The model to give advice on sizes for. Raises BadInputError."""
+        """Model for which to give advice on sizes. Raises BadInputError."""
         spec = open_model(self.settings.model).spec
         if spec is None:
             raise BadInputError(

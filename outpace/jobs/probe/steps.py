@@ -30,10 +30,10 @@ def probe_steps(
     budget_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time a step of every reference on one rank and on all; every rank calls it.
+    """Time a step of every reference on one rank and on all. Every rank calls it.
 
-    One rank uses all cores of the host, as a single-process training does. Raises RankLostError if
-    a rank dies or hangs.
+    A single rank uses all cores of the host, as training on a single process does. Raises
+    RankLostError if a rank dies or hangs.
     """
     doing = RankActivity()
     with hang_watchdog(groups, doing):

@@ -17,9 +17,8 @@ _NONE = "none"
 
 
 class HangVerdict(Record):
-    """`by`: the rank that asked, and `number` the number of its question; 0 without one.
-
-    `blamed`: ranks.
+    """The `blamed` ranks. `by`: the rank that asked; `number`: the number of its question, 0
+    without one.
     """
 
     sentence: str
@@ -30,9 +29,9 @@ class HangVerdict(Record):
 
 
 class HangVerdicts:
-    """The single verdict of a store, read and replaced in one operation each.
+    """The single verdict in a store, read and replaced in one operation each.
 
-    So no rank waits for a key that another deleted, or died before writing.
+    This way, no rank waits for a key that another rank deleted, or did not write before it died.
     """
 
     def __init__(self, store: Store) -> None:
@@ -43,9 +42,9 @@ class HangVerdicts:
         return _parse(self._store.compare_set(_KEY, "", _NONE))
 
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
-        """Replace `known`, which was read, by `new`; return the stored verdict.
+        """Replace the verdict `known`, as read before, by `new`; return the stored verdict.
 
-        It is another rank's verdict if that rank was quicker.
+        If another rank was faster, it is that rank's verdict.
         """
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
@@ -60,7 +59,7 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Make a verdict final, since this rank ends by it; return the final one, if there is
+        """Make a verdict final, because it ends this rank; return the final one, if there is
         one.
         """
         final = verdict.model_copy(update={"final": True})

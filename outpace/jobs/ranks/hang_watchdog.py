@@ -84,10 +84,10 @@ class RankLostError(OutpaceError):
 
 @dataclass
 class RankActivity:
-    """The present activity of this rank, in the user's terms.
+    """The current activity of this rank, in the user's terms.
 
-    `limited_s` is when it started something that collectives' time limit applies to. When ranks
-    hang, `on_hang` is called on one of them with a report on all.
+    `limited_s` is when it started an activity to which the collectives' time limit applies. If
+    ranks hang, `on_hang` is called on one of them with a report on all.
     """
 
     what: str = "the beginning"
@@ -96,7 +96,7 @@ class RankActivity:
     number: int = 0  # of what has begun
 
     def begin(self, what: str, limited: bool = False) -> None:
-        """Start another activity."""
+        """Start a new activity."""
         self.what, self.limited_s = what, time.monotonic() if limited else None
         self.number += 1
 
@@ -111,19 +111,19 @@ def hang_watchdog(
 ) -> Iterator[None]:
     """Watch the ranks while they communicate: each answers in the store when another asks.
 
-    A rank that is stopped, gone or cut off is also found within `timeout_s` if others wait for it
-    without a time limit: while a checkpoint is saved, or rank 0 does something for all. The process
-    is then ended by `deadline`, since nothing else interrupts that wait.
+    A rank that is stopped, gone or disconnected is also found within `timeout_s` if others wait for
+    it without a time limit, while a checkpoint is saved or rank 0 does something for all.
+    `deadline` then ends the process, since nothing else interrupts that wait.
 
     If a signal ends a rank before its first step is done, or after its last (`stop`), all others
     end as well, including those that compile or wait in a collective.
 
-    Raises RankLostError instead of the backend's error if a rank is gone, or does not come to a
-    collective; it names that rank and its activity. Raises InterruptedRunError instead if a signal
-    has ended that rank. Other errors are not changed. The time limit of the process groups,
-    `timeout_s`, bounds the wait. NCCL's path has never run, since no machine with two GPUs was
-    available: there `outpace.probing.timing.rank_clock.await_event` waits, and NCCL's watchdog ends
-    the process, after the query that is made before the limit.
+    If a rank is gone or does not join a collective, RankLostError replaces the backend's error and
+    names that rank and its activity. If a signal has ended that rank, InterruptedRunError replaces
+    it. Other errors are unchanged. The wait is limited by the time limit of the process groups,
+    `timeout_s`. NCCL's path has never run, since no machine with two GPUs was available: there,
+    `outpace.probing.timing.rank_clock.await_event` waits, and NCCL's watchdog ends the process,
+    after the query that is made before the limit.
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
@@ -564,7 +564,9 @@ def _is_lost(one: RankSnapshot) -> bool:
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks; else those that have started fewer collectives than others, or none."""
+    """Return silent ranks; if there are none, those that have started fewer collectives than
+    others.
+    """
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent

@@ -16,9 +16,10 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes that may grow to `soft_bytes`; above `hard_bytes` there is no time to do anything.
+    """Memory use that may grow to `soft_bytes`; above `hard_bytes` there is no time to react.
 
-    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` how many share it.
+    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` the number of
+    ranks that share it.
     """
 
     limit: str
@@ -29,7 +30,9 @@ class Reading:
     hard_bytes: int
 
     def too_high(self) -> bool:
-        """Return whether it is too high, even after the C library has returned cached memory."""
+        """Return whether the use is too high, even after the C library has returned cached
+        memory.
+        """
         if self.now() <= self.soft_bytes:
             return False
         give_back_free()
@@ -37,7 +40,7 @@ class Reading:
 
 
 class Interruption(BaseException):
-    """Exception raised in the training thread; no `except Exception` may catch it."""
+    """Exception raised in the training thread, which no `except Exception` catches."""
 
 
 def interrupt(thread: int) -> None:
@@ -53,7 +56,7 @@ def call_off(thread: int) -> None:
 
 
 class Watch:
-    """A thread that calls `look` repeatedly, until it says that all is done, or until `close`."""
+    """A thread that calls `look` repeatedly, until it returns that it is done, or until `close`."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self._look = look
@@ -67,7 +70,7 @@ class Watch:
                 return
 
     def close(self) -> None:
-        """End the thread, unless it waits for a host that is cut off."""
+        """End the thread, unless it waits for a disconnected host."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)

@@ -41,7 +41,9 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank's lack of memory, and what used it. `used_bytes`: its share of the limited memory."""
+    """A rank that ran out of memory, and what used it. `used_bytes`: its use of the limited
+    memory.
+    """
 
     rank: int
     sentence: str
@@ -67,11 +69,12 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 
 
 class Guard:
-    """Context in which a rank that runs out of memory raises OutOfMemoryError, on all ranks alike.
+    """Context in which OutOfMemoryError is raised on all ranks if one of them runs out of memory.
 
-    `answer` writes the message about a shortage, and `look_inside` lists what holds memory; both
+    `answer` formats the message about a shortage, and `look_inside` lists what holds memory; both
     are set as soon as a job can provide them. `relieve`, if set, frees memory that training can
-    spare. `tidy` gets the reason, then `end` ends this process with a message and an exit code.
+    spare. `tidy` is called with the reason, then `end` ends this process with a message and an exit
+    code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
@@ -94,7 +97,7 @@ class Guard:
         self._answered: str | None = None
 
     def watch(self, readings: Sequence[Reading], store: Store | None) -> None:
-        """Start to monitor memory, and to listen to the other ranks through the job's store."""
+        """Start monitoring memory and listening to the other ranks through the job's store."""
         self._readings = readings
         self._store = store if self._ranks.world_size > 1 else None
         if readings or self._store is not None:
@@ -293,7 +296,7 @@ def expandable_segments(device: torch.device) -> bool:
 
 
 def fragmentation_advice(used_bytes: int, reserved_bytes: int, expandable: bool) -> str:
-    """Return advice if the allocator holds much memory that no tensor could use, else ""."""
+    """Return advice if the allocator holds much memory that no tensor could use; otherwise ""."""
     unused = reserved_bytes - used_bytes
     if expandable or unused < max(256 * _MIB, reserved_bytes // 10):
         return ""

@@ -36,10 +36,10 @@ _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # of torch's store,
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups: `control` carries small host messages of each step; `saving` is only for
+    """Process groups. `control` carries small host messages of each step; `saving` is only for
     checkpoints.
 
-    `patient` waits for what rank 0 does alone, however slow its disk is; so does `saving`. Even so,
+    `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is. Even so,
     the death of a rank ends the others' wait at once. `store` is the rendezvous store, and
     `variables` are environment variables set while these groups exist.
     """
@@ -52,7 +52,7 @@ class Groups:
     variables: frozenset[str] = frozenset()
 
     def run_on_rank_0(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on rank 0 and return its result, or raise its OutpaceError, on all."""
+        """Run `action` on rank 0. Return its result, or raise its OutpaceError, on all ranks."""
         outcome: list[object] = [None, None]
         if self.ranks.rank == 0:
             try:
@@ -66,11 +66,11 @@ class Groups:
         return outcome[0]  # type: ignore[return-value]
 
     def wait_for_all(self) -> None:
-        """Return when every rank has arrived, however long that takes. Collective."""
+        """Wait until every rank has arrived, however long that takes. Collective."""
         dist.barrier(self.patient)
 
     def require_same(self, facts: Mapping[str, object]) -> None:
-        """Refuse ranks that have resolved different values. Raises BadInputError on all."""
+        """Refuse ranks that have resolved different values. Raises BadInputError on all ranks."""
         said: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(said, dict(facts), group=self.patient)
         for rank, other in enumerate(said):
@@ -265,10 +265,11 @@ def process_groups(
     timeout_s: float,
     backend: str | None = None,
 ) -> Iterator[Groups]:
-    """Join this job's processes, and leave them at the end. `backend` is as `resolve_backend` says.
+    """Join this job's processes, and leave them at the end. `backend` is the result of
+    `resolve_backend`.
 
-    A job with one process gets a group too, so that other code need not distinguish the two. Each
-    time ranks join, they get their own names in the store, which may still have those of earlier
+    A job with one process gets a group too, so that other code need not distinguish the two cases.
+    Each time ranks join, they use new names in the store, which may still contain those of earlier
     ranks.
     """
     if dist.is_initialized():

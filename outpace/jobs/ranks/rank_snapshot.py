@@ -58,7 +58,7 @@ def snapshot_rank(
 
 
 def process_state(pid: int) -> str:
-    """Return the state from the kernel: "running", "sleeping", "stopped", …; "gone"."""
+    """Return the process state from the kernel: "running", "sleeping", "stopped", …; "gone"."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
@@ -90,10 +90,11 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return where a thread of this rank is; equal as long as it waits in one collective.
+    """Return where a thread of this rank is. Positions are equal as long as it waits in the same
+    collective.
 
     The recorder has no messages between two ranks, so the waiting call counts as well. A position
-    keeps what that call refers to alive.
+    keeps the objects that this call refers to alive.
     """
     frame = sys._current_frames().get(thread)
     last = {one.group: one.number for one in read_flight_recorder()}

@@ -19,12 +19,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
 def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
-    """Return a name that only these ranks have. Collective.
+    """Return a name that only these ranks share. Collective.
 
-    Each rank shows a token, and takes the name that rank 0 returns for it, which no earlier rank 0
-    did. Rank 0 waits until all have taken it, since a token that it finds may be an older one. It
-    queries the store a few times for each rank, and each rank a few times in all, however long they
-    wait. Raises RuntimeError if a rank does not come within `timeout_s`.
+    Each rank publishes a token, and takes the name that rank 0 returns for it, which no earlier
+    rank 0 can have done. Rank 0 waits until all have taken it, since a token that it finds may be
+    an old one. Rank 0 queries the store a few times per rank, and each rank a few times in total,
+    however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`.
     """
     token = uuid.uuid4().hex
     if ranks.rank == 0:

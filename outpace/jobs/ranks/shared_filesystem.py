@@ -18,7 +18,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5  # a network file system may show a file a littl
 
 
 def require_shared(groups: Groups, folder: Path) -> None:
-    """Raise BadInputError on all ranks if a host does not see what rank 0 writes there."""
+    """Raise BadInputError on all ranks if a host does not see a file that rank 0 writes there."""
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return

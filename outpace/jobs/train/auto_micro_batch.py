@@ -46,12 +46,14 @@ def sizes(plan: Plan) -> list[int]:
 
 
 def with_size(plan: Plan, size: int) -> Plan:
-    """Return the plan with another micro-batch and more accumulation."""
+    """Return the plan with another micro-batch, and accumulation that keeps the global batch."""
     return plan.model_copy(update={"micro_batch": size})
 
 
 def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """Return the largest size that is predicted to fit, by bisection; all without a prediction."""
+    """Return the largest size that is predicted to fit, by bisection; all sizes if there is no
+    prediction.
+    """
     known = sizes(plan)
     if predict is None:
         return known[0]
@@ -76,8 +78,8 @@ def find(
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits, the same on all ranks.
 
-    Raises OutOfMemoryError if a single sample does not fit, BadInputError if a trial fails
-    otherwise.
+    Raises OutOfMemoryError if a single sample does not fit, BadInputError if a trial fails for
+    another reason.
     """
     tell(callbacks, "on_stage", "predicting the largest micro-batch")
     limit = fitting.limit.bytes
@@ -133,7 +135,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
 
 
 def trier(environ: Mapping[str, str]) -> Try:
-    """Run trials in children of this process, which has `environ`."""
+    """Return a function that runs trials in child processes with the environment `environ`."""
     kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
     of_srun = slurm_env.variables(environ).get("MASTER_ADDR")
 

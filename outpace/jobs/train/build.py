@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A job with everything live and ready for its first step."""
+    """A job whose objects are all created and ready for its first step."""
 
     job: Job
     loop: Loop
@@ -179,10 +179,9 @@ def assemble(
     looker: "Looker | None",
     began_s: float,
 ) -> PreparedRun:
-    """Build everything that trains, on every rank; the first step can then start.
+    """Build everything that trains, on every rank; afterwards, the first step can start.
 
-    `began_s` is when the job started. A run that fails before its first step is done leaves nothing
-    behind.
+    `began_s` is when the job started. A run that fails during its first step leaves nothing behind.
     """
     settings, plan, device = job.settings, job.plan, job.device
     compiled_s = compile_time_s()

@@ -20,7 +20,7 @@ from outpace.training.timing import thread_busy_s
 
 
 class CommStats:
-    """Communication of one run on this rank, whose first step here comes after `start_step`."""
+    """Communication of one run on this rank, whose first step comes after `start_step`."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -40,7 +40,7 @@ class CommStats:
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Count what a step sends; a context around each step of the run."""
+        """Count the bytes that a step sends; a context around each step of the run."""
         if step != self._warm or not self._can_count:
             yield
             return

@@ -37,8 +37,8 @@ class Decision:
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return an upper limit of the compile time: equal blocks share their code, a whole model has
-    all.
+    """Return an upper bound of the compile time: equal blocks share their code; a whole model
+    compiles all of them.
     """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
@@ -52,7 +52,8 @@ def decide(
     total_steps: int,
     layers: int | None,
 ) -> Decision:
-    """Decide whether a plan that may compile does: as before in a resumed run, else by time saved.
+    """Decide whether to compile a plan that may be compiled: as before in a resumed run, otherwise
+    by the time saved.
 
     `layers` is None for a model that the planner does not know. A run that only measures is
     compiled, since it stands for a longer one, and so is fp8, which is slow otherwise.

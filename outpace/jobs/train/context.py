@@ -24,12 +24,12 @@ from outpace.training.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunContext:
-    """All that this process brings to a run beside its settings.
+    """Contributions of this process to a run besides its settings.
 
-    `origins` are those of the settings, and `command` is what started the run: both are recorded.
-    `callbacks` are called on rank 0. `model` is a live module or a function that builds one, in
-    place of `settings.model`. `end` ends this process if it cannot be ended otherwise; `attempt`
-    tries settings in another process; `explain` shows a hang report in the run's folder;
+    `origins` are those of the settings, and `command` is the command that started the run; both are
+    recorded. `callbacks` are called on rank 0. `model` is a live module, or a function that builds
+    one, and replaces `settings.model`. `end` ends this process if it cannot be ended otherwise;
+    `attempt` tries settings in another process; `explain` shows a hang report in the run's folder;
     `page_prefaulter` touches memory that training will use. `foresee`: predict whether it fits.
     """
 
@@ -63,5 +63,5 @@ class Job:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks of the job, and which of them this is."""
+        """All ranks of the job, and the index of this one."""
         return self.context.ranks

@@ -42,8 +42,8 @@ def finish(
 ) -> Measurement:
     """Export, sample and summarise. Rank 0 writes; all ranks get the measurement. Collective.
 
-    `seen`: fields that were measured around the loop. Once the measurement is written, the run is
-    complete, and a signal no longer ends it.
+    `seen`: fields that were measured outside of the loop. Once the measurement is written, the run
+    is complete, and a signal no longer ends it.
     """
     job.doing.begin("writing the model")
     if job.plan.precision in MASTERS:

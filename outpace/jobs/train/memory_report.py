@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Looker:
-    """Monitor of one run's memory on this rank, from before its model is built."""
+    """Monitor of one run's memory on this rank, created before its model is built."""
 
     def __init__(self, job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> None:
         self._job = job
@@ -50,7 +50,7 @@ class Looker:
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
     ) -> None:
-        """Start with the live parts of the run, which is about to start."""
+        """Start monitoring the objects of the run, just before it starts."""
         self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
         self._step = min(start_step + _SETTLED, self._job.total_steps)
 
@@ -79,7 +79,7 @@ class Looker:
         self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
 
     def finish(self) -> None:
-        """Gather the ranks' measurements; show and write the fullest one's. Collective."""
+        """Gather the ranks' measurements; show and write those of the fullest. Collective."""
         job = self._job
         said: list[MemoryAccount | None] = [None] * job.ranks.world_size
         dist.all_gather_object(said, self._measure(), group=job.groups.control)

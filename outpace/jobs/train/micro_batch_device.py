@@ -27,7 +27,7 @@ Steps = Callable[[Plan, int], None]
 def can_try(
     plan: Plan, settings: TrainSettings, device: torch.device, is_transformer: bool
 ) -> bool:
-    """Return whether a trial in this process needs the memory that training would."""
+    """Return whether a trial in this process would need the memory that training will need."""
     alone = plan.world_size == 1 and device.type == "cuda"
     like_training = plan.lora_rank is None and not plan.optimizer_in_backward
     like_training &= plan.offload_parameters != "disk" and not settings.document_attention
@@ -42,7 +42,7 @@ def device_steps(
     limit_bytes: int,
     asked_bytes: int | None,
 ) -> Steps:
-    """Run steps on the device under a little less than its limit.
+    """Run steps on the device with slightly less than its limit.
 
     `asked_bytes` is the requested limit, which applies again afterwards.
     """
@@ -67,7 +67,7 @@ def find_on_device(
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits. Raises OutOfMemoryError if none does.
 
-    Trials are eager: each size would be compiled again, and compiled code needs no more memory.
+    Trials are eager: otherwise each size would be compiled, and compiled code needs no more memory.
     """
     for size in sizes(plan):
         tell(callbacks, "on_stage", f"trying micro-batch {size}")

@@ -23,7 +23,7 @@ PYTHON = "python"  # the origin of settings that come from outpace.train
 
 
 class OomMessage:
-    """Messages of one job about actual and predicted shortages."""
+    """Formatter of a job's messages about actual and predicted memory shortages."""
 
     def __init__(self, job: Job, fitting: MemoryFit) -> None:
         self._job = job
@@ -49,7 +49,7 @@ class OomMessage:
     def anatomy(
         self, layout: Layout, optimizer: torch.optim.Optimizer, used_bytes: int
     ) -> tuple[str, ...]:
-        """List what holds this rank's memory now."""
+        """List what currently holds this rank's memory."""
         return anatomy(layout, optimizer, self._before_bytes, used_bytes)
 
 
@@ -58,8 +58,8 @@ def anatomy(
 ) -> tuple[str, ...]:
     """List memory by kind, and the largest tensors that outlive a step.
 
-    `before_bytes` were used before the model. The rest belongs to the step itself: activations,
-    temporary and communication buffers.
+    `before_bytes` were in use before the model was built. The rest belongs to the step itself:
+    activations, temporary and communication buffers.
     """
     found = holders(layout, optimizer)
     kinds: dict[str, int] = {}
@@ -120,7 +120,7 @@ def _caution(proposal: Proposal) -> str:
 def changed_command(
     command: Sequence[str], origins: Mapping[str, str], change: Change, run: Path | None
 ) -> str:
-    """Return the command with changed settings, to paste; from Python, the call's keywords."""
+    """Return the command with changed settings, to paste; in Python, the call's keywords."""
     values: dict[str, Any] = dict(change)
     if run is not None:
         values = {**values, "out": str(run), "resume": True}

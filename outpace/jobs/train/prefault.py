@@ -27,9 +27,9 @@ _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
 def prefault_memory(
     settings: TrainSettings, ranks: Ranks, environment: Mapping[str, str]
 ) -> PagePrefaulter | None:
-    """Start to touch the memory that training in this process will need.
+    """Start touching the memory that training in this process will need.
 
-    Only on a CPU, on a core that would be idle: not beside other ranks.
+    Only on a CPU and on a core that would otherwise be idle: not next to other ranks.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
@@ -40,10 +40,10 @@ def prefault_memory(
 
 
 def needed_bytes(settings: TrainSettings) -> int:
-    """Return bytes of fp32 weights, gradients and AdamW's moments on a CPU; 0 for other setups.
+    """Return the bytes of fp32 weights, gradients and AdamW's moments on a CPU; 0 for other setups.
 
     The model is a preset, or a directory with weights in fp32 or smaller. A head that a classifier
-    does not read counts as well.
+    does not read is included.
     """
     precision = settings.precision or "fp32"
     others = (

@@ -30,10 +30,10 @@ def restore(
     optimizer: torch.optim.Optimizer | None,
     mixed: MixedPrecision,
 ) -> Progress | None:
-    """Load the newest intact checkpoint of a resumed run; None: it starts at step 0.
+    """Load the newest intact checkpoint of a resumed run; None means that it starts at step 0.
 
-    Changes nothing in the run. Collective. Raises BadInputError if starting at step 0 would
-    overwrite work.
+    Does not change the run. Collective. Raises BadInputError if starting at step 0 would overwrite
+    work.
     """
     if not job.settings.resume:
         return None
@@ -103,9 +103,9 @@ def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
 
 
 def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
-    """Record that a run is resumed after `start_step`; refuse one with nothing left to do.
+    """Record that a run is resumed after `start_step`; refuse one that has nothing left to do.
 
-    On rank 0, when everything needed has been read.
+    Called on rank 0 after everything needed has been read.
     """
     if not job.settings.resume:
         return

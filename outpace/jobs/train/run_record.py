@@ -52,9 +52,9 @@ _USEFUL_PASSES = 4
 def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     """Lock the run's directory on rank 0, and check that a run to resume can be resumed.
 
-    Until `stack` is closed, no other training can use the directory. Returns the run's record. That
-    of a resumed run is not written yet, since other checks may fail. Its command and the origins of
-    its settings stay those of its start, which repeat it.
+    No other training can use the directory until `stack` is closed. Returns the run's record. A
+    resumed run's record is not written yet, since other checks may fail. It keeps its original
+    command and the origins of its settings, with which the run can be repeated.
     """
     if not job.settings.resume:
         job.run_dir.require_free()
@@ -120,7 +120,7 @@ def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
 
 
 def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | None:
-    """Say which settings change from here on in a resumed run, and the learning rate's change."""
+    """Describe which settings change when a run is resumed, and how the learning rate changes."""
     before, now = earlier.settings, job.settings
     changes = [
         f"--{name.replace('_', '-')} was {getattr(before, name)}, is {getattr(now, name)}"

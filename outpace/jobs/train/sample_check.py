@@ -18,7 +18,7 @@ def check_samples(
 ) -> None:
     """Refuse ranks whose data sets differ; note what cannot be repeated.
 
-    However long a rank reads, the others wait for it. Raises BadInputError on all ranks.
+    Ranks wait for each other, however long reading takes. Raises BadInputError on all ranks.
     """
     if custom is None or custom.dataset is None or settings.check != "on":
         return
@@ -62,7 +62,7 @@ def _check_dataset(
 
 
 def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
-    """Note that samples depend on more than their index and the seeds."""
+    """Return a note that samples depend on more than their index and the seeds."""
     index = min(one.unsteady[0] for one in found if one.unsteady)
     ranks = ", and cannot be compared between ranks" if len(found) > 1 else ""
     return (

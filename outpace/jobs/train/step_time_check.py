@@ -8,14 +8,14 @@ from outpace.training.callbacks import Callback, tell
 
 
 class StepTimeMonitor(Callback):
-    """Compare step times with the plan's once, as soon as enough steps are done."""
+    """Callback that compares step times with the plan's once, as soon as enough steps are done."""
 
     def __init__(self, ledger: Ledger, expected_s: float, heard: Sequence[Callback]) -> None:
         self._ledger, self._expected_s, self._heard = ledger, expected_s, heard
         self._looked = False
 
     def on_step(self, record: StepRecord) -> None:
-        """Check the first steps."""
+        """Check the first steps, once there are enough."""
         if self._looked or len(self._ledger.opening_s) < OPENING_STEPS:
             return
         self._looked = True

@@ -27,7 +27,7 @@ _SLOWER_CLOCK = 0.93
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that may make a rank slow. `others_cores`: cores that other programs use."""
+    """Facts that may explain why a rank is slow. `others_cores`: cores that other programs use."""
 
     host: str
     processor: str
@@ -119,7 +119,7 @@ def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
 
 
 def cause(its: Facts, others: list[Facts]) -> str:
-    """Say what probably makes a rank slow: how its host differs from the others'."""
+    """Describe the likely cause of a slow rank: how its host differs from the others."""
     used = its.others_cores
     elsewhere = [one.others_cores for one in others if one.others_cores is not None]
     if used is not None and elsewhere and used > median(elsewhere) + _MORE_CORES:

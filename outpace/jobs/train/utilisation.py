@@ -16,7 +16,9 @@ from outpace.training.run_dir import UTILISATION_FOLDER
 
 
 class Recording:
-    """The recording of one run on this rank's host; the host's first rank records for all there."""
+    """Recording of one run on this rank's host; the host's first rank records for all of its
+    ranks.
+    """
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -43,11 +45,11 @@ class Recording:
 
     @property
     def latest(self) -> Load | None:
-        """Return the latest utilisation of this rank's host; None on all but its first rank."""
+        """Return the latest utilisation of this rank's host; None on all ranks but its first."""
         return None if self._recorder is None else self._recorder.latest
 
     def close(self) -> None:
-        """Write the recording, however the run ended."""
+        """Write the recording, whichever way the run ended."""
         if self._recorder is not None:
             self._recorder.close()
 

@@ -67,7 +67,7 @@ def _compare_rate(bits_per_s: float) -> str:
 
 
 def world_notes(nodes: Nodes) -> list[str]:
-    """Note what this world cannot show."""
+    """Note which measurements this number of ranks and hosts does not allow."""
     if len(nodes) == 1:
         return [
             "all ranks are on one node, so nothing is known about the network between nodes. "
@@ -85,7 +85,7 @@ def world_notes(nodes: Nodes) -> list[str]:
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
     """Note that the network between nodes varies, if everything within nodes is steady.
 
-    The criterion is the spread between rounds of the same collectives at the larger sizes, which
+    The criterion is the variation between rounds of the same collectives at the larger sizes, which
     depend on links.
     """
     apart = {axis: _median_spread(figures, axis) for axis in ("across", "node")}

@@ -50,21 +50,23 @@ class Buffers:
         self.room = torch.zeros_like(self.source)
 
     def hold(self) -> list[Any]:
-        """Return a list for users of the buffers, which `settle` empties."""
+        """Return a list for objects that use the buffers, which `settle` empties."""
         self._held.append([])
         return self._held[-1]
 
     def settle(self) -> None:
-        """Release what cases hold that were made before the buffers grew to their last size."""
+        """Release the objects held by cases that were created before the buffers grew to their
+        final size.
+        """
         for held in self._held:
             held.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Replace the data in place, so that earlier received values would now be wrong.
+        """Replace the data in place, so that previously received values are now wrong.
 
-        `size`: only of the first `size` bytes; those beyond are of an earlier draw then.
+        `size`: only the first `size` bytes; the bytes beyond are then from an earlier draw.
         """
         self.draw += 1
         own = contribution(self.rank, self.draw).to(self.device)
@@ -89,8 +91,8 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Say what is wrong with the sum of these ranks' data from element `offset` on; None if
-    nothing.
+    """Describe what is wrong with the sum of these ranks' data from element `offset` on; None if it
+    is right.
     """
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
@@ -116,9 +118,9 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Calls of `reduce` that sum in place, each array so few times that nothing overflows.
+    """Return calls of `reduce` that sum in place, each array so few times that nothing overflows.
 
-    As many arrays as that needs are filled with the data before the calls, which is not timed.
+    Before the calls, as many arrays as necessary are filled with the data, which is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))
     todo: list[Tensor] = []

@@ -43,11 +43,11 @@ class AxisPlace:
 
     @property
     def number(self) -> int:
-        """Number of this rank in its group."""
+        """Index of this rank in its group."""
         return self.members.index(self.rank)
 
     def count(self, size: int) -> int:
-        """Return the elements of an array of about `size` bytes that divides into equal parts for
+        """Return the elements of an array of about `size` bytes that can be divided equally among
         all ranks.
         """
         share = self.axis.ranks
@@ -61,7 +61,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
     """Return a case of one collective with an array of about `size` bytes, on all groups of an axis
     at once.
 
-    Its check has the same result on all ranks: an error on one is reported by all.
+    Its check has the same result on all ranks: all of them report an error on one.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -81,7 +81,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
 def check_on_all(
     place: AxisPlace, wrong: Callable[[Any], str | None]
 ) -> Callable[[Any], str | None]:
-    """Wrap `wrong` as a check that all ranks make and whose result all share."""
+    """Wrap `wrong` as a check that all ranks run and whose result they share."""
 
     def check(found: Any) -> str | None:
         if not place.members:
@@ -101,14 +101,14 @@ def _key(collective: str, place: AxisPlace, size: int) -> Key:
 
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return the first rank's error, on all ranks."""
+    """Return the error of the first failed rank, on all ranks."""
     said: list[str | None] = [None] * control.size()
     dist.all_gather_object(said, wrong, group=control)
     return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
 
 
 def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
-    """Call each case once more with other data than was timed, and compare all of it.
+    """Call each case once more with new data, and compare all of the result.
 
     Raises WrongResultError on all ranks if a value is wrong.
     """
@@ -130,7 +130,9 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Say what is wrong with equal parts, each of which one rank had from element `offset` on."""
+    """Describe what is wrong with equal parts, each of which comes from one rank, from element
+    `offset` on.
+    """
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong
@@ -231,7 +233,7 @@ def cases_by_size(
 ) -> list[Case]:
     """Yield cases from small to large, until one call takes too long.
 
-    The largest are tried once on the way; all ranks get the same cases.
+    The largest are tried once along the way; all ranks get the same cases.
     """
     cases: list[Case] = []
     took_s = 0.0

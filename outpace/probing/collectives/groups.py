@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Axis:
-    """Groups of equal size in which ranks do the same at the same time."""
+    """Groups of equal size whose ranks do the same at the same time."""
 
     name: str
     groups: Nodes
@@ -53,7 +53,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
 
 
 def axes_of(nodes: Nodes) -> list[Axis]:
-    """Return the axis of all ranks, and those within and across nodes, if they differ from it."""
+    """Return the axis of all ranks, and the axes within and across nodes if they differ from it."""
     world = tuple(rank for node in nodes for rank in node)
     axes = [Axis("all", (world,))]
     sizes = {len(node) for node in nodes}

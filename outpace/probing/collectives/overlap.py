@@ -28,8 +28,8 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the share of the shorter that the longer hides: 1 all, 0 nothing, below 0 it costs
-    time.
+    """Return the fraction of the shorter that the longer hides: 1 all, 0 nothing; below 0, overlap
+    costs time.
     """
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
@@ -41,10 +41,10 @@ def probe_overlap(
     effort: Effort,
     collectives: Sequence[str] = OVERLAPPED,
 ) -> Turns[list[list[Figure]]]:
-    """Time computation, each collective and size, and both at once; return the hidden share.
+    """Time computation, each collective at each size, and both at once; return the hidden fraction.
 
-    Computing is as many products of matrices as take about as long as the collective. Raises
-    WrongResultError where what comes out of it is wrong, before it is timed or after.
+    The computation is as many matrix products as take about as long as the collective. Raises
+    WrongResultError if a result is wrong before or after the timing.
     """
     product, right = _product(place.buffers.device)
     clock.seconds(product, 1)
@@ -140,7 +140,9 @@ def _compute_nothing() -> None:
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden share, from rounds that timed computation, collective and both in turn."""
+    """Return the hidden fraction from rounds that timed computation, collective and both in
+    turn.
+    """
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)

@@ -28,8 +28,8 @@ _TIMED = 0.9  # of the budget; the rest is for looking at the values again
 def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
-    """Yield rounds of samples for each call, each with seconds by rank. All ranks make these
-    calls.
+    """Yield rounds of samples for each call, each with the seconds of every rank. All ranks make
+    these calls.
 
     Samples go through the calls forwards and backwards in turn.
     """
@@ -63,7 +63,7 @@ def by_rank(
 
 
 class RankWork(NamedTuple):
-    """A call that each rank makes, and the check of its result."""
+    """A call that every rank makes, and the check of its result."""
 
     call: Callable[[], Tensor]
     check: Callable[[Tensor], str | None]
@@ -89,9 +89,9 @@ def work_of(device: torch.device) -> dict[str, RankWork]:
 def ranks_figures(
     work: dict[str, RankWork], place: AxisPlace, clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Figure]]:
-    """Time how long each rank takes for the same work, with all others doing it too.
+    """Time how long each rank takes for the same work while all others do it too.
 
-    Raises WrongResultError on all ranks if one computes something wrong.
+    Raises WrongResultError on all ranks if one computes a wrong result.
     """
     for what, (call, check) in work.items():
         if wrong := first_fault(check(call()), place.control):
@@ -120,8 +120,8 @@ def pair_figures(
 ) -> Turns[dict[Pair, list[Figure]]]:  # fmt: skip
     """Time each pair while both send to each other at the same time, by size.
 
-    Raises WrongResultError where something else arrives than was sent, before all of it is timed
-    or after.
+    Raises WrongResultError if the received data differ from the sent data before or after the
+    timing.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
     place.buffers.take(max(sizes) // ITEM_BYTES)  # once: what is sent is parts of them

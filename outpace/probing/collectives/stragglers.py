@@ -24,7 +24,7 @@ Who = TypeVar("Who")
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """`times` as slow as the others; from `low` to `high` if probed again."""
+    """A slowdown: `times` as slow as the others; from `low` to `high` in a repeated probe."""
 
     who: Who
     times: float
@@ -38,7 +38,7 @@ class Slowness(Generic[Who]):
 def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
     """Return ranks that compute slower than the others, slowest first.
 
-    `seconds`: by rank, of the same work in each of some rounds that all did at the same time.
+    `seconds`: by rank, for the same work in each of several rounds that all ran at the same time.
     """
     ratios = {
         rank: [
@@ -59,7 +59,9 @@ def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
 
 @dataclass(frozen=True)
 class SlowLinks:
-    """`ranks` are slow on all of their links; `links` are slow by themselves."""
+    """The `ranks` that are slow on all of their links, and the `links` that are slow
+    individually.
+    """
 
     ranks: tuple[Slowness[int], ...] = ()
     links: tuple[Slowness[Pair], ...] = ()
@@ -68,8 +70,8 @@ class SlowLinks:
 def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
     """Find links that are slower than the others, and ranks whose links are all slow.
 
-    `seconds`: by pair, of sending the same in each round. Compared with the faster ones, those that
-    a quarter of all are faster than: half of four ranks' links are slow when one rank is.
+    `seconds`: by pair, for sending the same data in each round. Links are compared with the first
+    quartile, since one slow rank out of four makes half of all links slow.
     """
     rounds = min(map(len, seconds.values()), default=0)
     if len(seconds) < 2:

@@ -36,9 +36,10 @@ def probe_matmul(
     progress: Progress,
     tokens: int | None = None,
 ) -> Turns[ProbeSection]:
-    """Time matrix products on a device. `features` are its processor's. Raises WrongResultError.
+    """Time matrix products on a device. `features` are those of its processor. Raises
+    WrongResultError.
 
-    `tokens`: number in a model's products; None for as many as keep a call short.
+    `tokens`: the number in a model's products; None for as many as keep a call short.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)

@@ -45,8 +45,8 @@ _CURVE = tuple(1 << power for power in range(5, 15))
 class Bench:
     """A device on which matrix products are timed, and how long one may take.
 
-    Random values are made once for each dtype; operands are parts of them. `rates`: approximate
-    FLOP/s of large products, for choosing sizes and not for showing.
+    Random values are created once per dtype, and operands are parts of them. `rates`: approximate
+    FLOP/s of large products, for choosing sizes and not for display.
     """
 
     device: torch.device
@@ -55,8 +55,8 @@ class Bench:
     rates: dict[Dtype, float] = field(default_factory=dict)
 
     def takes(self, dtype: Dtype, shape: Shape) -> bool:
-        """Return whether the operands fit into the pool, and the dtype has products of this
-        shape.
+        """Return whether the operands fit into the pool, and whether the dtype supports products of
+        this shape.
         """
         m, n, k = shape
         fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
@@ -85,7 +85,7 @@ def dtypes_of(device: torch.device, features: Iterable[str], capability: float) 
 
 
 def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
-    """Make random values for products on a device, and estimate their rate."""
+    """Create random values for products on a device, and estimate their rate."""
     pools: dict[Dtype, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for dtype in dtypes:
@@ -107,7 +107,7 @@ def _pool_size(device: torch.device, quick: bool) -> int:
 
 
 def product(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[], Tensor]:
-    """Return a product, ready to be called."""
+    """Return a callable that computes a product."""
     m, n, k = shape
     pool = on.pools[dtype]
     a_MK = pool[: m * k].view(m, k)
@@ -208,15 +208,16 @@ def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
 
 
 def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
-    """Return the largest power of two whose square product takes no longer than allowed."""
+    """Return the largest power of two whose square product stays within the allowed time."""
     fitting = [n for n in _CURVE if n <= at_most and on.short(dtype, (n, n, n))]
     return max(fitting, default=_CURVE[0])
 
 
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
-    """Return the number of tokens that is given, however long a product is then.
+    """Return the given number of tokens, however long a product then takes.
 
-    Without one: as many, a power of two, as let the largest of a model's products be short enough.
+    If none is given: the largest power of two for which the largest product of a model is short
+    enough.
     """
     if given is not None:
         return given
@@ -228,7 +229,9 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
 
 
 def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Vary each dimension by 1 and by larger steps, to detect tiles; n over waves on a GPU."""
+    """Vary each dimension by 1 and by larger steps, to detect tiles; on a GPU, vary n over
+    waves.
+    """
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
@@ -254,7 +257,9 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Return dimensions above a round size by 1, 8, 16, 64 and 128, and 2 and 3 times as large."""
+    """Return dimensions that exceed a round size by 1, 8, 16, 64 and 128, and 2 and 3 times
+    these.
+    """
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -300,10 +305,10 @@ def model_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int, forward_only: bool = False,
     within_s: float = inf,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """Return a model's products, quickest first, and the parts that are left out.
+    """Return a model's products, fastest first, and the parts that are left out.
 
-    Those whose operands do not fit, whose dtype has no such products, and with which a call of
-    each would take longer than `within_s`.
+    Parts are left out if their operands do not fit, if their dtype has no such products, or if one
+    call of each would take longer than `within_s`.
     """
     shapes = model_shapes(spec, tokens)
     shapes |= {} if forward_only else backward_shapes(shapes)
@@ -322,9 +327,10 @@ def _work(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return the fastest shapes, and the fastest doubled each way, as candidates for the best.
+    """Return the fastest shapes, and the fastest one doubled in each dimension, as candidates for
+    the best.
 
-    They are timed again: the best of many that were timed together is partly the luckiest.
+    They are timed again, because the best of many that were timed together is partly the luckiest.
     """
     of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
     tried = dict.fromkeys(_shape(key) for key in of)

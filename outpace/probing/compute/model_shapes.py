@@ -28,7 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's three products, forward and backward, with the vocabulary as is and
+    """Return the head's three products, forward and backward, with the vocabulary unpadded and
     padded.
     """
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
@@ -87,9 +87,9 @@ def head_counts(hidden: int) -> list[int]:
 def attention_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, seq_len: int, quick: bool
 ) -> list[Case]:
-    """Attention of one sequence by number of heads, forward, and forward with backward.
+    """Return attention over one sequence by number of heads: forward, and forward with backward.
 
-    Those numbers that the device has an implementation for, and memory.
+    Only numbers for which the device has an implementation and enough memory.
     """
     width = spec.heads * spec.head_dim
     counts = head_counts(width)

@@ -12,11 +12,11 @@ _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Say what a step of a product's dimension is in registers of `bits` bits; None if nothing
-    whole.
+    """Describe a step of a product's dimension in registers of `bits` bits; None if it is not a
+    whole number.
 
-    Products are summed in fp32, so along m and n it is sums that lie side by side in a register,
-    and along k it is what is multiplied.
+    Products are summed in fp32, so along m and n a register holds adjacent sums, and along k
+    adjacent operands.
     """
     row = min(bits, _ROW_BITS)
     whole = f"{row}-bit register" if bits == row else f"{row}-bit row of an AMX register"

@@ -24,9 +24,10 @@ _CLEARLY = 0.85
 
 @dataclass(frozen=True)
 class TileSteps:
-    """Time rises at multiples of `tile`. `explained`: the share that a straight line left over.
+    """Time that rises at multiples of `tile`. `explained`: the fraction of the variation that a
+    straight line does not explain.
 
-    `rise`: of a step, as a share of the time at the start of the sweep.
+    `rise`: of a step, relative to the time at the start of the sweep.
     """
 
     tile: int
@@ -35,9 +36,9 @@ class TileSteps:
 
 
 def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | None:
-    """Return the width of the steps in a sweep by small differences; None if there are none.
+    """Return the width of the steps in a sweep with small increments; None if there are none.
 
-    Needs two steps of a tile, at least, to call it one.
+    At least two steps are needed to identify a tile.
     """
     n, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if len(n) < 6:
@@ -58,9 +59,10 @@ def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | Non
 def find_waves(
     columns: Sequence[int], seconds: Sequence[float], rows: int, multiprocessors: int
 ) -> tuple[tuple[int, int], float] | None:
-    """Return the tile whose waves explain a sweep of a product's columns, and the explained share.
+    """Return the tile whose waves explain a sweep of a product's columns, and the explained
+    fraction.
 
-    None where no tile's waves do better than a straight line by far.
+    None if no tile's waves explain it much better than a straight line.
     """
     n, t = np.asarray(columns, dtype=float), np.asarray(seconds, dtype=float)
     if len(n) < 6:
@@ -82,11 +84,11 @@ def find_waves(
 def find_threads(
     sizes: Sequence[int], alone_s: Sequence[float], together_s: Sequence[float], threads: int
 ) -> tuple[int, float] | None:
-    """Return the width of the blocks that threads divide among them, and the explained share.
+    """Return the width of the blocks that threads divide among them, and the explained fraction.
 
-    By how many times sooner all threads are than one, at each size: blocks that do not divide
-    evenly leave threads idle. A tile's own steps are in both times and fall out. None where no
-    width does better than a straight line by far.
+    It is found from the speed-up of all threads over one at each size: blocks that do not divide
+    evenly leave threads idle. A tile's own steps are in both times and cancel out. None if no width
+    explains it much better than a straight line.
     """
     n = np.asarray(sizes, dtype=float)
     sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)
@@ -127,5 +129,5 @@ def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
 
 
 def next_multiple(size: int, of: int) -> int:
-    """Return the smallest multiple that is not below a value."""
+    """Return the smallest multiple that is at least a value."""
     return -(-size // of) * of

@@ -10,17 +10,17 @@ class UnknownFactError(Exception):
 def make_finding(
     check: str, severity: Severity, what: str, seen: str, remedy: str, costs: Slowdown | None = None
 ) -> Finding:
-    """Make a finding from positional arguments."""
+    """Create a finding from positional arguments."""
     return Finding(check=check, severity=severity, what=what, seen=seen, remedy=remedy, costs=costs)
 
 
 def times(low: float, high: float, of: str, source: str) -> Slowdown | None:
-    """Make a slowdown; None if it costs nothing."""
+    """Create a slowdown; None if it costs nothing."""
     return Slowdown(low=low, high=high, of=of, source=source) if high > 1.001 else None
 
 
 def join_names(names: list[str]) -> str:
-    """Return names as a list to read: "GPU 0, 1, 2 and 5 more"."""
+    """Join names for a sentence: "GPU 0, 1, 2 and 5 more"."""
     if len(names) > 8:
         return f"{', '.join(names[:6])} and {len(names) - 6} more"
     return ", ".join(names)

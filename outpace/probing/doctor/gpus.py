@@ -178,7 +178,9 @@ def links(inventory: Inventory) -> Iterator[Finding]:
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on the GPU, a MIG slice instead of a GPU, a driver that unloads."""
+    """Find other programs on the GPU, a MIG slice instead of a whole GPU, or a driver that
+    unloads.
+    """
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
@@ -211,7 +213,9 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank far from its GPU, whose memory and interrupts cross between CPUs."""
+    """Find a rank whose process runs on CPUs far from its GPU, so memory traffic and interrupts
+    cross between processors.
+    """
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError("not started as a rank: run outpace doctor in place of the training")
@@ -236,7 +240,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
 
 
 def visible(inventory: Inventory) -> Iterator[Finding]:
-    """Find a CUDA_VISIBLE_DEVICES that hides more than it names."""
+    """Find a CUDA_VISIBLE_DEVICES that hides more devices than intended."""
     gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
@@ -272,11 +276,11 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
 
 
 def read_visible(words: Sequence[str], count: int) -> list[str]:
-    """Return the devices that CUDA takes from a list: up to the first entry that is none.
+    """Return the devices that CUDA takes from a list: all entries before the first invalid one.
 
-    All are numbers, or all begin as the first does (CUDA C++ Programming Guide, "CUDA Environment
-    Variables"; torch.cuda._parse_visible_devices, which finds no device where one is named twice,
-    and reads a number as C's strtoul does).
+    All entries are numbers, or all have the same form as the first (CUDA C++ Programming Guide,
+    "CUDA Environment Variables"; torch.cuda._parse_visible_devices, which finds no device if one is
+    named twice, and reads a number as C's strtoul does).
     """
     shown = []
     form = next((begin for begin in _UUIDS if words[0].startswith(begin)), None)

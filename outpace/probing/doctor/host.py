@@ -24,7 +24,9 @@ def _power(inventory: Inventory) -> float:
 
 
 def quota(inventory: Inventory) -> Iterator[Finding]:
-    """Find a container with less CPU time than visible CPUs: threads are stopped in every step."""
+    """Find a container with less CPU time than visible CPUs, so that threads are throttled in every
+    step.
+    """
     name = "CPU quota"
     if not inventory.cpu_quota_known:
         raise UnknownFactError("no cgroup of this process that limits CPU time can be read")
@@ -107,7 +109,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
     """Find binding to a part of the host: intended with several ranks, a launcher's mistake with
-    one.
+    only one.
     """
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
@@ -186,7 +188,7 @@ def huge_pages(inventory: Inventory) -> Iterator[Finding]:
 
 
 def swap(inventory: Inventory) -> Iterator[Finding]:
-    """Find memory in swap; severe if it is being swapped now."""
+    """Find memory in swap; severe if swapping is active."""
     used, rate = inventory.swap_used_bytes, inventory.swapped_bytes_per_s
     if used is None:
         raise UnknownFactError("the kernel does not tell")

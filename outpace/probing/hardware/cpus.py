@@ -20,9 +20,7 @@ def usable_cpus() -> tuple[int, ...]:
 
 
 def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[float | None, bool]:
-    """Return the CPU time that the smallest of this process's cgroups allows, and whether any was
-    read.
-    """
+    """Return the smallest CPU time that this process's cgroups allow, and whether any was read."""
     quotas: list[float] = []
     known = False
     for group in control_groups("cpu", membership, mounts):

@@ -37,9 +37,9 @@ _KNOWN = (
 
 
 def describe_foreign(text: str) -> str | None:
-    """Say what a text is instead of a topology, and what to do; None if unknown.
+    """Describe a text that is not a topology, and what to do; None if unknown.
 
-    An error of the tool is quoted by its line.
+    An error of the tool is quoted with its line.
     """
     for pattern, sentence in _KNOWN:
         found = re.search(pattern, text, re.MULTILINE)

@@ -51,7 +51,7 @@ def place(
 def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
     """Form as many groups of `size` GPUs as possible, maximising their worst inner link.
 
-    Exact for up to 16 GPUs; with more, neighbours in the driver's order.
+    Exact for up to 16 GPUs; with more, neighbours in the driver's order are grouped.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
@@ -163,10 +163,12 @@ def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
 
 
 def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
-    """GPUs and pairs that have fewer NVLinks than the others; None where there is no rule.
+    """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no regular
+    pattern.
 
-    There is one where at least half of all pairs have one kind of bond, the best of the host: so
-    it is in hosts whose GPUs are all joined alike, and not where bridges join two by two.
+    There is a pattern if at least half of all pairs have the same kind of connection, the host's
+    best. This holds for hosts whose GPUs are all connected alike, but not if bridges connect them
+    in pairs.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]
@@ -194,9 +196,9 @@ def _order(link: str) -> int:
 
 
 def bottleneck(topology: Topology) -> str | None:
-    """The best link that is the worst on the way between some two GPUs, whichever way is taken.
+    """Return the best link that some two GPUs cannot avoid on any path between them.
 
-    Anything that all GPUs take part in crosses one no better. None with fewer than two GPUs.
+    A collective of all GPUs crosses a link that is no better. None with fewer than two GPUs.
     """
     joined = {gpu: {gpu} for gpu in topology.gpus}
     pairs = sorted(

@@ -34,8 +34,8 @@ def measure_host_rates(threads: int) -> HostRates | None:
 
 
 def measure_rates(threads: int) -> HostRates:
-    """Measure the rates of `threads` threads, by one thread of this process, which has to end after
-    it.
+    """Measure the rates of `threads` threads in a thread of this process, which must end
+    afterwards.
     """
     import torch
 

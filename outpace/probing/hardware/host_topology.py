@@ -21,10 +21,10 @@ TIMEOUT_S = 20.0  # of each answer of the driver
 def read_topology(
     file: Path | None = None, nvlink: str | None = None, timeout_s: float = TIMEOUT_S
 ) -> HostTopology:
-    """Read the topology of this host, or of what `nvidia-smi topo -m` printed into a file.
+    """Read the topology of this host, or from a file with the output of `nvidia-smi topo -m`.
 
-    `file` "-" is standard input. `nvlink`: the links' generation ("4"), where no GPU here tells.
-    Raises BadInputError.
+    `file` "-" is standard input. `nvlink`: the generation of the links ("4"), if no GPU here
+    reports it. Raises BadInputError.
     """
     if nvlink is not None:
         find_link(f"NVLink {nvlink}")  # refused also where no GPU asks for it

@@ -43,8 +43,9 @@ def gather(
     watch_s: float = 0.5,
     timeout_s: float = 20.0,
 ) -> Inventory:
-    """Read this host. `watch_s`: how long to look at what else runs; `timeout_s`: for each of the
-    driver's two tools."""
+    """Read the facts about this host. `watch_s`: how long to observe other programs; `timeout_s`:
+    for each of the driver's two tools.
+    """
     cpu = read_cpus(sys)
     usable = frozenset(usable_cpus())
     quota, quota_known = cpu_quota(proc / "self/cgroup", proc / "self/mountinfo")

@@ -19,13 +19,15 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_i
 
 
 def usable_cores(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> int:
-    """Return the cores that this process may use, by its CPUs and its control groups' quota."""
+    """Return the cores that this process may use, by its CPU affinity and its control groups'
+    quota.
+    """
     cpus, (quota, _) = len(usable_cpus()), cpu_quota(membership, mounts)
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 
 
 def identify(find_accelerator: FindAccelerator) -> Machine:
-    """Describe this host and its CUDA devices; `find_accelerator` looks names up in a catalog."""
+    """Describe this host and its CUDA devices; `find_accelerator` looks up names in a catalog."""
     name, features = _processor()
     return Machine(
         host_cores=usable_cores(),

@@ -31,7 +31,7 @@ class ToolError(OutpaceError):
 
 
 def read_live(timeout_s: float = 20.0) -> Topology:
-    """Run this host's `nvidia-smi`. Raises ToolError with its message, at the latest on timeout."""
+    """Run this host's `nvidia-smi`. Raises ToolError with its message, or after a timeout."""
     text = run_tool([TOOL, "topo", "-m"], timeout_s)
     try:
         return parse(text, "nvidia-smi topo -m")
@@ -43,7 +43,7 @@ def read_live(timeout_s: float = 20.0) -> Topology:
 
 
 def read_if_there(timeout_s: float = 20.0) -> Topology | None:
-    """Read the topology as `read_live` does; None if the tool gives no answer."""
+    """Read the topology like `read_live`; None if the tool gives no answer."""
     try:
         return read_live(timeout_s)
     except ToolError:
@@ -51,7 +51,7 @@ def read_if_there(timeout_s: float = 20.0) -> Topology | None:
 
 
 def run_tool(command: list[str], timeout_s: float) -> str:
-    """Return what a tool prints. Raises ToolError; what it started is ended with it."""
+    """Return a tool's output. Raises ToolError; its child processes end with it."""
     name = command[0]
     if shutil.which(name) is None:
         raise ToolError(
@@ -105,10 +105,11 @@ class _Header:
 
 
 def parse(text: str, source: str) -> Topology:
-    """The topology in a tool's output, wherever in `text` it stands.
+    """Return the topology in a tool's output, wherever it is in `text`.
 
-    Cells that a terminal has run together are told apart; what is missing in one row is taken
-    from the other device's. Raises BadInputError where no matrix is found or GPUs remain open.
+    Cells that a terminal has run together are separated; a missing cell in one row is taken from
+    the other device's row. Raises BadInputError if there is no matrix or if links of GPUs remain
+    unknown.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)
@@ -276,7 +277,7 @@ def _mirror(
 
 
 def render(topology: Topology) -> str:
-    """Return the matrix as the tool would print it; `parse` reads it back."""
+    """Format the matrix like the tool; `parse` reads it back."""
     with_numa = any(device.numa_affinity for device in topology.devices)
     with_id = any(device.gpu_numa_id for device in topology.devices)
     header = ["", *(device.name for device in topology.devices), "CPU Affinity"]

@@ -42,9 +42,9 @@ _MARK = "outpace-gpus:"
 def query(
     timeout_s: float = 20.0, command: list[str] | None = None
 ) -> tuple[tuple[GpuState, ...], str | None]:
-    """Return this host's GPUs, and the reason if none can be seen (None otherwise).
+    """Return this host's GPUs, and the reason if none are visible (otherwise None).
 
-    `command` is what prints them as `main` does. Never raises for the driver's sake.
+    `command` prints them as `main` does. Never raises an error because of the driver.
     """
     try:
         text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
@@ -58,7 +58,7 @@ def query(
 
 
 def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
-    """Return whether the driver answers in time, asking it in a separate process."""
+    """Return whether the driver answers in time, by querying it in a separate process."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(library)  # loading it asks nothing of the driver
@@ -68,7 +68,9 @@ def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
 
 
 def read_gpus(library: Any) -> tuple[GpuState, ...]:
-    """All GPUs by an initialised `pynvml`, or what answers like it. Raises its NVMLError."""
+    """Return all GPUs from an initialised `pynvml`, or a compatible object. Raises its
+    NVMLError.
+    """
     count = library.nvmlDeviceGetCount()
     return tuple(_state(library, index) for index in range(count))
 
@@ -157,7 +159,9 @@ def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
 
 
 def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
-    """The processes that compute on a device now, by NVML's numbers; None as above."""
+    """Return the processes that compute on a device now, by NVML's numbers; None if the driver does
+    not say.
+    """
     listed = _Device(library, handle).ask("ComputeRunningProcesses")
     return None if listed is None else frozenset(one.pid for one in listed)
 
@@ -200,19 +204,21 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def share(percent: int) -> float | None:
-    """Return a percentage as a share of one. Drivers have been seen to say more than 100 (of a
-    process that has ended).
+    """Return a percentage as a fraction. Drivers have reported more than 100 (for a process that
+    has ended).
     """
     return percent / 100 if 0 <= percent <= 100 else None
 
 
 def words(value: str | bytes | None) -> str | None:
-    """A name, which older versions of nvidia-ml-py give as bytes."""
+    """Return a name as text; older versions of nvidia-ml-py return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def main() -> None:
-    """Print this host's GPUs as one line of JSON after a mark, or why there are none."""
+    """Print this host's GPUs as one line of JSON after a marker, or the reason if there are
+    none.
+    """
     gpus: tuple[GpuState, ...] = ()
     why = None
     try:

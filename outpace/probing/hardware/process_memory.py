@@ -16,8 +16,8 @@ _NO_LIMIT = 2**60
 
 
 def anonymous_bytes() -> int:
-    """Return anonymous resident memory; all resident memory if the kernel does not separate
-    them.
+    """Return anonymous resident memory; all resident memory if the kernel does not separate the
+    two.
     """
     found = resident.anonymous_bytes()
     return int(psutil.Process().memory_info().rss) if found is None else found
@@ -31,7 +31,7 @@ def give_back_free() -> None:
 
 @dataclass(frozen=True)
 class Cgroup(ControlGroup):
-    """A control group with a limit on memory: the kernel ends a process of it beyond that."""
+    """A control group with a memory limit, beyond which the kernel kills one of its processes."""
 
     @cached_property
     def limit_bytes(self) -> int | None:
@@ -41,7 +41,7 @@ class Cgroup(ControlGroup):
         return limit if limit < _NO_LIMIT else None
 
     def used_bytes(self) -> int:
-        """Memory of all its processes, without file copies that can be dropped."""
+        """Memory of all its processes, without file caches that can be dropped."""
         name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
         prefix = "" if self.version == 2 else "total_"
         stat = dict(line.split(maxsplit=1) for line in self.read("memory.stat").splitlines())
@@ -58,7 +58,9 @@ def find_cgroup(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> Cgroup 
 
 
 def free_bytes() -> int:
-    """Return what this host has available, or its control group still may have, if that is less."""
+    """Return the host's available memory, or what its control group may still use, if that is
+    less.
+    """
     available, group = int(psutil.virtual_memory().available), find_cgroup()
     if group is None:
         return available

@@ -17,7 +17,7 @@ def read_text(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A group of processes that the kernel limits together, by version 1 or 2 of its interface."""
+    """A control group of the kernel, through version 1 or 2 of the interface."""
 
     folder: Path
     version: int

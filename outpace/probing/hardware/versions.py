@@ -31,10 +31,12 @@ _ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of the packages that matter, and of CUDA and its driver where they are.
+    """Return the versions of Python, of the relevant packages, and of CUDA and its driver if there
+    are any.
 
-    Of what carries collectives, too. Nothing is asked of a driver: a broken one may not answer.
-    outpace and torch say theirs themselves: where they are only on PYTHONPATH, nothing else does.
+    This includes the communication libraries. The driver is not queried, because a broken one may
+    not answer. outpace and torch report their own versions, because nothing else knows them if they
+    are only on PYTHONPATH.
     """
     found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
@@ -76,9 +78,11 @@ def changes() -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select those that change how something computes or communicates, not where it was launched.
+    """Select the variables that affect computation or communication, but not those that describe
+    the launch.
 
-    Left out are those that hold a secret, by their names or by an address with a password.
+    Variables that contain a secret are left out, judged by their names or by an address with a
+    password.
     """
     return {
         name: value

@@ -15,7 +15,7 @@ _ALIKE = 0.02
 
 
 def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice in words, with the figures."""
+    """Return advice as sentences with the figures."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
@@ -29,9 +29,10 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """Return the first setting, by workers and then prefetching, that is as fast as the fastest.
+    """Return the setting with the fewest workers, and then the least prefetching, that is as fast
+    as the fastest.
 
-    None if no figure is known.
+    None if there are no figures.
     """
     known = [f for f in figures if f.value is not None]
     if not known:

@@ -56,7 +56,7 @@ def probe_loader(
     progress: Progress = lambda share: None,
     device: torch.device = CPU,
 ) -> Turns[ProbeSection]:
-    """Loading and tokenising, and the setting to recommend.
+    """Measure loading and tokenising, and return the recommended setting.
 
     Raises BadInputError for data that cannot be read.
     """

@@ -31,10 +31,10 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class LoaderData:
-    """Data to load, as `outpace train` is told it, and in which batches.
+    """Data to load, specified as for `outpace train`, and the batches.
 
-    Without a `tokenizer` one is learnt from the text. `dataset`: a user's own (map-style), in the
-    place of the sources.
+    Without a `tokenizer`, one is trained on the text. `dataset`: a user's own (map-style), in place
+    of the sources.
     """
 
     sources: tuple[str, ...] = ("stdlib",)
@@ -49,9 +49,9 @@ class LoaderData:
 
 @dataclass(frozen=True)
 class LoaderInput:
-    """`tokens` is what training loads; `texts` what it is made of, where that is text.
+    """`tokens` is what training loads; `texts` is its source, if that is text.
 
-    `sample_tokens`: of each sample, None where they are not known.
+    `sample_tokens`: the tokens of each sample, None if unknown.
     """
 
     tokens: Any
@@ -160,9 +160,9 @@ def _write_tokens(
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Texts that are tokenised when they are asked for: at most `seq_len` tokens each, padded.
+    """Texts that are tokenised on access: at most `seq_len` tokens each, padded.
 
-    `mean_tokens`: of a text, in the mean.
+    `mean_tokens`: the mean number per text.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def large_elements(device: torch.device) -> int:
 
 
 def memory_cases(device: torch.device, quick: bool) -> list[Case]:
-    """Return cases of one device's memory, and of the way between it and the host's."""
+    """Return cases for a device's memory, and for transfers between it and the host's memory."""
     large = large_elements(device)
     elements = [count for count in (_QUICK if quick else _FULL) if count < large] + [large]
     pool = torch.empty(large, device=device).normal_()
@@ -260,7 +260,7 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the share of the shorter of a product and a transfer that the longer hides, by
+    """Return the fraction of the shorter of a product and a transfer that the longer hides, by
     direction.
     """
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
@@ -274,7 +274,7 @@ def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
-    """Describe the hidden share, with its interval."""
+    """Describe the hidden fraction, with its interval."""
     for figure in hidden:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(

@@ -14,7 +14,7 @@ _SLOW_FSYNC_S = 0.02
 
 
 def advice_of(role: str, figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice in words, with the figures. `role`: checkpoints, offload, or both."""
+    """Return advice as sentences with the figures. `role`: checkpoints, offload, or both."""
     known = [figure for figure in figures if figure.value is not None]
     found = [*_checkpoint(role, known)] if role != "offload" else []
     if "offload" in role:

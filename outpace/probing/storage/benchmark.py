@@ -114,11 +114,11 @@ def _probe_directory(
 
 @contextmanager
 def storage_cases(directory: Path, role: str, quick: bool) -> Iterator[Disk]:
-    """Yield what to time of a directory that is there. `role` is what figures call it, never its
-    path.
+    """Yield the cases for an existing directory. `role` is its name in figures, which never show
+    its path.
 
-    Nothing is left in it afterwards. Raises BadInputError where there is too little room, OSError
-    where it cannot be written to.
+    Nothing is left in the directory. Raises BadInputError if there is too little space, OSError if
+    it cannot be written to.
     """
     nbytes = _FILE_BYTES if quick else _FULL_FILE_BYTES
     require_room(directory, nbytes + BUFFERED_BYTES)

@@ -41,7 +41,7 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def in_memory(directory: Path) -> str | None:
-    """The kind of a file system that has no disk; None for one on a disk, or where it is unknown.
+    """Return the kind of a file system without a disk; None if it is on a disk, or unknown.
 
     Recent kernels accept O_DIRECT there, and copy memory.
     """
@@ -93,12 +93,13 @@ class _Lane:
 
 
 class PageFile:
-    """`pages` random pages in a nameless file in `directory`, written until full or `fill_s` is up.
+    """`pages` random pages in an unlinked file in `directory`, written until full or until `fill_s`
+    is over.
 
-    A page's first word is its number, salted, and the second rises with every write, so that no
-    two pages are equal, none is written twice alike, and one that was not written or belongs
-    elsewhere is found out. `direct`: whether O_DIRECT works here. Each of `lanes` threads has its
-    own memory. Raises OSError.
+    A page's first word is its salted number, and the second rises with every write. So no two pages
+    are equal, no page is written twice with the same content, and a page that was not written or
+    belongs elsewhere is detected. `direct`: whether O_DIRECT works here. Each of `lanes` threads
+    has its own memory. Raises OSError.
     """
 
     def __init__(self, directory: Path, most_pages: int, fill_s: float, lanes: int) -> None:
@@ -160,7 +161,7 @@ class PageFile:
             raise WrongResultError(f"pages {page} to {page + pages - 1} were read as others")
 
     def wrong(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
-        """Read and check everything; return what is wrong with it, or differs from `write`."""
+        """Read and check everything; describe what is wrong with it, or differs from `write`."""
         self.forget()
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
@@ -185,14 +186,14 @@ class PageFile:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file, which disappears with this or with the process."""
+        """Close the file, which disappears with this or when the process ends."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def open_nameless(directory: Path) -> int:
-    """Return a descriptor of a nameless file for reading and writing. Raises OSError."""
+    """Return a descriptor of an unlinked file for reading and writing. Raises OSError."""
     with tempfile.TemporaryFile(dir=directory) as file:
         return os.dup(file.fileno())
 
@@ -214,6 +215,6 @@ def _open(directory: Path) -> tuple[int, bool]:
 
 
 def require_whole(moved: int, wanted: int) -> None:
-    """Raise OSError if only a part was moved."""
+    """Raise OSError if only a part was transferred."""
     if moved != wanted:
         raise OSError(errno.EIO, f"{moved} bytes were moved instead of {wanted}")

@@ -9,7 +9,7 @@ from outpace.records.figure import Figure
 
 @dataclass(frozen=True)
 class Gain:
-    """0.03: 3 % faster, from `low` to `high` with the level of `intervals.LEVEL`."""
+    """A relative gain, from `low` to `high` at the level of `intervals.LEVEL`; 0.03: 3 % faster."""
 
     value: float
     low: float
@@ -25,12 +25,12 @@ class Gain:
 
 
 def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
-    """Return the gain from `before` to `after`, by the ratio of samples that were taken side by
+    """Return the gain from `before` to `after`, from the ratio of samples that were taken side by
     side.
 
-    A slow spell hits both and falls out of their ratio. `among`: of that many the one with the
-    largest gain is looked for, so that each interval has to hold more surely (Bonferroni). None
-    where there are less than four samples of both.
+    A slow period affects both and cancels out. `among`: if the largest gain among that many is
+    sought, each interval must hold with a higher probability (Bonferroni). None if there are fewer
+    than four samples of either.
     """
     both = zip(before.rounds, after.rounds, strict=False)
     ratios = [a / b for samples in both for a, b in zip(*samples, strict=False)]

@@ -22,9 +22,9 @@ _DISTURBED = 0.10
 
 
 class CoreSeconds(NamedTuple):
-    """Seconds of a host's cores; None if the kernel does not say (as outside of Linux).
+    """Seconds of a host's cores; None if the kernel does not report them (outside of Linux).
 
-    `busy_s` and `stolen_s` of all cores, `probe_s` of this process and of those that it started.
+    `busy_s` and `stolen_s` cover all cores, `probe_s` this process and its children.
     """
 
     wall_s: float
@@ -83,7 +83,7 @@ def _probe_s() -> float:
 
 @contextmanager
 def record_use(into: list[CoreSeconds]) -> Iterator[None]:
-    """Append what was used meanwhile to a list."""
+    """Append the usage during the context to a list."""
     steady = InterferenceWatch()
     yield
     into.append(steady.read_use())
@@ -103,7 +103,7 @@ def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
 
 
 def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] = ()) -> Steadiness:
-    """Judge what others used on the worst host. `hosts`: what each host's ranks used."""
+    """Assess the usage by others on the worst host. `hosts`: the usage by each host's ranks."""
     told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
     others = max((_other_cores(host) for host in told), default=None)
     stolen = max((_stolen_share(host[0]) for host in told), default=None)
@@ -122,7 +122,7 @@ def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] =
 
 
 def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
-    """Say why measurements on these hosts' processors are invalid; None if they are valid."""
+    """Explain why measurements on these hosts' processors are invalid; None if they are valid."""
     for host in hosts:
         if host[0].busy_s is None or host[0].wall_s <= 0:
             continue

@@ -24,9 +24,10 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Take turns in each of several parts: one of each is a turn of all. Return what each gives.
+    """Interleave several parts: one turn of each forms a turn of the whole. Return the result of
+    each.
 
-    Where one raises, the others end with it, and give back what they hold.
+    If one raises an error, the others end too, and release what they hold.
     """
     found: list[Any] = [None] * len(parts)
     going = dict(enumerate(parts))

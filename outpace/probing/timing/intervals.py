@@ -21,10 +21,10 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
     """Return the largest expected distance between this median and that of a repeat with as many
     samples.
 
-    Student's t for the difference of two such medians. The scale is the median distance from the
-    median, which a few disturbed samples do not widen; autocorrelated samples count as fewer (von
-    Storch & Zwiers, "Statistical Analysis in Climate Research", eq. 6.26). Infinite for fewer than
-    three samples.
+    It uses Student's t for the difference of two such medians. The scale is the median absolute
+    deviation, which a few disturbed samples do not widen; autocorrelated samples count as fewer
+    (von Storch & Zwiers, "Statistical Analysis in Climate Research", eq. 6.26). Infinite for fewer
+    than three samples.
     """
     count = len(samples)
     if count < 3:
@@ -38,7 +38,7 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation of normal values with this median distance from the median."""
+    """Return the standard deviation of normal values with this median absolute deviation."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
 

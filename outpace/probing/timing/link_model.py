@@ -35,7 +35,7 @@ _STEADY = 0.02
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """busbw / algbw of a collective among `ranks` ranks."""
+    """Return busbw / algbw of a collective among `ranks` ranks."""
     return _BUS[collective](ranks)
 
 
@@ -62,8 +62,8 @@ def fit_line(
     time_s).
 
     Neither latency nor time per byte is negative. Such a line goes through two of the points, or
-    through one where its latency or its time per byte is 0 (Bloomfield & Steiger, "Least Absolute
-    Deviations"), so that trying these finds it. Raises ValueError for fewer than two points, or
+    through one if its latency or its time per byte is 0 (Bloomfield & Steiger, "Least Absolute
+    Deviations"), so trying these finds it. Raises ValueError for fewer than two points, or for
     times or traffic that are not above 0.
     """
     if len(points) < 2 or any(traffic <= 0 or time_s <= 0 for traffic, time_s in points):
@@ -86,10 +86,10 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
 
 
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
-    """Fit a link to times of one collective on one axis; None if there are too few.
+    """Fit a link to the times of one collective on one axis; None if there are too few.
 
-    Samples that were taken side by side have a line of their own; how lines differ gives intervals.
-    `figures` are all of the same key but for their bytes.
+    Samples that were taken side by side get a line of their own, and the differences between lines
+    give intervals. `figures` have the same key except for their bytes.
     """
     first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)
     series = [figure.samples for figure in figures]

@@ -30,7 +30,7 @@ _LONG = 5
 
 
 class WrongResultError(OutpaceError):
-    """A timed call computed something wrong: the machine or a library is at fault."""
+    """A timed call computed a wrong result: the machine or a library is at fault."""
 
 
 class Clock(Protocol):
@@ -54,12 +54,12 @@ class HostClock:
         return time.perf_counter() - begin
 
     def now_s(self) -> float:
-        """Seconds by the host's clock."""
+        """Return seconds by the host's clock."""
         return time.perf_counter()
 
 
 class CudaClock:
-    """Clock by events on the current stream, which excludes the host's launching."""
+    """Clock based on events on the current stream, which excludes launching on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,7 +75,7 @@ class CudaClock:
         return float(begin.elapsed_time(end)) / 1e3
 
     def now_s(self) -> float:
-        """Seconds by the host's clock."""
+        """Return seconds by the host's clock."""
         return time.perf_counter()
 
 
@@ -88,8 +88,9 @@ def clock_of(device: torch.device) -> Clock:
 class Case:
     """A call to time. `amount`: amount of the unit's numerator per call ("s": 1 call).
 
-    `make` gives what is called; what it holds is let go after a sample. `check` says what is wrong
-    with a call's result, and is asked once, before anything is timed. All is done `within`.
+    `make` returns the callable; its objects are released after a sample. `check` describes what is
+    wrong with a call's result, and is called once, before anything is timed. Everything runs in the
+    context `within`.
     """
 
     key: Key
@@ -106,11 +107,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """Time to measure for: the whole budget, unless rounds have `most_samples` of each case.
+    """Time to spend on measuring: the whole budget, unless rounds have `most_samples` of each case.
 
-    On shared machines speed changes from one tenth of a second to the next: many short samples say
-    more than few long ones (docs/development/log.md). Where time is short there are fewer rounds,
-    spread over as many turns. `wakes`: before each sample half of one is not timed.
+    On shared machines, speed changes from one tenth of a second to the next, and many short samples
+    are more informative than a few long ones (docs/development/log.md). If time is short, there are
+    fewer rounds, spread over as many turns. `wakes`: before each sample, run half of one without
+    timing it.
     """
 
     budget_s: float
@@ -169,9 +171,10 @@ def measure(
     effort: Effort,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[list[Figure]]:
-    """Time all cases, a round in each turn. `progress` is told the share of the budget in use.
+    """Time all cases, one round in each turn. `progress` is called with the used share of the
+    budget.
 
-    Raises WrongResultError if a case computes something wrong.
+    Raises WrongResultError if a case computes a wrong result.
     """
     begin_s = clock.now_s()
     timings = [_Timing(case, clock, effort) for case in cases]
@@ -200,10 +203,10 @@ def in_rounds(
     spent_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[None]:
-    """Make visits, in as many turns as the effort has rounds, and as its budget lasts.
+    """Make visits in as many turns as the effort has rounds, while its budget lasts.
 
-    `visit` is told whether it begins a round. `spent_s`: of the budget, before. A turn that comes
-    when what is due by its end is spent already has no round, unless too few would be left.
+    `visit` is called with whether it starts a round. `spent_s`: used from the budget before. A turn
+    whose time is already used up has no round, unless too few would be left.
     """
     left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
     least = min(effort.least_rounds, effort.rounds)

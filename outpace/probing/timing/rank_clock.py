@@ -18,7 +18,7 @@ _PATIENCE = 0.8
 
 
 class Event(Protocol):
-    """A moment on a device, as torch.cuda.Event is."""
+    """A moment on a device, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
         """Return whether the device has reached it."""
@@ -26,7 +26,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call that `prepare(count)` makes ready for `count` calls, which is not timed."""
+    """A call that `prepare(count)` prepares for `count` calls; the preparation is not timed."""
 
     call: Callable[[], Any]
     prepare: Callable[[int], None]
@@ -37,9 +37,9 @@ class PreparedCall:
 
 
 def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = None) -> None:
-    """Wait for an event by asking for it, since waiting in the driver would be without limit.
+    """Wait for an event by polling, since waiting in the driver has no time limit.
 
-    Raises DistBackendError after `limit_s`, and aborts `group`, whose collective it waits for.
+    Raises DistBackendError after `limit_s`, and aborts `group`, for whose collective it waits.
     """
     end_s = time.monotonic() + limit_s
     while not event.query():
@@ -60,9 +60,10 @@ def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Wait until a device has done what was begun, but no longer than the group's ranks wait.
+    """Wait until a device has finished its queued work, but no longer than the group's ranks wait.
 
-    Raises DistBackendError beyond that. NCCL's path never ran: no machine with two GPUs was there.
+    Raises DistBackendError after that. NCCL's path has never run, since no machine with two GPUs
+    was available.
     """
     if device.type == "cuda":
         event = torch.cuda.Event()
@@ -71,11 +72,12 @@ def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class PatientCudaClock:
-    """A CudaClock by which a collective that a rank never comes to is waited for up to a limit.
+    """A CudaClock with a time limit for a collective that a rank never joins.
 
-    How often it asks does not change what is timed, which is between two events on the device.
-    Raises DistBackendError beyond the limit, and aborts the group. NCCL's path never ran, for lack
-    of a machine with two GPUs; what `ended` does was tested with events that are no device's.
+    The polling interval does not affect the measured time, which is between two events on the
+    device. Raises DistBackendError beyond the limit, and aborts the group. NCCL's path has never
+    run, since no machine with two GPUs was available; the behaviour of `ended` was tested with fake
+    events.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, limit_s: float) -> None:
@@ -93,7 +95,7 @@ class PatientCudaClock:
         return float(begin.elapsed_time(end)) / 1e3
 
     def now_s(self) -> float:
-        """Seconds by the host's clock."""
+        """Return seconds by the host's clock."""
         return time.perf_counter()
 
 
@@ -107,12 +109,12 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 
 
 class RanksClock:
-    """A call takes as long as on the rank where it takes longest.
+    """Clock on which a call takes as long as on the slowest rank.
 
-    All ranks begin together; the waiting for that is not timed, nor is what a `PreparedCall`
-    needs before it. `by_rank` has each rank's seconds of the last calls: where they differ, a rank
-    is slow. `control` carries small host messages and is no group whose collectives are timed.
-    Every rank has to make the same calls, in one order.
+    All ranks start together; waiting for that is not timed, nor is the preparation of a
+    `PreparedCall`. `by_rank` has each rank's seconds of the last calls: if they differ, a rank is
+    slow. `control` carries small host messages, and none of its collectives are timed. Every rank
+    must make the same calls in the same order.
     """
 
     def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:

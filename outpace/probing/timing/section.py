@@ -8,9 +8,9 @@ from outpace.records.probed import Advice, LinkFit
 
 @dataclass(frozen=True)
 class ProbeSection:
-    """Part of `outpace probe`. `notes`: what could not be probed, or was in another way, and why.
+    """Part of `outpace probe`. `notes`: what was not probed, or was probed in another way, and why.
 
-    `said`: what its figures say in words, which is nothing where they are withdrawn.
+    `said`: its figures in words, omitted if the figures are withdrawn.
     """
 
     figures: tuple[Figure, ...] = ()

@@ -27,7 +27,7 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class GpuObservation:
-    """Observations of one GPU. `others`: the most processes at once that are none of ours."""
+    """Observations of one GPU. `others`: the largest number of foreign processes at one time."""
 
     gpu: str
     slowed_by: frozenset[str] = frozenset()
@@ -41,10 +41,10 @@ class GpuObservation:
 
 
 class GpuWatch:
-    """Asks NVML about one GPU repeatedly. `probe_pids`: processes of this probe on this host.
+    """Monitor that queries NVML about one GPU. `probe_pids`: processes of this probe on this host.
 
-    `pids_known`: whether NVML's process numbers are those that are seen here. In a container they
-    may be the host's: then as many processes as the probe has are taken to be its own.
+    `pids_known`: whether NVML's process numbers are the ones visible here. In a container, they may
+    be those of the host; then as many processes as the probe has are assumed to be its own.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GpuWatch:
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
     def look(self) -> GpuObservation:
-        """Return the present state; empty where the driver does not say."""
+        """Return the current state; empty if the driver does not report it."""
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
         foreign = len(pids - self._probe_pids)
@@ -64,7 +64,7 @@ class GpuWatch:
 
     @contextmanager
     def record(self, into: list[GpuObservation]) -> Iterator[None]:
-        """Append observations meanwhile to a list."""
+        """Append observations during the context to a list."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -117,7 +117,7 @@ def _by_gpu(seen: Iterable[GpuObservation]) -> list[GpuObservation]:
 
 
 def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
-    """Say why measurements on these GPUs are invalid; None if they are valid."""
+    """Explain why measurements on these GPUs are invalid; None if they are valid."""
     for one in _by_gpu(seen):
         if one.others:
             who = "another process" if one.others == 1 else f"{one.others} other processes"
@@ -128,7 +128,7 @@ def gpus_disturbed(seen: Iterable[GpuObservation]) -> str | None:
 
 
 def slowed_words(seen: Iterable[GpuObservation]) -> list[str]:
-    """Say what slowed down each affected GPU."""
+    """Describe what slowed down each affected GPU."""
     return [
         f"{one.gpu} was slowed down: {', '.join(sorted(one.slowed_by))}"
         for one in _by_gpu(seen) if one.slowed_by

@@ -17,7 +17,7 @@ _SEARCH_SHARE = 1 / 1000
 
 
 class Rate:
-    """The rise per second of a counter that may start over at `wraps_at`."""
+    """Rate per second of a counter that may wrap around at `wraps_at`."""
 
     def __init__(self, wraps_at: float | None = None) -> None:
         self._wraps_at = wraps_at
@@ -37,9 +37,9 @@ class Rate:
 
 
 class Processes:
-    """The processes of a run on this host: `roots` and all that they start, as long as they live.
+    """The processes of a run on this host: the living `roots` and their descendants.
 
-    Where a root has ended, what it had started is no longer known to be of the run.
+    If a root has ended, its descendants are no longer known to belong to the run.
     """
 
     def __init__(self, roots: Collection[int]) -> None:
@@ -51,14 +51,15 @@ class Processes:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Pids of those that ran at the last look."""
+        """Process ids found by the last call of `look`."""
         return frozenset(self._running)
 
     def look(self) -> tuple[float, int] | None:
-        """Processor time since they began, seconds, and resident bytes; None when all have ended.
+        """Return the total processor time in seconds and the resident bytes; None if all processes
+        have ended.
 
-        The time of processes that have ended counts as soon as those that started them asked for
-        their end. The bytes are neither shared with others nor those of files.
+        The time of an ended process counts as soon as its parent has waited for it. The bytes
+        exclude shared and file-backed memory.
         """
         if time.monotonic() >= self._search_after_s:
             self._find()
@@ -93,7 +94,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 class HostReader:
-    """Reads what a host does; each reading covers the time since the one before.
+    """Reader of a host's load; each reading covers the time since the previous one.
 
     `rapl` is the kernel's folder of energy counters; often only root may read them.
     """

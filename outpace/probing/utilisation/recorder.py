@@ -20,7 +20,7 @@ _PATIENCE_S = 10.0
 
 
 class Samples:
-    """Takes loads from a sampler as they are asked for, and keeps them as a series."""
+    """Takes loads from a sampler on request, and keeps them as a series."""
 
     def __init__(self, sampler: Sampler, period_s: float) -> None:
         self.sampler = sampler
@@ -30,7 +30,9 @@ class Samples:
         self._last_s = time.monotonic()
 
     def take(self) -> Load | None:
-        """The load since the call before; None, and it is not kept, where that was just now."""
+        """Return the load since the previous call; None, without keeping it, if that was just
+        now.
+        """
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None
@@ -55,9 +57,9 @@ class Samples:
 
 
 class LoadRecorder:
-    """Records from `start` to `close`, and writes a whole file every minute or more rarely.
+    """Recorder that runs from `start` to `close`, and writes the whole file at most once a minute.
 
-    Trouble with the file, or with a sensor, ends the recording and nothing else.
+    A problem with the file or with a sensor ends the recording and nothing else.
     """
 
     def __init__(self, sampler: Sampler, path: Path, period_s: float = PERIOD_S) -> None:
@@ -75,7 +77,7 @@ class LoadRecorder:
 
     @property
     def series(self) -> Utilisation | None:
-        """All that was recorded; None before the first load. To be asked after `close`."""
+        """Return everything recorded; None before the first load. Call it after `close`."""
         return self._samples.series
 
     def start(self) -> None:
@@ -83,7 +85,7 @@ class LoadRecorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Record what is left and write the file. Does nothing the second time."""
+        """Record the rest and write the file. A second call does nothing."""
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE_S)

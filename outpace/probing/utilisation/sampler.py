@@ -39,8 +39,8 @@ _FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 class Nvml(Protocol):
-    """Functions that are used of the module `pynvml`. Each call raises where the device cannot
-    tell.
+    """The functions of the module `pynvml` that are used. Each call raises an error if the device
+    does not support it.
     """
 
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
@@ -58,11 +58,11 @@ class Nvml(Protocol):
 
 
 def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
-    """Return the driver's interface; None without a driver, without nvidia-ml-py, or where it
+    """Return the driver's interface; None without a driver, without nvidia-ml-py, or if the driver
     hangs.
 
-    A broken driver may never come back from being asked, and nothing can end a call in this
-    process: another process asks first, and has `timeout_s` for it.
+    A query to a broken driver may never return, and a call in this process cannot be ended. So
+    another process queries it first, and has `timeout_s` to do so.
     """
     try:
         import pynvml
@@ -76,10 +76,11 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
 
 
 class DeviceReader:
-    """Reads one device; each reading covers the time since the one before where NVML has counters.
+    """Reader of one device; if NVML has counters, each reading covers the time since the previous
+    one.
 
-    `pids_known` says whether NVML's process numbers are those that are seen here: in a container
-    they may be the host's. Raises what NVML raises when there is no such device.
+    `pids_known`: whether NVML's process numbers are the ones visible here; in a container, they may
+    be those of the host. Raises NVML's error if there is no such device.
     """
 
     def __init__(self, nvml: Nvml, index: int, pids_known: bool) -> None:
@@ -97,7 +98,7 @@ class DeviceReader:
     def read(
         self, run_pids: Collection[int] | None, now_s: float, first: bool = False
     ) -> DeviceLoad:
-        """Return the load since the last call. `run_pids` None: there is no run to distinguish."""
+        """Return the load since the last call. `run_pids` None: no run to distinguish."""
         nvml, handle = self._nvml, self._handle
         memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
@@ -187,7 +188,7 @@ def _ask(query: Callable[[], Result]) -> Result | None:
 
 
 class Sampler:
-    """Sampler with one `Load` of this host per call. `roots` are the PIDs of a run's first
+    """Sampler that returns one `Load` of this host per call. `roots` are the PIDs of a run's first
     processes here.
     """
 
@@ -207,11 +208,13 @@ class Sampler:
 
     @property
     def run_ended(self) -> bool:
-        """Return whether a run was given, and none of its processes is left."""
+        """Return whether a run was given and none of its processes are left."""
         return self._processes is not None and not self._processes.pids
 
     def read(self) -> Load:
-        """The load since the call before. Two calls should be a tenth of a second apart or more."""
+        """Return the load since the previous call. Leave at least a tenth of a second between two
+        calls.
+        """
         now_s = time.monotonic()
         host = self._host.read(now_s)
         run_pids = None if self._processes is None else self._processes.pids
@@ -233,9 +236,10 @@ def _readers(nvml: Nvml) -> list[DeviceReader]:
 
 
 def training_in(metrics: Path) -> list[int]:
-    """Pids of the first processes, on this host, of the run that has this file of figures open.
+    """Return the PIDs of the first processes on this host of the run that has this metrics file
+    open.
 
-    Rank 0 holds it open; a launcher that started it with others on this host stands for all.
+    Rank 0 holds it open; a launcher that started rank 0 and others on this host stands for all.
     """
     target = metrics.resolve()
     for process in psutil.process_iter():

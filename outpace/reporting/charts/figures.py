@@ -22,7 +22,8 @@ _PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra><
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a figure's numbers: drawn times `factor`, called `name` on the axis.
+    """The unit of a figure's numbers: they are multiplied by `factor`, and the axis calls the unit
+    `name`.
 
     `si`: the axis has prefixes, as in 5M.
     """
@@ -51,7 +52,7 @@ def _format_six_digits(value: float) -> float:
 
 
 def seconds(values: Values) -> Unit:
-    """Return µs, ms, s, min or h, as suits the largest value."""
+    """Return the unit that suits the largest value: µs, ms, s, min or h."""
     top = _top(values)
     for name, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
         if top >= (2 * size if size > 1 else size):
@@ -60,7 +61,7 @@ def seconds(values: Values) -> Unit:
 
 
 def sizes(values: Values) -> Unit:
-    """Return TiB, GiB, MiB or KiB, as suits the largest value."""
+    """Return the unit that suits the largest value: TiB, GiB, MiB or KiB."""
     top = _top(values)
     for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if top >= size:
@@ -69,7 +70,7 @@ def sizes(values: Values) -> Unit:
 
 
 def shares() -> Unit:
-    """Return percent."""
+    """Return the unit of percentages."""
     return Unit("%", 100.0, show_share)
 
 
@@ -279,7 +280,7 @@ def lines(
     table: DataTable,
     **layout: Any,
 ) -> Chart:
-    """Draw lines over the first of `along`, or another one that the reader chooses."""
+    """Draw lines over the first of `along`, or over another one that the reader selects."""
     drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
     traces = [
         {
@@ -330,7 +331,7 @@ def prediction_bars(
     title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
     axis_title: str, intervals: Intervals = (), around: Intervals = (),
 ) -> Chart:  # fmt: skip
-    """Draw predictions with their `intervals` above measurements with their `around`, per name."""
+    """Draw predictions with their `intervals` above measurements with their `around`, by name."""
     both = (
         ("predicted", predicted, intervals, -0.2, PREDICTED),
         ("measured", measured, around, 0.2, MEASURED),
@@ -366,7 +367,7 @@ def prediction_bars(
 
 
 def deviation(predicted: float | None, measured: float | None) -> Number:
-    """Return the measurement's excess over the prediction, as a share of the prediction."""
+    """Return how far the measurement is above the prediction, relative to the prediction."""
     if not predicted or measured is None:
         return Number(None, "n/a")
     share = measured / predicted - 1

@@ -28,9 +28,9 @@ class _TracedAction:
 
 
 def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline | str:
-    """Read the last traced pass of the first pipeline's ranks, or say why there is none.
+    """Read the last traced pass of the first pipeline's ranks, or explain why there is none.
 
-    Ranks on several hosts are aligned as well as the hosts' clocks.
+    Ranks on several hosts are aligned only as well as the hosts' clocks.
     """
     across = (plan.world_size - plan.servers) // plan.pp
     paths = [folder / f"trace-rank{place * across}.json" for place in range(plan.pp)]

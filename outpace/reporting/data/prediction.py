@@ -18,7 +18,9 @@ from outpace.records.run import RunRecord
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's plan with its estimate. `basis`: origin of the rates; `stages`: a pipeline's."""
+    """A run's plan with its estimate. `basis`: origin of the rates; `stages`: those of a
+    pipeline.
+    """
 
     planned: RankedPlan
     basis: str
@@ -26,10 +28,10 @@ class Prediction:
 
 
 def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction | str:
-    """Return the planner's estimate for a run on `hosts` hosts, or why there is none.
+    """Return the planner's estimate for a run on `hosts` hosts, or the reason why there is none.
 
-    `probe` is a record of `outpace probe` for the machine; without it, the catalog's rates are
-    used, and a guess for a CPU.
+    `probe` is a record of `outpace probe` for the machine. Without it, the catalog's rates are
+    used, or a guess for a CPU.
     """
     why_not = _why_not(record, hosts, probe)
     if why_not is not None:

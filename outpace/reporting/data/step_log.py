@@ -44,7 +44,7 @@ class StepLog:
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:
-        """Return a column without the first steps, unless there are few others."""
+        """Return a column without the first steps, unless only a few would remain."""
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
     def median_parts(self) -> TimeParts:
@@ -56,10 +56,10 @@ class StepLog:
 
 
 def read_steps(path: Path) -> StepLog:
-    """Read metrics.jsonl; empty if there is no such file, or nothing in it.
+    """Read metrics.jsonl; a missing or empty file gives no steps.
 
-    An incomplete last line, as a killed run leaves it, is skipped. Raises BadInputError for any
-    other invalid line.
+    An incomplete last line, as left by a killed run, is skipped. Raises BadInputError for any other
+    invalid line.
     """
     columns = _read_with_arrow(path) if path.is_file() else {}
     if columns is None:

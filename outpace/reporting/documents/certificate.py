@@ -14,7 +14,7 @@ from outpace.reporting.terminal.certificate import batch_in_words
 
 
 def certificate_document(certificate: Certificate) -> Document:
-    """Return a document of a certificate alone."""
+    """Create a document that shows only a certificate."""
     return Document(
         "certificate", "Proof against a single process", (_verdict(certificate),), (),
         (section(certificate), DocumentSection("Environment", (
@@ -39,7 +39,7 @@ def _verdict(certificate: Certificate) -> str:
 
 
 def section(certificate: Certificate) -> DocumentSection:
-    """Return the table of plans, and how they were tried."""
+    """Return a section with the table of plans, and how they were tested."""
     rows = tuple(
         (
             _outcome(one),

@@ -14,7 +14,7 @@ _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answe
 
 
 def hang_document(found: HangReport) -> Document:
-    """Return a document of everything that the ranks reported."""
+    """Create a document of everything that the ranks reported."""
     sections = [DocumentSection("Ranks", (_ranks(found),))]
     sections += [DocumentSection(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
                  if one.stacks or one.collectives]  # fmt: skip

@@ -24,7 +24,7 @@ from outpace.reporting.terminal.plan import plans_head, ties
 
 
 def plan_document(answer: Plans) -> Document:
-    """Return a document of the planner's answer."""
+    """Create a document of the planner's answer."""
     first = answer.plans[0]
     sections = [
         DocumentSection("How they compare", tuple(_ranking(answer))),

@@ -42,7 +42,9 @@ _WIDEST = 4.0
 
 
 def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
-    """Show what a run did, where its time and memory went, and how that was predicted."""
+    """Show the results of a run, where its time and memory went, and how these compare with the
+    prediction.
+    """
     said = predict(run.record, run.hosts, probe)
     sections = [_losses(run), _time(run)]
     if run.record.plan.pp > 1:

@@ -50,8 +50,8 @@ class Choice:
 class Chart:
     r"""Plotly's traces and layout, with the same content as text and as a table.
 
-    Strings in traces and layout are plain text, a line break in them "\n"; only `hovertemplate`
-    and `texttemplate` are plotly's own language, and hold nothing that a user chose.
+    Strings in traces and layout are plain text with "\n" for line breaks. Only `hovertemplate` and
+    `texttemplate` are in plotly's own language, and contain nothing from the user.
     """
 
     kind: ClassVar[str] = "figure"
@@ -76,7 +76,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph."""
+    """A paragraph of text."""
 
     kind: ClassVar[str] = "words"
     text: str
@@ -106,7 +106,8 @@ class DocumentSection:
 class Document:
     """One subject: the first line of the verdict is the headline; `facts` are a name and a value.
 
-    `subject` is what it is of, in a word: run, comparison, tuning, plan, probe, certificate.
+    `subject` is the kind of the document in a word: run, comparison, tuning, plan, probe,
+    certificate.
     """
 
     subject: str

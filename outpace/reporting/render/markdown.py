@@ -26,7 +26,7 @@ _COMPUTED = ("=", "+", "-", "@")
 
 
 def markdown(documents: Sequence[Document]) -> str:
-    """Headings, sentences and tables."""
+    """Render a document as headings, sentences and tables."""
     return "\n".join(line for document in documents for line in _document(document)) + "\n"
 
 

@@ -21,7 +21,7 @@ _DRAWING_MS = 20_000
 
 
 def find_browser(asked: str | None) -> str:
-    """Return the browser. Raises BadInputError if there is none."""
+    """Return the path of the browser. Raises BadInputError if there is none."""
     for name in (asked,) if asked is not None else BROWSERS:
         found = shutil.which(name)
         if found is not None:
@@ -39,7 +39,7 @@ def picture(html: str, browser: str, root: bool) -> bytes:
     """Return a PNG of the whole page. `root`: run without Chromium's sandbox, which root cannot
     use.
 
-    Raises BadInputError if the browser fails, or the page is too long for one picture.
+    Raises BadInputError if the browser fails, or if the page is too long for one picture.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

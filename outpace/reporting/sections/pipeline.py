@@ -33,7 +33,7 @@ _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 
 
 def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float = 0.0) -> Timeline:
-    """Simulate the plan's schedule with these times of a micro-batch on each stage. Raises
+    """Simulate the plan's schedule with the given times of a micro-batch on each stage. Raises
     BadInputError.
     """
     todo = orders(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
@@ -148,7 +148,7 @@ def _describe_action(action: Action, took_s: float) -> str:
 def bubbles(
     plan: Plan, shown: Mapping[str, Timeline], parts: Sequence[TimeParts]
 ) -> DataTable:  # fmt: skip
-    """Draw idle shares side by side: as planned, by the papers' formula, as measured."""
+    """Draw idle shares side by side: planned, by the papers' formula, and measured."""
     rows: list[tuple[str, Number]] = [
         (f"{name}: all ranks, of a pass", _share(one.idle_share)) for name, one in shown.items()
     ]

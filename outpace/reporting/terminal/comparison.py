@@ -162,7 +162,7 @@ def comparison_text(comparison: Comparison) -> RenderableType:
 
 
 def stop_sentence(comparison: Comparison) -> str:
-    """Say how much was run, and why no more."""
+    """Say how much was run, and why the comparison stopped."""
     if not comparison.experiment.in_turn:
         return f"Nothing was run: {comparison.stopped}."
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
@@ -202,12 +202,12 @@ def shared_cores_note(comparison: Comparison) -> str | None:
 
 
 def rounds_of(comparison: Comparison) -> str:
-    """Return the word for rounds; finished runs have parts instead."""
+    """Return the word for rounds; for finished runs, the word for parts."""
     return "rounds" if comparison.experiment.in_turn else "parts"
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """Return the columns with any known value."""
+    """Return the columns that have any known value."""
     return _known_columns(comparison, (*_FIGURES, *_LOAD))
 
 

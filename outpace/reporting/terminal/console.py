@@ -12,12 +12,12 @@ _MOST_COLUMNS, _MOST_LINES = 1000, 1000
 
 
 class Console(console.Console):
-    """rich's console, which shows control characters of a text instead of sending them."""
+    """rich's console, which shows control characters in a text instead of sending them."""
 
     @property
     def size(self) -> console.ConsoleDimensions:
-        """Return columns and lines: those of the terminal, or of COLUMNS and LINES, within a
-        screen's size.
+        """Return columns and lines: those of the terminal, or of COLUMNS and LINES, within
+        reasonable limits.
         """
         width, height = super().size
         return console.ConsoleDimensions(min(width, _MOST_COLUMNS), min(height, _MOST_LINES))
@@ -29,6 +29,6 @@ class Console(console.Console):
     def render(
         self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield what is to be written, piece by piece."""
+        """Yield the output piece by piece."""
         for one in super().render(renderable, options):
             yield one if one.control else Segment(escape_controls(one.text), one.style)

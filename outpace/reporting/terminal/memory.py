@@ -41,10 +41,10 @@ def document(
     next_command: str | None = None,
     hints: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the JSON of `outpace memory`: the worst rank's peak and its anatomy first.
+    """Return the JSON of `outpace memory`: the fullest rank's peak and its anatomy first.
 
-    `next_command` finds what fits if this does not; it is null if it fits, or may. An estimate has
-    neither a moment of the peak nor the fullest rank's number.
+    `next_command` finds what fits if this does not; it is null if it fits or may fit. An estimate
+    has neither the moment of the peak nor the fullest rank's number.
     """
     estimated = traced.source == "estimated"
     capacity = None if accelerator is None else accelerator.usable_bytes
@@ -79,7 +79,9 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return the trace's excess over the allocated memory, or else the live memory, as a share."""
+    """Return how far the trace is above the allocated memory, or else the live memory, as a
+    fraction.
+    """
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1

@@ -18,7 +18,9 @@ _LEAST_TITLE = 16  # columns; of 80 the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Return plans, reasons, time and memory of the first, and the rejected."""
+    """Format the plans, the reasons for them, time and memory of the first, and the rejected
+    families.
+    """
     obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
     if obstacle is not None:
@@ -43,7 +45,7 @@ def plans_text(answer: Plans) -> Group:
 
 
 def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
-    """The nearest published steps beside their predictions, a line or two each."""
+    """Format the nearest published steps with their predictions, one or two lines each."""
     if not cases:
         return []
     lines: list[RenderableType] = [Text("\nNearest published steps:")]
@@ -58,7 +60,7 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
 
 
 def common_obstacle(plans: Sequence[RankedPlan]) -> str | None:
-    """The reason that outpace trains none of the plans, where it is the same for all of them."""
+    """Return the reason why outpace cannot train any of the plans, if it is the same for all."""
     first = plans[0].untrained
     return first if all(planned.untrained == first for planned in plans) else None
 
@@ -71,7 +73,7 @@ def _untrained_line(obstacle: str) -> str:
 
 
 def ties(plans: Sequence[RankedPlan]) -> list[str]:
-    """Say which plans the estimate does not tell apart from the first."""
+    """Name the plans that the estimate cannot distinguish from the first."""
     first = plans[0].estimate
     alike = [number for number, one in enumerate(plans, 1)
              if one.estimate.step_time_s <= first.high_s]  # fmt: skip
@@ -123,7 +125,7 @@ def _interval_note(answer: Plans) -> str:
 
 
 def plans_head(answer: Plans) -> str:
-    """Say what was planned for, in a sentence or three."""
+    """Describe the planning question in one to three sentences."""
     world = answer.nodes * answer.devices_per_node
     idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
     spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
@@ -271,7 +273,7 @@ def _rates(one: Estimate) -> str:
 
 
 def explanation_text(answer: Plans, number: int) -> Group:
-    """One of the plans, walked through."""
+    """Walk through one of the plans."""
     planned = answer.plans[number - 1]
     one = planned.estimate
     fits = "n/a" if one.memory_bytes is None else show_bytes(one.memory_bytes)
@@ -292,7 +294,7 @@ def explanation_text(answer: Plans, number: int) -> Group:
 
 
 def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
-    """Show a plan that a user gave, in detail."""
+    """Show a plan given by the user in detail."""
     one = planned.estimate
     lines: list[RenderableType] = [*_detail(planned)]
     if one.memory_bytes is not None:
@@ -314,7 +316,7 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
 def scaling(
     rows: Sequence[tuple[int, int, RankedPlan | None]], global_batch: int, notes: Sequence[str]
 ) -> Group:
-    """Show throughput by number of nodes: nodes, devices, and the fastest plan there."""
+    """Show throughput by number of nodes: nodes, devices, and the fastest plan for each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     unit = next((one.estimate.rate[1] for _, _, one in rows if one is not None), "tokens/s")
     for name in ("nodes", "devices", unit, "efficiency", "network", "memory"):
@@ -376,7 +378,7 @@ def _compute_share(one: Estimate) -> float:
 
 
 def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
-    """Compare the fastest plan on a changed machine with the fastest on the present one.
+    """Compare the fastest plan on a changed machine with the fastest on the current one.
 
     If no plan fits, the reason is shown instead.
     """

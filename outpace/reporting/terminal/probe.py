@@ -74,7 +74,7 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
 
 
 def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
-    """Yield everything to show, from the machine to what was left out."""
+    """Yield everything to show, from the machine to what was omitted."""
     yield _head(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:

@@ -39,8 +39,8 @@ _WIDE = 110
 
 
 class TrainingProgress(Callback):
-    """Progress on standard error: stages, tokenization, the training line, evaluations and
-    hints.
+    """Callback that shows progress on standard error: stages, tokenization, the training line,
+    evaluations and hints.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -57,7 +57,7 @@ class TrainingProgress(Callback):
         self._hints: set[str] = set()
 
     def on_stage(self, message: str) -> None:
-        """Start a phase, and mark the one before as done with its time."""
+        """Start a phase, and mark the previous one as done with its time."""
         self._end_stage()
         self._stage = (message, time.monotonic())
         if message == TRAINING:
@@ -69,7 +69,7 @@ class TrainingProgress(Callback):
             self._task = self._bars.add_task(message, total=None)
 
     def on_progress(self, what: str, done: int, total: int | None) -> None:
-        """Show that part of a phase is done."""
+        """Show how much of a phase is done."""
         share = f" {100 * done / total:.0f} %" if total else ""
         counts = show_count(done) + (f" of {show_count(total)}" if total else "")
         if self._bars is not None and self._task is not None:
@@ -156,7 +156,7 @@ class TrainingProgress(Callback):
             self.console.print(memory_table(plan, use.measured, None, None))
 
     def on_hint(self, sentence: str) -> None:
-        """Show a hint for the user, each once."""
+        """Show a hint for the user, each one only once."""
         if sentence not in self._hints:
             self._hints.add(sentence)
             line = Text().append("  hint: ", style="yellow").append(sentence)
@@ -268,7 +268,7 @@ def _steps(done: int, total: int) -> str:
 
 
 def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord:
-    """Return the record with rates averaged over the latest steps, to smooth out a slow one."""
+    """Return the record with rates averaged over the latest steps, to smooth out slow ones."""
     seconds = sum(one.step_time_s for one in latest)
     rates: dict[str, float] = {}
     for name in ("tokens_per_s", "samples_per_s", "mfu", "hfu"):

@@ -28,9 +28,9 @@ _PAIRS_SHOWN = 6
 
 
 def topology_text(topology: Topology, placement: Placement) -> Group:
-    """Missing NVLinks, the matrix of GPUs and network cards with its legend, and advice.
+    """Show missing NVLinks, the matrix of GPUs and network cards with its legend, and advice.
 
-    Cards only have rows, since the matrix is symmetric and their columns would not fit.
+    Network cards only have rows, since the matrix is symmetric and their columns would not fit.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     gpus = topology.gpus
@@ -79,8 +79,8 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Return sentences: which groups should hold tensor parallelism, and where a slow link
-    costs.
+    """Say in sentences which groups should hold tensor parallelism, and where a slow link costs
+    speed.
     """
     count = len(topology.gpus)
     if count < 2:
@@ -129,8 +129,7 @@ def _slower(slow: SlowPairs, topology: Topology) -> str:
 
 
 def gpu_line(gpu: GpuState) -> str:
-    """Describe a GPU's current links, clocks, power, and what slows it; unknown values are left
-    out.
+    """Describe a GPU's current links, clocks, power, and what slows it; unknown values are omitted.
 
     An idle GPU has low clocks and a slow PCIe link, to save power.
     """
@@ -174,7 +173,7 @@ def _is_wider(one: Grouping, best: Grouping | None) -> bool:
 
 
 def link_faults(placement: Placement, topology: Topology) -> list[str]:
-    """Say what is wrong with the NVLinks, or that they are not in the matrix."""
+    """Describe what is wrong with the NVLinks, or that they are not in the matrix."""
     if topology.pcie_only:
         return [
             "This matrix is from `nvidia-smi topo -mp`, which leaves NVLinks out, so it is "

@@ -31,8 +31,8 @@ def verdict_line(tuning: Tuning) -> str:
 
 
 def one_trial_words(tuning: Tuning) -> str:
-    """Return a warning if the fastest plan ran once, since the minimum of several measurements is
-    too low.
+    """Return a warning if the fastest plan ran only once, because the minimum of several
+    measurements is biased low.
     """
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
@@ -107,7 +107,7 @@ def shared_cores_notes(tuning: Tuning) -> list[str]:
 
 
 def disturbance_words(trial: PlanTrial) -> str:
-    """Return a suffix for a trial that shared its cores with other processes, or none."""
+    """Return a suffix for a trial that shared its cores with other processes; '' for others."""
     if trial.other_cores is None:
         return ""
     return f", while other processes kept {trial.other_cores:.1f} cores busy"

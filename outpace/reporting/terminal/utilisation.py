@@ -41,7 +41,8 @@ def sparkline(values: Sequence[float | None], cells: int) -> str:
 def averages_table(
     loads: Sequence[Load], history: Sequence[Utilisation] = (), width: int = 80
 ) -> RenderableType:
-    """Return a line per device and host; with a `history`, its course in the remaining `width`.
+    """Return a line per device and host; with a `history`, its development in the remaining
+    `width`.
 
     Devices that the run did not use are counted, not listed.
     """
@@ -87,7 +88,7 @@ def closing_text(seen: Utilisation, width: int) -> RenderableType:
 
 
 class View:
-    """View of incoming loads. `every_s` is the time between them."""
+    """Live view of loads as they arrive. `every_s` is the time between them."""
 
     def __init__(self, console: Console, every_s: float) -> None:
         self.console = console
