@@ -62,9 +62,9 @@ def compared(found: dict[str, Any], base: str) -> None:
 def main(path: Path, rounds: int) -> None:
     """One rank of the job."""
     import torch
+    from strategy_run import StrategyRun, gather_from_ranks, plans
 
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.strategy_run import StrategyRun, gather_from_ranks, plans
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.launch.launcher_env import ranks_from
     from outpace.probing.hardware.machine import identify

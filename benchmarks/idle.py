@@ -66,7 +66,8 @@ def microbatches(strategy: str, ranks: int) -> int:
 
 def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[str, Any]]:
     """Steps of a pipeline, each beside what it should have been; the first is a warm-up."""
-    from outpace.experiment.idle import judge, watch
+    from idle_pipelines import judge, watch
+
     from outpace.planner.pipeline.schedules import orders
 
     ranks = groups.ranks.world_size
@@ -77,7 +78,8 @@ def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[s
 
 def waiting(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]]:
     """Stages that wait."""
-    from outpace.experiment.idle import waiting_pipeline
+    from idle_pipelines import waiting_pipeline
+
     from outpace.planner.pipeline.simulator import StageTime
     from outpace.records.pipelines import SCHEDULES
 

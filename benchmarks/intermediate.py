@@ -28,8 +28,8 @@ BATCH, SEQ_LEN = 32, 128
 def worker(out: Path) -> None:
     """One rank of a job: a batch under every schedule, with and without checkpointing."""
     import torch
+    from strategy_run import gather_from_ranks
 
-    from outpace.experiment.strategy_run import gather_from_ranks
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.launch.launcher_env import ranks_from
     from outpace.planner.pipeline.schedules import orders
@@ -58,8 +58,8 @@ def worker(out: Path) -> None:
 def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     """On this rank, in bytes; twice, since the first batch also makes the schedule."""
     import torch
+    from saved_bytes import SavedBytes
 
-    from outpace.experiment.memory import SavedBytes
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.model_options import apply_checkpointing
     from outpace.nn.transformer import Transformer

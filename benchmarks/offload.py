@@ -46,7 +46,8 @@ PAIRS, QUICK_PAIRS = 16, 4
 
 def contender(options: dict[str, str], quick: bool, groups):
     """A plan on one process, ready to take steps."""
-    from outpace.experiment.strategy_run import StrategyRun
+    from strategy_run import StrategyRun
+
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
     from outpace.training.synthetic import SyntheticTraining

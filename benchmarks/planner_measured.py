@@ -98,9 +98,9 @@ def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> 
 def worker(out: Path, courses: list[int], share: float) -> None:
     """One rank: every configuration and reference of this number of processes, in turn."""
     import torch
+    from strategy_run import StrategyRun, gather_from_ranks
 
     from outpace.catalog.references import references
-    from outpace.experiment.strategy_run import StrategyRun, gather_from_ranks
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.launch.launcher_env import ranks_from
     from outpace.records.ranks import Ranks
@@ -165,7 +165,7 @@ def _all_plans(course: int, world: int) -> list[Any]:
 
 def _in_turn(contenders: list[Any], groups: Any, seconds: float) -> list[list[float]]:
     """Of each: its steps' times on this rank, until the first rank finds that the time is over."""
-    from outpace.experiment.strategy_run import gather_from_ranks
+    from strategy_run import gather_from_ranks
 
     steps: list[list[float]] = [[] for _ in contenders]
     began_s, number, over = time.monotonic(), 0, False

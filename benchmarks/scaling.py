@@ -58,8 +58,8 @@ def step_of(**changes: int) -> dict[str, float]:
 def one_step(changes: dict[str, int]) -> None:
     """What `step_of` starts."""
     import torch
+    from strategy_run import StrategyRun
 
-    from outpace.experiment.strategy_run import StrategyRun
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan

@@ -38,9 +38,9 @@ RING_TARGET = 1.15
 def worker(out: Path, rounds: int, pairs: int) -> None:
     """One rank: makes all contenders, and lets them take turns."""
     import torch
+    from strategy_run import StrategyRun, gather_from_ranks, plans
 
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.strategy_run import StrategyRun, gather_from_ranks, plans
     from outpace.jobs.ranks.process_groups import process_groups
     from outpace.launch.launcher_env import ranks_from
     from outpace.probing.hardware.machine import identify

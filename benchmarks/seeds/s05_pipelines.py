@@ -86,7 +86,8 @@ def worker(out: Path, quick: bool) -> None:
 
 def waited(n: int, strategy: Any, count: int, groups: Any, repeats: int) -> dict[str, Any]:
     """A pipeline of stages that wait."""
-    from outpace.experiment.idle import judge, waiting_pipeline, watch
+    from idle_pipelines import judge, waiting_pipeline, watch
+
     from outpace.planner.pipeline.schedules import orders
     from outpace.planner.pipeline.simulator import StageTime
 

@@ -1,16 +1,20 @@
 """Idle pipelines: a real one beside its play, and what it keeps."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from outpace.experiment.idle import expected_time_s
-from outpace.experiment.memory import SavedBytes
 from outpace.planner.pipeline.schedules import orders
 from outpace.planner.pipeline.simulator import StageTime, idle_share_formula, simulate
 from outpace.records.pipelines import SCHEDULES
 from outpace.trace.allocations import Allocations
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from idle_pipelines import expected_time_s
+from saved_bytes import SavedBytes
 
 RANKS = Path(__file__).with_name("idle_ranks.py")
 

@@ -1,20 +1,25 @@
 """One rank of the test of idle pipelines; rank 0 prints what it looks at.
 
-python tests/parallel/forked.py 4 tests/experiment/idle_ranks.py
+python tests/parallel/forked.py 4 tests/idle_ranks.py
 """
 
 import json
 import os
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
-from outpace.experiment.idle import judge, waiting_pipeline, watch
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
 from outpace.planner.pipeline.schedules import orders
 from outpace.planner.pipeline.simulator import StageTime
 from outpace.records.pipelines import SCHEDULES
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from idle_pipelines import judge, waiting_pipeline, watch
 
 
 def main() -> None:
