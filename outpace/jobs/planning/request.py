@@ -449,12 +449,10 @@ def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> Pla
     """Replace rates and sizes of the question's machine."""
     cluster = question.cluster
     fabric, device = cluster.fabric, cluster.device
-    if "link" in numbers:
-        fabric = replace(fabric, across_bytes_per_s=numbers["link"])
+    inside, across = fabric.inside_bytes_per_s, numbers.get("link", fabric.across_bytes_per_s)
     if "inside" in numbers:
-        rate = numbers["inside"] * _inside_share(cluster)
-        pair = rate * fabric.pair_bytes_per_s / fabric.inside_bytes_per_s
-        fabric = replace(fabric, inside_bytes_per_s=rate, pair_bytes_per_s=pair)
+        inside = numbers["inside"] * _inside_share(cluster)
+    fabric = fabric.with_rates(inside, across)
     if "memory" in numbers:
         # What is said is a maker's figure: of another size the driver leaves the same share.
         said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
