@@ -84,11 +84,6 @@ class _Values:
 Reader = Callable[[_Values], dict[str, Any]]
 
 
-def outline_from_hf(directory: Path) -> Outline:
-    """Return the outline of a Hugging Face model directory. Raises BadInputError."""
-    return read_outline_and_spec(directory)[0]
-
-
 def needs_trace(directory: Path) -> bool:
     """Return whether no reader knows the family of a folder, but transformers can build it."""
     model_type = read_config(directory).get("model_type")

@@ -13,7 +13,6 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.interop.outline import (
     READERS,
     outline_from_config,
-    outline_from_hf,
     read_outline_and_spec,
 )
 from outpace.planner.model.outline import parameters
@@ -146,7 +145,7 @@ def write(directory: Path, **values: Any) -> Path:
 
 def refusal(directory: Path) -> str:
     with pytest.raises(BadInputError) as caught:
-        outline_from_hf(directory)
+        read_outline_and_spec(directory)
     return str(caught.value)
 
 
@@ -260,7 +259,7 @@ def test_kinds_of_layers() -> None:
 def test_the_text_of_a_model_that_also_sees(tmp_path: Path) -> None:
     text = {key: value for key, value in _GROUPED.items() if value is not None}
     directory = write(tmp_path, model_type="gemma3", text_config={**text, "head_dim": 12})
-    read = outline_from_hf(directory)
+    read, _ = read_outline_and_spec(directory)
     assert parameters(read) == on_meta(small("gemma3_text"))
     assert "whose vision tower is not included" in str(read.untrained)
 

@@ -18,25 +18,12 @@ class Crossing:
     """A flow placed on nodes.
 
     `link_bytes` use a device's link within its node; 0 if the axis has one rank per node.
-    `node_bytes` leave the busiest node. If a flow goes to two neighbours, `way_bytes` and
-    `link_way_bytes` are the parts of each that go to one of them.
+    `node_bytes` leave the busiest node.
     """
 
     flow: Flow
     link_bytes: int
     node_bytes: int
-    way_bytes: int = 0
-    link_way_bytes: int = 0
-
-    def seconds(self, inside: float, across: float) -> float:
-        """Return the time of both at once, given the bytes/s of a device's link and of a node's
-        network cards.
-        """
-        return max(self.link_bytes / inside, self.node_bytes / across)
-
-    def way_seconds(self, inside: float, across: float) -> float:
-        """Return the time to one neighbour."""
-        return max(self.link_way_bytes / inside, self.way_bytes / across)
 
 
 def place(plan: Plan, flow: Flow, per_node: int) -> Crossing:
@@ -75,32 +62,15 @@ def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     """Place a flow between neighbours in the pipeline; of a tied embedding between its ends."""
     apart = plan.world_size // plan.pp
     pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
-    leaving: Counter[tuple[int, bool]] = Counter()
-    staying: Counter[tuple[int, bool]] = Counter()
+    leaving: Counter[int] = Counter()
+    staying: Counter[int] = Counter()
     for first, second in pairs:
         for place in range(apart):
             ranks = first * apart + place, second * apart + place
             nodes = [rank // per_node for rank in ranks]
-            for forwards in (True, False):
-                rank, node = ranks[not forwards], nodes[not forwards]
-                if nodes[0] != nodes[1]:
-                    leaving[node, forwards] += 1
-                else:
-                    staying[rank, forwards] += 1
-    both, within = _busiest(leaving), _busiest(staying)
-    count = flow.link_bytes
-    return Crossing(
-        flow,
-        link_bytes=within * count,
-        node_bytes=both * count,
-        way_bytes=max(leaving.values(), default=0) * count,
-        link_way_bytes=max(staying.values(), default=0) * count,
-    )
-
-
-def _busiest(ways: Counter[tuple[int, bool]]) -> int:
-    """The most that go either way, of one node or rank."""
-    sums: Counter[int] = Counter()
-    for (where, _), times in ways.items():
-        sums[where] += times
-    return max(sums.values(), default=0)
+            if nodes[0] != nodes[1]:  # each way
+                leaving.update(nodes)
+            else:
+                staying.update(ranks)
+    most_leaving, most_staying = (max(ways.values(), default=0) for ways in (leaving, staying))
+    return Crossing(flow, most_staying * flow.link_bytes, most_leaving * flow.link_bytes)

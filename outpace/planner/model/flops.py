@@ -6,8 +6,10 @@ attention is counted in full, not halved, as in published figures; a sliding win
 that it reaches. Document boundaries do not reduce the count.
 """
 
+import math
 from collections.abc import Sequence
 
+from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Checkpointing
 
@@ -20,16 +22,7 @@ _FUSED_BACKWARD_PRODUCTS = 5
 
 def parameter_count(spec: ModelSpec) -> int:
     """Return the parameters of the model with its head, counting tied ones once."""
-    norm = spec.hidden * (2 if spec.norm == "layernorm" else 1)
-    embedding = spec.vocab * spec.hidden + spec.segments * spec.hidden
-    if spec.positions == "learned":
-        embedding += spec.max_positions * spec.hidden
-    head = 0 if spec.tied else spec.vocab * spec.hidden
-    if spec.norm_first:
-        outside = norm
-    else:  # the embeddings' norm; BERT's transform before the head, and the head's bias
-        outside = norm + spec.hidden**2 + spec.hidden + norm + spec.vocab
-    return embedding + spec.layers * (block_weights(spec) + _block_rest(spec)) + outside + head
+    return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
 
 
 def block_weights(spec: ModelSpec) -> int:
@@ -46,18 +39,6 @@ def _recomputed_weights(spec: ModelSpec) -> int:
     """
     last_is_read = spec.dropout > 0 or not spec.norm_first
     return block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
-
-
-def _block_rest(spec: ModelSpec) -> int:
-    """Elements of one block's biases and norms."""
-    rest = 2 * spec.hidden * (2 if spec.norm == "layernorm" else 1)
-    if spec.qkv_bias:
-        rest += spec.head_dim * (spec.heads + 2 * spec.kv_heads)
-    if spec.out_bias:
-        rest += spec.hidden
-    if spec.mlp_bias:
-        rest += spec.hidden + (2 if spec.gated else 1) * spec.ffn
-    return rest + (2 * spec.head_dim if spec.qk_norm else 0)
 
 
 def head_weights(spec: ModelSpec) -> int:
