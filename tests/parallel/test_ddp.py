@@ -67,8 +67,8 @@ def test_powersgd_begins_after_a_tenth_of_the_run_and_the_warm_up():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"strategy": "zero3", "dp_replicate": 1, "dp_shard": 2}, "ddp or zero1 or cp"),
-        ({"strategy": "horovod", "compress_gradients": "bf16"}, "ddp or ring or zero1 or cp"),
+        ({"strategy": "zero3", "dp_replicate": 1, "dp_shard": 2}, "ddp, zero1 or cp"),
+        ({"strategy": "horovod", "compress_gradients": "bf16"}, "ddp, ring, zero1 or cp"),
         ({"precision": "fp16"}, "Use precision bf16 or fp32"),
         ({"powersgd_start": 1}, "greater than or equal to 2"),
     ],

@@ -83,7 +83,7 @@ def test_master_weights_equal_one_process_and_exchange_what_is_said(on_ranks):
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ({"strategy": "ddp", "dp_replicate": 2}, "Use strategy single or zero2 or zero3 or hsdp"),
+        ({"strategy": "ddp", "dp_replicate": 2}, "Use strategy single, zero2, zero3 or hsdp"),
         ({"strategy": "gpipe", "pp": 2, "pp_microbatches": 2}, "keeps all gradients until"),
         ({"precision": "fp16"}, "before precision fp16 detects an overflow"),
     ],
@@ -94,7 +94,7 @@ def test_the_optimizer_in_backward_is_refused_where_it_cannot_be(plan, why):
 
 
 def test_pure_precisions_and_fp8_are_refused_where_they_cannot_be():
-    with pytest.raises(BadInputError, match="Use optimizer adamw-bf16 or adamw-8bit"):
+    with pytest.raises(BadInputError, match="Use optimizer adamw-bf16, adamw-8bit or"):
         Plan.parse({"precision": "bf16-pure", "optimizer": "adamw-fused"}, "test")
     with pytest.raises(BadInputError, match="zero3 instead of tp"):
         Plan.parse({"strategy": "tp", "tp": 2, "precision": "fp8"}, "test")
