@@ -108,14 +108,16 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     seen = {example.label for example in parts[0]}
     for label in seen:
         plain = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
+        plain = "".join(c for c in plain if unicodedata.category(c) != "Cf")  # not seen
         alike.setdefault(_plain_number(plain), set()).add(label)
     same = [" and ".join(map(repr, sorted(names))) for names in alike.values() if len(names) > 1]
     same.sort()
     if same:
         more = f" and {len(same) - 3} more" if len(same) > 3 else ""
         hints.append(
-            f"labels {'; '.join(same[:3])}{more} differ in capitals, blanks or forms of letters "
-            "or numbers only, and are classes of their own: write them alike if they are one"
+            f"labels {'; '.join(same[:3])}{more} differ in capitals, blanks, invisible characters "
+            "or forms of letters or numbers only, and are classes of their own: write them alike "
+            "if they are one"
         )
     numbers = sorted(label for label in seen if _is_number(label))
     names = sorted(label for label in seen if not _is_number(label))
@@ -124,6 +126,13 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
             f"some labels are numbers (such as {numbers[0]!r}) and others names (such as "
             f"{names[0]!r}), and each is a class of its own: where files name the same classes "
             "in two ways, write them alike"
+        )
+    parted = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
+    if parted:
+        hints.append(
+            f"labels such as {parted[0]!r} are numbers with a fraction, and are learnt as "
+            f"{len(seen):,} classes without an order: outpace learns no numbers on a scale "
+            "(regression)"
         )
     count = sum(map(len, parts))
     empty = sum(not any(map(str.strip, one.texts)) for part in parts for one in part)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.data.row_files import (
+    AS_TEXT,
     RepeatedKeyError,
     Row,
     checked_text,
@@ -143,7 +144,14 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     if rows := rows_in_columns(row):
         kind = type(values[ask]).__name__
         raise BadInputError(f"{row.where}: {ask!r} is {kind}, not text{rows}")
-    if isinstance(values[ask], list) or isinstance(values[answer], list):
+    lists = [name for name in pair if isinstance(values[name], list)]
+    if len(lists) == 1 and any(isinstance(values[name], str) for name in pair):
+        other = next(name for name in pair if name not in lists)
+        raise BadInputError(
+            f"{row.where}: {lists[0]!r} is {_show(values[lists[0]])}, and {other!r} is text. Write "
+            "both as texts, or both as lists of messages."
+        )
+    if lists:
         asked = [_message(one, row, roles) for one in _require_list(values[ask], ask, row)]
         turns += [(message, False) for message, _ in asked]
         turns += [_message(one, row, roles) for one in _require_list(values[answer], answer, row)]
@@ -347,7 +355,7 @@ def _tools(value: Any, name: str, row: Row) -> tuple[Mapping[str, Any], ...]:
 def _text(value: Any, name: str, row: Row) -> str:
     if isinstance(value, str):
         return checked_text(value, row.where, name)
-    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not text")
+    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not text{AS_TEXT}")
 
 
 def _show(value: Any) -> str:

@@ -14,7 +14,7 @@ from outpace.data.index import Index
 from outpace.data.misread import misread_hints
 from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
-from outpace.data.sources import Source, markup_hints, open_source
+from outpace.data.sources import Source, markup_hints, open_source, unread_split_hints
 from outpace.data.stream import Stream, cached_stream, token_stream
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
@@ -67,6 +67,7 @@ def prepare(
         content = cached_fingerprint(source, text_field, cache_dir)
         hashes.append(content)
         hints += (*source.hints, *markup_hints(source))
+        hints += unread_split_hints(source) if split != "all" else ()
         if source.is_tokens:
             whole = _tokens_of(source, content, cache_dir)
             streams.append(whole if split == "all" else _tail(whole, split, eval_fraction))

@@ -81,11 +81,14 @@ def _require_tabs(file: Path) -> None:
     )
 
 
+AS_TEXT = ". Write it as a text, or leave the row out."
+
+
 def checked_text(text: Any, where: str, field: str) -> str:
     """Return the text of a record. Raises BadInputError if it is not text."""
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
-        raise BadInputError(f"{where}: {field!r} is {kind}, not text")
+        raise BadInputError(f"{where}: {field!r} is {kind}, not text{AS_TEXT}")
     if not text.isascii():
         try:
             text.encode()

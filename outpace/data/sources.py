@@ -277,6 +277,28 @@ def binary_kind(head: bytes) -> str | None:
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 
+def unread_split_hints(source: Source) -> list[str]:
+    """Note the splits of a saved dataset that are neither trained nor validated on."""
+    if source.kind != "dataset":
+        return []
+    name, _, split = _dataset_name(source.reference)
+    path = Path(name, "dataset_dict.json")
+    if not path.is_file():
+        return []
+    try:
+        splits = json.loads(path.read_bytes()).get("splits", [])
+    except (ValueError, AttributeError) as error:
+        raise BadInputError(f"cannot read {path}: {error}") from None
+    others = [str(one) for one in splits if one != split]
+    if not others:
+        return []
+    return [
+        f"of {source.reference} the split {split!r} is read, a part of which is held out for "
+        f"validation; {', '.join(map(repr, others))} {'is' if len(others) == 1 else 'are'} not. "
+        f"To validate on one, name it: --eval-data hf:{name}::{others[-1]}"
+    ]
+
+
 def markup_hints(source: Source) -> list[str]:
     """Note that files are pages or lists in a markup language, whose marks are learnt as texts."""
     if source.kind != "text" or source.reference == "stdlib":

@@ -246,6 +246,11 @@ def test_half_a_surrogate_is_refused_with_its_place(tmp_path, column):
         ([True, False, "true", "false"], "labels '0' and 'false'; '1' and 'true' differ in"),
         (["a", "b", 0, 1], "some labels are numbers (such as '0') and others names (such as 'a')"),
         (["a", "b", "c1", "2nd"], None),
+        (["pos", "po\u200bs", "neg"], r"labels 'pos' and 'po\u200bs' differ in"),
+        (
+            ["0.5", "1.0", "2"],
+            "labels such as '0.5' are numbers with a fraction, and are",
+        ),
         ([0, 1, 2.0, "3"], None),
         ([9007199254740990, 9007199254740991, 90071992547409990, 90071992547409991], None),
         (["90071992547409990", "90071992547409991", "-0", "9" * 5000], None),

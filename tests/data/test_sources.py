@@ -119,6 +119,11 @@ def test_saved_datasets_and_folders_for_datasets(tmp_path, prepare, ids_of, monk
     datasets.DatasetDict({"train": found, "test": found.select([2])}).save_to_disk(tmp_path / "two")
     assert tokens(prepare(tmp_path / "flat")) == [ids_of(A, B)]
     assert tokens(prepare(f"hf:{tmp_path / 'two'}")) == [ids_of(A, B)]
+    assert prepare(tmp_path / "two").hints == ()  # its validation data are named
+    (hint,) = prepare(tmp_path / "two", split="validation", eval_fraction=0.5).hints
+    assert "'test' is not. To validate on one, name it: --eval-data hf:" in hint
+    assert hint.endswith(f"{tmp_path / 'two'}::test")
+    assert prepare(tmp_path / "flat", split="validation", eval_fraction=0.5).hints == ()
     assert tokens(prepare(f"hf:{tmp_path / 'two'}::test")) == [ids_of(B)]
     with pytest.raises(BadInputError, match=r"no split 'dev', but 'train', 'test'"):
         prepare(f"hf:{tmp_path / 'two'}::dev")

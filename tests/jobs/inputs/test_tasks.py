@@ -280,7 +280,7 @@ def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
     assert "labels are read from 'label', not from 'labels'; --label-field names others" in told
     assert "texts are read from 'sentence', not from 'text'; --text-fields names others" in told
     assert (
-        "labels 'Pos' and 'pos' differ in capitals, blanks or forms of letters or numbers" in told
+        "labels 'Pos' and 'pos' differ in capitals, blanks, invisible characters or forms" in told
     )
     assert "1 of 24 samples have a label and no text" in told
     told = said("b", label_field="labels", text_fields=["text"])
