@@ -82,6 +82,7 @@ class Writer:
     ) -> None:
         self._model, self._tokenizer, self._stop_ids = _open(run, device, on_hint)
         self._sampling = sampling
+        self._on_hint = on_hint
         self._talk: ChatFormat | None = None
 
     def continue_text(self, prompt: str) -> str:
@@ -111,7 +112,24 @@ class Writer:
             seed=sampling.seed,
             stop_ids=stop_ids,
         )
+        self._say_what_is_not_read(len(given), len(ids))
         return given, ids[len(given) :]
+
+    def _say_what_is_not_read(self, given: int, written: int) -> None:
+        """Say that the model has not read the beginning of a text."""
+        positions = self._model.spec.max_positions
+        half = generation.read_length(positions + 1, positions)
+        if given > positions:
+            self._on_hint(
+                f"the prompt has {given:,} tokens, and the model {positions:,} positions: only its "
+                f"last {half:,} tokens were read, without its beginning, such as a system message. "
+                "Give a shorter one"
+            )
+        elif written > positions:
+            self._on_hint(
+                f"the text has {written:,} tokens, and the model {positions:,} positions: what "
+                f"follows them was written from the last {half:,} tokens, without the beginning"
+            )
 
 
 def generate(

@@ -50,10 +50,15 @@ def generate(
     return written
 
 
+def read_length(tokens: int, positions: int) -> int:
+    """Return how many of a text's last tokens a model of that many positions reads."""
+    return tokens if tokens <= positions else max(1, positions // 2)
+
+
 def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
     """Return what to read first, and an empty cache with room for it and for the tokens `left`."""
     positions = model.spec.max_positions
-    kept = written if len(written) <= positions else written[-max(1, positions // 2) :]
+    kept = written[-read_length(len(written), positions) :]
     return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))
 
 

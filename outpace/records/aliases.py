@@ -187,6 +187,16 @@ _VALUES = _table({
     "warmup_stable_decay": "wsd",
     "tb": "tensorboard",
     "wb weights_and_biases": "wandb",
+    # What adapters are trained for, as PEFT's target_modules names it.
+    "q_proj query wq": "q",
+    "k_proj key wk": "k",
+    "v_proj value wv": "v",
+    "c_attn qkv_proj query_key_value": "q|k|v",
+    "o_proj out_proj wo": "out",
+    "gate_proj w1": "gate",
+    "up_proj w3 c_fc fc1": "up",
+    "down_proj w2 fc2": "down",
+    "all_linear": "all",
     # Devices and machines, as clouds and nvidia-smi name them.
     "gpu": "cuda",
     "metal": "mps",

@@ -55,6 +55,7 @@ def refusal(capsys, *argv: str) -> str:
             "rtx-3060-8-gb', 'rtx-3060-12-gb', 'rtx-3060-ti' or 'rtx-3060-laptop",
         ),
         ("plan --model=gpt2 --machine=p5.48xlarge", "aws-p5"),
+        ("train --lora-targets o_proj", "out"),
         ("train run.toml", "--config run.toml"),
         ("train chats.jsonl", "--data chats.jsonl"),
     ],

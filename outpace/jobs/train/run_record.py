@@ -300,6 +300,12 @@ def run_info(
             f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
             f"({trained / parameters:.2%}); {weights} stay {form}"
         )
+        width = None if job.inputs.spec is None else job.inputs.spec.hidden
+        if width is not None and job.plan.lora_rank > width:
+            hints.append(
+                f"--lora-rank {job.plan.lora_rank} is above the model's width of {width}: its "
+                "adapters can express no more than those of that rank. 8 to 64 are usual"
+            )
     level = job.settings.precision
     if level is not None and level in MEANS:
         hints.append(
