@@ -341,10 +341,10 @@ class Conversations:
 
     `cut` were longer than a sample; `empty` have nothing to learn (in the remaining part); for
     `partial`, only the last answer could be found. `altered` have answers that the template
-    changes, `toolless` have tools that it omits, `marked` have words that the tokenizer reads as
-    special tokens; each with the place of the first one. `joined` have an answer that starts inside
-    a token of the template. `unread` counts columns that are not part of conversations, and keys of
-    messages that the template omits.
+    changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
+    words that the tokenizer reads as special tokens; each with the place of the first one. `joined`
+    have an answer that starts inside a token of the template. `unread` counts columns that are not
+    part of conversations, and keys of messages that the template omits.
     """
 
     samples: RaggedSamples
@@ -353,6 +353,7 @@ class Conversations:
     partial: int
     altered: tuple[str, ...] = ()
     toolless: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
     marked: tuple[str, ...] = ()
     wordless: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
@@ -369,11 +370,12 @@ def encode_all(
     to learn.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
-    altered, toolless, marked, wordless, joined = [], [], [], [], []
+    altered, toolless, unwritten, marked, wordless, joined = [], [], [], [], [], []
     unread: Counter[str] = Counter()
     for encoded in _encode_rows(chat, rows):
         unread.update(encoded.unread)
         toolless += [encoded.where] * encoded.toolless
+        unwritten += [f"{encoded.where}: {role!r}" for role in encoded.unwritten[:1]]
         altered += [encoded.where] * encoded.altered
         marked += [encoded.where] * encoded.marked
         wordless += [encoded.where] * encoded.wordless
@@ -401,7 +403,7 @@ def encode_all(
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(
         concatenate_samples(found, fill), cut, empty, partial, tuple(altered), tuple(toolless),
-        tuple(marked), tuple(wordless), tuple(joined), dict(unread),
+        tuple(unwritten), tuple(marked), tuple(wordless), tuple(joined), dict(unread),
     )  # fmt: skip
 
 
@@ -417,6 +419,7 @@ class _EncodedMessages:
     whole: bool
     altered: bool
     toolless: bool
+    unwritten: tuple[str, ...]
     marked: bool
     wordless: bool
     joined: bool
@@ -452,11 +455,34 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
         mine and not str(one["content"]).strip() and not one.get("tool_calls")
         for one, mine in zip(talk.messages, talk.learnt, strict=True)
     )
+    unwritten = unwritten_roles(
+        talk.messages, rendered.text, lambda others: chat.text(others, row.where, talk.tools)
+    )
     unread = (*talk.unread, *_unwritten_keys(chat, talk, row.where))
     return _EncodedMessages(
-        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), marked, wordless,
-        joined, unread,
+        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), unwritten,
+        marked, wordless, joined, unread,
     )  # fmt: skip
+
+
+def unwritten_roles(
+    messages: Sequence[Message], whole: str, render: Callable[[Sequence[Message]], str]
+) -> tuple[str, ...]:
+    """Return the roles of messages whose words the template leaves out of the `whole` text.
+
+    The assistant's are compared when they are learnt. `render` writes other messages.
+    """
+    plain = "".join(whole.split())
+    found: dict[str, None] = {}
+    for number, one in enumerate(messages):
+        words = str(one.get("content") or "")
+        if one["role"] == "assistant" or "".join(words.split()) in plain:
+            continue
+        others = [*messages[:number], {**one, "content": f"{words} {words}"}]
+        with suppress(BadInputError):  # by a template that asks for it
+            if render([*others, *messages[number + 1 :]]) == whole:
+                found[str(one["role"])] = None
+    return tuple(found)
 
 
 def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:

@@ -223,20 +223,26 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
 def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
     """Raises BadInputError for what `_scale` cannot go by."""
     patterns = values.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise BadInputError(
-            f"{path}: alpha_pattern is {excerpt(patterns)}; it has to be an object, of names of "
-            "modules with their alphas"
-        )
+    for key, found in (("alpha_pattern", patterns), ("rank_pattern", values.get("rank_pattern"))):
+        _check_patterns(key, found or {}, path)
     for name, alpha in {"lora_alpha": values.get("lora_alpha", 8), **patterns}.items():
         if type(alpha) not in (int, float) or not abs(alpha) < _MOST_ALPHA:
             raise BadInputError(f"{path}: {shorten(name)} is {excerpt(alpha)}, which is no alpha")
+
+
+def _check_patterns(key: str, patterns: Any, path: Path) -> None:
+    """Raises BadInputError for patterns of names that are none."""
+    if not isinstance(patterns, dict):
+        raise BadInputError(
+            f"{path}: {key} is {excerpt(patterns)}; it has to be an object, of names of modules "
+            "with a number for each"
+        )
     for name in patterns:
         try:
             re.compile(name)
         except re.error as error:
             raise BadInputError(
-                f"{path}: alpha_pattern has {excerpt(name)}, which is no pattern of names: {error}"
+                f"{path}: {key} has {excerpt(name)}, which is no pattern of names: {error}"
             ) from None
 
 
@@ -430,12 +436,25 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
     for module, held in halves.items():
         if held.keys() != {"A", "B"}:
             raise BadInputError(f"{path} holds a half of the adapter of {module} only.")
-        yield module, Pair(held["A"], held["B"], _scale(config, module, len(held["A"])))
+        rank = len(held["A"])
+        named = _of_module(config.get("rank_pattern") or {}, module, config.get("r", rank))
+        if named != rank:
+            raise BadInputError(
+                f"{path}: the matrices of {module} have rank {rank}, and adapter_config.json says "
+                f"{excerpt(named)}: one of the two files is of another adapter, or was changed. "
+                "Bring both back as they were saved."
+            )
+        yield module, Pair(held["A"], held["B"], _scale(config, module, rank))
+
+
+def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return what the first pattern of a module's name stands for, as PEFT chooses it."""
+    own = (value for end, value in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", module))
+    return next(own, default)
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """α/r, or α/√r where the config says so (Kalajdzievski, arXiv 2312.03732)."""
-    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
-    own = [alpha for end, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", module)]
-    alpha = float(own[0] if own else config.get("lora_alpha", 8))
+    patterns = config.get("alpha_pattern") or {}
+    alpha = float(_of_module(patterns, module, config.get("lora_alpha", 8)))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outpace.data.chat import ChatFormat
+from outpace.data.chat import ChatFormat, unwritten_roles
 from outpace.data.conversations import Message, conversation_of
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.loader import Batch, Loader
@@ -94,7 +94,13 @@ class Writer:
         """Generate the assistant's next message, with the tokenizer's chat template."""
         if self._talk is None:
             self._talk = ChatFormat(self._tokenizer)
-        _, ids = self._write(self._talk.prompt(messages), self._stop_ids | {self._talk.stop_id})
+        prompt = self._talk.prompt(messages)
+        for role in unwritten_roles(messages, prompt, self._talk.prompt):
+            self._on_hint(
+                f"the tokenizer's chat template leaves out messages of {role!r}: the answer is "
+                "written without them. Say it in the user's message"
+            )
+        _, ids = self._write(prompt, self._stop_ids | {self._talk.stop_id})
         return self._tokenizer.decode(ids)
 
     def _write(

@@ -285,6 +285,23 @@ def test_tools_are_given_to_the_template(plain, formats, given):
     assert encode_all(formats[1], rows, 64).toolless == ("line 1",)
 
 
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["Be short.", "a"])
+def test_messages_that_the_template_leaves_out_are_told(plain, formats, content):
+    row = Row({"messages": [{"role": "system", "content": content}, *TALK]}, "line 1")
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": NO_SYSTEM}))
+    told = content not in NO_SYSTEM + "".join(one["content"] for one in TALK)
+    assert encode_all(chat, [row], 512).unwritten == (("line 1: 'system'",) if told else ())
+    assert encode_all(formats[1], [row], 512).unwritten == ()
+    assert encode_all(chat, [Row({"messages": TALK}, "line 1")], 512).unwritten == ()
+
+
 def test_tools_have_a_template_of_their_own_where_there_is_one(plain):
     templates = [{"name": "tool_use", "template": WITH_TOOLS},
                  {"name": "default", "template": CHATML}]  # fmt: skip

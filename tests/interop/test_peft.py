@@ -216,6 +216,25 @@ def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, t
         merged(adapter, base)
 
 
+def test_an_adapter_of_another_rank_than_its_config_says_is_refused(adapted):
+    """It was scaled by the rank of its matrices, whatever the config said."""
+    _, _, base, adapter = adapted("qwen3", lora_targets=("q", "v"))
+    config = adapter / "adapter_config.json"
+    written = json.loads(config.read_text())
+    (adapter / "checksums.json").unlink()
+    for change, said in (
+        ({"r": 3}, "_proj have rank 2, and .* says 3"),
+        ({"rank_pattern": {"v_proj": 1}}, r"v_proj have rank 2, and .* says 1"),
+        ({"rank_pattern": {"(": 1}}, "rank_pattern has .*, which is no pattern of names"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; it has to be an object"),
+    ):
+        config.write_text(json.dumps(written | change))
+        with pytest.raises(BadInputError, match=said):
+            merged(adapter, base)
+    config.write_text(json.dumps(written | {"r": 64, "rank_pattern": {"[qv]_proj": written["r"]}}))
+    merged(adapter, base)
+
+
 def test_what_is_refused(adapted, tmp_path):
     _, _, base, adapter = adapted("llama-mha")
     written = (adapter / "adapter_config.json").read_text()

@@ -294,6 +294,7 @@ def _chat_hints(
     """Note which parts of conversations are not learnt, or differ from the data."""
     altered = [where for part in parts for where in part.altered]
     toolless = [where for part in parts for where in part.toolless]
+    unwritten = [where for part in parts for where in part.unwritten]
     marked = [where for part in parts for where in part.marked]
     wordless = [where for part in parts for where in part.wordless]
     joined = [where for part in parts for where in part.joined]
@@ -313,6 +314,11 @@ def _chat_hints(
             len(toolless),
             "have tools that the chat template leaves out: answers are learnt without them "
             f"(first {next(iter(toolless), '')})",
+        ),
+        (
+            len(unwritten),
+            "have messages that the chat template leaves out: answers are learnt without them "
+            f"(first {next(iter(unwritten), '')})",
         ),
         (
             len(marked),
