@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from outpace.cli.parser import Parser, number_type
-from outpace.jobs.planning.network import TOLERANCE, NetworkQuestion, network_report
+from outpace.jobs.planning.network import network_report
+from outpace.planner.network.site import TOLERANCE, NetworkQuestion
 from outpace.records.network import NetworkReport
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision

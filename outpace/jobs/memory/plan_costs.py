@@ -137,9 +137,9 @@ def step_timer(
 ) -> Callable[[Plan], float]:
     """Return the planner's time of a plan's step, on this machine as probed or as detected."""
     from outpace.planner.calibration.cluster import of_host, of_probe
+    from outpace.planner.calibration.fit_rates import steps_s
     from outpace.planner.model.outline import classifier_outline, outline
     from outpace.planner.plan_batch import of_plans
-    from outpace.planner.step_time.estimate import estimate
     from outpace.planner.step_time.setup import StepTimeQuestion
 
     ranks = site.ranks_per_host
@@ -157,7 +157,7 @@ def step_timer(
     def step_s(plan: Plan) -> float:
         asked = replace(question, adapters=adapters_of(plan, spec))
         columns = of_plans([plan], settings.global_batch, model.layers)
-        return float(estimate(asked, columns).step_s[0])
+        return float(steps_s(asked, columns)[0])
 
     return step_s
 

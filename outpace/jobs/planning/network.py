@@ -3,69 +3,29 @@ cost.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.planner.hardware.device import check_dtype
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.model.flops import parameter_count
 from outpace.planner.model.outline import outline
-from outpace.planner.network.default_plans import PRODUCT, NetworkStudy, candidate_plans
+from outpace.planner.network.default_plans import PRODUCT, candidate_plans
 from outpace.planner.network.requirement import NetworkEntry, NetworkProblem, answer
-from outpace.planner.network.site import NetworkOptions, Site
+from outpace.planner.network.site import NetworkQuestion, Site
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.network import Need, Network, NetworkReport
-from outpace.records.optimizers import default_optimizer
-from outpace.records.plan import Checkpointing, Plan, PlanFile
+from outpace.records.plan import Plan, PlanFile
 from outpace.records.precisions import Precision
 
-TOLERANCE = 0.05
 _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
-
-
-@dataclass(frozen=True)
-class NetworkQuestion:
-    """A question about the network that a training needs.
-
-    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: the network of a
-    node, as text, the last one being the machine's; `inside`: a device's link within its node.
-    `plan`: a file with the only plan to consider, whose length and batch are used unless others are
-    given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
-    peak that products reach, None for that of published measurements; `tolerance`: share of a step
-    that the network may cost.
-    """
-
-    model: str
-    machine: str | None = None
-    probe: Path | None = None
-    nodes: int = 1
-    devices_per_node: int | None = None
-    networks: Sequence[str] = ()
-    inside: str | None = None
-    plan: Path | None = None
-    global_batch: int | None = None
-    micro_batch: int = 1
-    seq_len: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    precision: Precision | None = None
-    checkpointing: Checkpointing = "none"
-    share: float | None = None
-    tolerance: float = TOLERANCE
 
 
 def network_report(asked: NetworkQuestion) -> NetworkReport:
     """Answer the network question. Raises BadInputError."""
     name, spec = _model(asked.model)
-    site = Site(
-        NetworkOptions(
-            asked.machine, asked.probe, asked.nodes, asked.devices_per_node,
-            asked.networks, asked.inside, asked.share,
-        )
-    )  # fmt: skip
+    site = Site(asked)
     plan = None
     if asked.plan is not None:
         file = PlanFile.load(asked.plan, option="--plan ")
@@ -90,7 +50,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
     if plan is not None:
         needs = answer(problem, [_file_entry(asked, plan, site)])
     else:
-        needs, refused = _compare(asked, problem, site, precision)
+        needs, refused = _compare(asked, problem, precision)
     return _answer(asked, name, problem, site, precision, needs, refused)
 
 
@@ -108,22 +68,12 @@ def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
 
 
 def _compare(
-    asked: NetworkQuestion, problem: NetworkProblem, site: Site, precision: Precision
+    asked: NetworkQuestion, problem: NetworkProblem, precision: Precision
 ) -> tuple[list[Need], dict[str, str]]:
     """Return the needs of one plan for each strategy, and why others are not possible."""
-    common: dict[str, Any] = {
-        "precision": precision,
-        "optimizer": default_optimizer(precision),
-        "checkpointing": asked.checkpointing,
-    }
-    axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
-    study = NetworkStudy(
-        problem.spec, nodes=site.nodes, per_node=site.per_node, common=common, axes=axes,
-        global_batch=asked.global_batch or site.nodes * site.per_node * asked.micro_batch,
-        micro_batch=asked.micro_batch, fits=problem.fits,
-    )  # fmt: skip
-    found = list(candidate_plans(study))
+    found = list(candidate_plans(problem, asked, precision))
     refused = dict(one for one in found if not isinstance(one, NetworkEntry))
+    axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
     if axes and PRODUCT in refused:
         given = " ".join(f"--{axis} {size}" for axis, size in axes.items())
         raise BadInputError(f"{given}: {refused[PRODUCT]}.")

@@ -1,42 +1,39 @@
 """The plans that `outpace network` compares by default: one for each strategy."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-from outpace.planner.network.requirement import NetworkEntry
+from outpace.planner.network.requirement import NetworkEntry, NetworkProblem
+from outpace.planner.network.site import NetworkQuestion
 from outpace.records.errors import BadInputError
-from outpace.records.model import ModelSpec
+from outpace.records.optimizers import default_optimizer
 from outpace.records.plan import Plan
+from outpace.records.precisions import Precision
 
 PRODUCT = "TP × PP × DP"
 
 
-@dataclass(frozen=True)
-class NetworkStudy:
-    """Values shared by all plans.
+class _Study:
+    """Values shared by all plans: those asked for, and the model and machine."""
 
-    `global_batch`: approximate samples per step; `common`: precision, checkpointing; `axes`: the
-    requested tp and pp; `fits`: whether a plan of a global batch fits a device, None if unknown.
-    """
-
-    spec: ModelSpec
-    nodes: int
-    per_node: int
-    global_batch: int
-    micro_batch: int
-    common: Mapping[str, Any]
-    axes: Mapping[str, int]
-    fits: Callable[[Plan, int], bool | None]
-
-    @property
-    def world(self) -> int:
-        """Number of all devices."""
-        return self.nodes * self.per_node
+    def __init__(
+        self, problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
+    ) -> None:
+        self.spec, self.fits = problem.spec, problem.fits
+        self.per_node, self.world = problem.cluster.fabric.per_node, problem.cluster.devices
+        self.micro_batch, self.tp, self.pp = asked.micro_batch, asked.tp, asked.pp
+        self.global_batch = asked.global_batch or self.world * asked.micro_batch
+        self.common: dict[str, Any] = {
+            "precision": precision,
+            "optimizer": default_optimizer(precision),
+            "checkpointing": asked.checkpointing,
+        }
 
 
-def candidate_plans(study: NetworkStudy) -> Iterator[NetworkEntry | tuple[str, str]]:
+def candidate_plans(
+    problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
+) -> Iterator[NetworkEntry | tuple[str, str]]:
     """DDP, ZeRO-1/2/3 with the same micro-batch, ZeRO-3 with all samples at once, TP, PP, and both.
 
     TP and PP alone are over all devices; a product that comes out as one of the others is left out.
@@ -44,6 +41,7 @@ def candidate_plans(study: NetworkStudy) -> Iterator[NetworkEntry | tuple[str, s
 
     A pair of two strings is a strategy with the reason why it is not possible.
     """
+    study = _Study(problem, asked, precision)
     world, micro_batch = study.world, study.micro_batch
     for title, strategy, axis in (
         ("DDP", "ddp", "dp_replicate"),
@@ -65,9 +63,7 @@ def candidate_plans(study: NetworkStudy) -> Iterator[NetworkEntry | tuple[str, s
         yield product
 
 
-def _entry(
-    study: NetworkStudy, title: str, values: dict[str, Any]
-) -> NetworkEntry | tuple[str, str]:
+def _entry(study: _Study, title: str, values: dict[str, Any]) -> NetworkEntry | tuple[str, str]:
     try:
         plan = Plan.parse({**study.common, **values}, title)
     except BadInputError as error:
@@ -77,7 +73,7 @@ def _entry(
     return NetworkEntry(title, plan, batch)
 
 
-def _tensor(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
+def _tensor(study: _Study) -> NetworkEntry | tuple[str, str]:
     shared = {name: getattr(study.spec, name) for name in ("heads", "kv_heads", "ffn")}
     odd = [f"{size} {name}" for name, size in shared.items() if size % study.world]
     if odd:
@@ -86,7 +82,7 @@ def _tensor(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
     return _entry(study, "TP", values)
 
 
-def _pipeline(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
+def _pipeline(study: _Study) -> NetworkEntry | tuple[str, str]:
     if study.world > study.spec.layers:
         return "PP", f"{study.spec.layers} layers are fewer than {study.world} devices"
     count = max(study.world, round(study.global_batch / study.micro_batch))
@@ -94,15 +90,15 @@ def _pipeline(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
                                 "micro_batch": study.micro_batch})  # fmt: skip
 
 
-def _product(study: NetworkStudy) -> NetworkEntry | tuple[str, str]:
+def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
     """TP within a node; the fewest stages that fit a device; the rest are replicas."""
     spec, world = study.spec, study.world
-    tp = study.axes.get("tp") or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
+    tp = study.tp or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:
         return PRODUCT, f"tp {tp} does not divide {world} devices"
     stages = [n for n in range(1, min(world // tp, spec.layers) + 1) if world // tp % n == 0]
-    if study.axes.get("pp"):
-        stages = [study.axes["pp"]]
+    if study.pp:
+        stages = [study.pp]
     found: NetworkEntry | tuple[str, str] = (PRODUCT, "no number of stages divides the devices")
     for pp in stages:
         if world % (tp * pp):

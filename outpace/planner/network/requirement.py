@@ -12,12 +12,12 @@ import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.planner.calibration.cluster import Cluster, network_share
+from outpace.planner.calibration.fit_rates import steps_s
 from outpace.planner.communication.flows import Flow, Part, Where, flows
 from outpace.planner.communication.node_placement import Crossing, place
 from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.memory import peak
 from outpace.planner.plan_batch import Floats, PlanBatch, of_plans
-from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.memory import Kind
@@ -143,10 +143,8 @@ class NetworkSteps:
             for field in fields(PlanBatch)
         })  # fmt: skip
         # Pipelines take as long as the planner's simulation of them on the present network.
-        times = estimate(self._question, self.columns)
-        pipelines = np.flatnonzero(self.columns.pp > 1)
-        simulated = simulate_pipelines(self._question, self.columns, times, pipelines)
-        self._simulated_s = (simulated.step_s - times.step_s)[:, None]
+        closed = estimate(self._question, self.columns).step_s
+        self._simulated_s = (steps_s(self._question, self.columns) - closed)[:, None]
 
     @property
     def inside_bytes_per_s(self) -> float:

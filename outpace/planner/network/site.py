@@ -24,34 +24,51 @@ from outpace.records.figure import Figure, Key, Unit
 from outpace.records.hardware import Accelerator, Node
 from outpace.records.machine import Device, Machine
 from outpace.records.network import Network
+from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 from outpace.records.probed import ProbeRecord
 
 # Of products that are about as fast, those that are less trouble to train with come first.
 _MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 _ALIKE = 1.05
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class NetworkOptions:
-    """Options of the user; the last of the `networks` is the machine's own.
+class NetworkQuestion:
+    """A question about the network that a training needs.
 
-    `share`: share of the catalog's peak that products reach; None: as the planner has it.
+    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: the network of a
+    node, as text, the last one being the machine's; `inside`: a device's link within its node.
+    `plan`: a file with the only plan to consider, whose length and batch are used unless others are
+    given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
+    peak that products reach, None for that of published measurements; `tolerance`: share of a step
+    that the network may cost.
     """
 
-    machine: str | None
-    probe: Path | None
-    nodes: int
-    devices_per_node: int | None
-    networks: Sequence[str]
-    inside: str | None
-    share: float | None
+    model: str
+    machine: str | None = None
+    probe: Path | None = None
+    nodes: int = 1
+    devices_per_node: int | None = None
+    networks: Sequence[str] = ()
+    inside: str | None = None
+    plan: Path | None = None
+    global_batch: int | None = None
+    micro_batch: int = 1
+    seq_len: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    precision: Precision | None = None
+    checkpointing: Checkpointing = "none"
+    share: float | None = None
+    tolerance: float = TOLERANCE
 
 
 class Site:
     """Machine of a run, from the catalog or from a probe."""
 
-    def __init__(self, asked: NetworkOptions) -> None:
+    def __init__(self, asked: NetworkQuestion) -> None:
         self._asked = asked
         self.node: Node | None = None
         self.probe: Machine | None = None

@@ -17,9 +17,9 @@ from outpace.planner.communication.node_placement import place
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.model.flops import parameter_count
 from outpace.planner.model.outline import outline
-from outpace.planner.network.default_plans import NetworkEntry, NetworkStudy, candidate_plans
+from outpace.planner.network.default_plans import NetworkEntry, candidate_plans
 from outpace.planner.network.requirement import NetworkProblem, NetworkSteps, answer
-from outpace.planner.network.site import NetworkOptions, Site
+from outpace.planner.network.site import NetworkQuestion, Site
 from outpace.planner.plan import estimate_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import SearchRequest
@@ -143,9 +143,15 @@ A_GPU, A_NODE = 8 * 50e9 / 8, 50e9 / 8  # what "50 Gbit/s" can be of
 LEAN = {"precision": "bf16-pure", "optimizer": "adamw-bf16", "checkpointing": "full"}
 
 
+JEAN_ZAY = NetworkQuestion(
+    "bloom-176b", machine="hgx-a100", nodes=48, networks=["4 x omni-path-100"], global_batch=2048,
+    micro_batch=2, tp=4, pp=12, checkpointing="full",
+)  # fmt: skip
+
+
 def jean_zay(share=None):
-    options = NetworkOptions("hgx-a100", None, 48, None, ["4 x omni-path-100"], None, share)
-    return Site(options).cluster("bf16-pure")
+    asked = replace(JEAN_ZAY, share=share)
+    return Site(asked).cluster("bf16-pure")
 
 
 def bloom(layout, batch, share=None):
@@ -203,9 +209,7 @@ def test_what_hides_needs_less_though_it_is_more():
 
 
 def test_strategies_are_compared_with_batches_that_divide():
-    found = list(candidate_plans(NetworkStudy(
-        BLOOM, nodes=48, per_node=8, global_batch=2048, micro_batch=2, common=LEAN,
-        axes={"tp": 4, "pp": 12}, fits=lambda *_: True)))  # fmt: skip
+    found = list(candidate_plans(product()[0], JEAN_ZAY, "bf16-pure"))
     titles = [one.title if isinstance(one, NetworkEntry) else one[0] for one in found]
     assert titles == [
         "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP", "PP", "TP4 × PP12 × DP8",
