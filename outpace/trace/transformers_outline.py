@@ -3,6 +3,7 @@
 transformers' code determines the layers, so a family needs no reader.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -235,7 +236,7 @@ class _Tracing(ModuleTracing):
         super().__init__(model, inputs)
         self.known = sizes
         self.equal = equal
-        self.sizes = {name: _product(shape) for name, shape in sizes.shapes.items()}
+        self.sizes = {name: math.prod(shape) for name, shape in sizes.shapes.items()}
         self.modules = dict(model.named_modules())
         embedding = _weight_name(model, "get_input_embeddings")
         self.table = embedding if embedding in self.sizes else None
@@ -342,13 +343,6 @@ def _weight_name(model: nn.Module, getter: str) -> str | None:
     if weight is None or weight.dim() != 2:
         return None
     return next((name for name, p in model.named_parameters() if p is weight), None)
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 def _grows(outline: Outline) -> bool:

@@ -1,5 +1,6 @@
 """The outline of a model that outpace builds, and what an outline's layers are made of."""
 
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -57,7 +58,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
         else (ProductShape(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
     )
     transformed = sum(product.inputs * product.outputs for product in transform)
-    outside = sum(_size(shape) for key, shape in shapes.items() if not key.startswith(apart))
+    outside = sum(math.prod(shape) for key, shape in shapes.items() if not key.startswith(apart))
     return Outline(
         name=name,
         hidden=spec.hidden,
@@ -89,13 +90,6 @@ def classifier_outline(found: Outline) -> Outline:
             "outside_parameters": found.outside_parameters + found.hidden**2,
         }
     )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
