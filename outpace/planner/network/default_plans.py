@@ -6,6 +6,7 @@ from typing import Any
 
 from outpace.planner.network.requirement import NetworkEntry, NetworkProblem
 from outpace.planner.network.site import NetworkQuestion
+from outpace.planner.plan_batch import of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import default_optimizer
 from outpace.records.plan import Plan
@@ -20,7 +21,7 @@ class _Study:
     def __init__(
         self, problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
     ) -> None:
-        self.spec, self.fits = problem.spec, problem.fits
+        self.problem, self.spec = problem, problem.spec
         self.per_node, self.world = problem.cluster.fabric.per_node, problem.cluster.devices
         self.micro_batch, self.tp, self.pp = asked.micro_batch, asked.tp, asked.pp
         self.global_batch = asked.global_batch or self.world * asked.micro_batch
@@ -29,6 +30,11 @@ class _Study:
             "optimizer": default_optimizer(precision),
             "checkpointing": asked.checkpointing,
         }
+
+    def fits(self, entry: NetworkEntry) -> bool:
+        """Return whether a plan is known to fit a device."""
+        columns = of_plans([entry.plan], entry.global_batch, self.spec.layers)
+        return bool(self.problem.fits(columns)[0])
 
 
 def candidate_plans(
@@ -112,6 +118,6 @@ def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
             "strategy": "3d", "micro_batch": study.micro_batch,
             "pp_microbatches": max(pp, samples) if pp > 1 else 1, **axis_values,
         })  # fmt: skip
-        if isinstance(found, NetworkEntry) and study.fits(found.plan, found.global_batch):
+        if isinstance(found, NetworkEntry) and study.fits(found):
             return found
     return found

@@ -61,13 +61,14 @@ class NetworkProblem:
     device_links: Sequence[Network] = ()
     present_link: Network | None = None
 
-    def fits(self, plan: Plan, global_batch: int) -> bool | None:
-        """Return whether a plan fits a device, by the planner's formula; None if unknown."""
-        room = self.cluster.device.memory_bytes
-        columns = of_plans([plan], global_batch, self.outline.layers)
-        kind = self.cluster.device.kind
-        needed = peak.reserved_bytes(self.outline, self.seq_len, columns, kind)
-        return None if room is None else bool(needed[0] <= room)
+    def fits(self, columns: PlanBatch) -> list[bool | None]:
+        """Return whether plans fit a device, by the planner's formula; None if unknown."""
+        device = self.cluster.device
+        if device.memory_bytes is None:
+            return [None] * len(columns)
+        needed = peak.reserved_bytes(self.outline, self.seq_len, columns, device.kind)
+        found: list[bool | None] = (needed <= device.memory_bytes).tolist()
+        return found
 
 
 def link_share(link: Network) -> float:
@@ -88,11 +89,12 @@ def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]
     steps = NetworkSteps(asked, entries)
     node, device = steps.node_costs(), steps.device_costs()
     least_node, least_device = steps.least_node(), steps.least_device()
+    anatomy = peak.anatomy(asked.outline, asked.seq_len, steps.columns, asked.cluster.device.kind)
+    states = np.sum([anatomy[kind] for kind in _STATES], axis=0)
+    fits = asked.fits(steps.columns)
     found = []
     for at, entry in enumerate(entries):
-        columns = steps.columns.take([at])
-        traffic = PlanTraffic(asked, entry, columns)
-        states = peak.anatomy(asked.outline, asked.seq_len, columns, asked.cluster.device.kind)
+        traffic = PlanTraffic(asked, entry, steps, at)
         found.append(Need(
             title=entry.title,
             plan=entry.plan,
@@ -109,8 +111,8 @@ def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]
             device_costs=device[at],
             cheapest_inside=_cheapest(device[at], asked.tolerance),
             present_device_cost=_cost_of(asked.present_link, device[at]),
-            states_bytes=round(sum(float(states[kind][0]) for kind in _STATES)),
-            fits=asked.fits(entry.plan, entry.global_batch),
+            states_bytes=round(float(states[at])),
+            fits=fits[at],
         ))  # fmt: skip
     return found
 
@@ -134,7 +136,7 @@ class NetworkSteps:
 
     def __init__(self, asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
         self._asked = asked
-        self._question = StepTimeQuestion(
+        self.question = StepTimeQuestion(
             asked.outline, asked.seq_len, asked.cluster.device, asked.cluster.fabric
         )
         rows = [of_plans([e.plan], e.global_batch, asked.outline.layers) for e in entries]
@@ -143,8 +145,9 @@ class NetworkSteps:
             for field in fields(PlanBatch)
         })  # fmt: skip
         # Pipelines take as long as the planner's simulation of them on the present network.
-        closed = estimate(self._question, self.columns).step_s
-        self._simulated_s = (steps_s(self._question, self.columns) - closed)[:, None]
+        self.times = estimate(self.question, self.columns)
+        simulated_s = steps_s(self.question, self.columns) - self.times.step_s
+        self._simulated_s = simulated_s[:, None]
 
     @property
     def inside_bytes_per_s(self) -> float:
@@ -160,7 +163,7 @@ class NetworkSteps:
         shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
         plans = np.repeat(np.arange(shape[0]), shape[1])
         rates = [np.broadcast_to(rate, shape).reshape(-1) for rate in (inside, across)]
-        question = replace(self._question, fabric=self._question.fabric.with_rates(*rates))
+        question = replace(self.question, fabric=self.question.fabric.with_rates(*rates))
         steps = estimate(question, self.columns.take(plans)).step_s.reshape(shape)
         found: Floats = steps + self._simulated_s
         return found
@@ -243,20 +246,19 @@ class NetworkSteps:
 class PlanTraffic:
     """Traffic of a plan in a step, on the nodes where its ranks lie, and what can hide it."""
 
-    def __init__(self, asked: NetworkProblem, entry: NetworkEntry, columns: PlanBatch) -> None:
+    def __init__(
+        self, asked: NetworkProblem, entry: NetworkEntry, steps: NetworkSteps, at: int
+    ) -> None:
         self.plan = entry.plan
         self._asked, self._entry = asked, entry
         per_node = asked.cluster.fabric.per_node
         self.crossings = [place(self.plan, flow, per_node) for flow in self._flows()]
-        question = StepTimeQuestion(
-            asked.outline, asked.seq_len, asked.cluster.device, asked.cluster.fabric
-        )
-        stages = stages_of(question, columns).times
+        stages = stages_of(steps.question, steps.columns.take([at])).times
         count = self.plan.accumulation(entry.global_batch) * self.plan.pp_microbatches
         self._last_s = max(stage.seconds("B") for stage in stages)
         self._forward_s = count * max(stage.seconds("F") for stage in stages)
         self._backward_s = count * self._last_s
-        self._attention_s = float(estimate(question, columns).attention_s[0])
+        self._attention_s = float(steps.times.attention_s[at])
 
     def _flows(self) -> list[Flow]:
         """The most of any stage, for each purpose and axis."""
