@@ -120,7 +120,7 @@ class MemoryFit:
             return None
         if self._predict is None:
             self._predict = predictor(
-                self._account, self._settings, self._spec, self._seq_len, self._site, self._machine
+                self._account, self._settings, self._spec, self._seq_len, self._site
             )
         return self._predict
 

@@ -8,7 +8,7 @@ line.
 import json
 import subprocess
 import sys
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
@@ -35,11 +35,12 @@ class TraceRequest(Record):
 
 
 class AccountSummary(Record):
-    """The part of an account that is needed to choose between plans."""
+    """The part of an account that is needed to choose between plans, and the planner's time."""
 
     peak_memory_bytes: int
     needed_bytes: int
     by_kind: dict[Kind, int]
+    step_s: float
 
 
 class Tracer:
@@ -129,9 +130,18 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
     )
 
 
+def time_of(ask: TraceRequest) -> float:
+    """Return the seconds of a step by the planner. Raises BadInputError for an impossible plan."""
+    from outpace.jobs.memory.step_time import step_time_s  # as above
+
+    device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"
+    return step_time_s(ask.settings, ask.spec, ask.plan, ask.seq_len, ask.ranks_per_host, device)
+
+
 def _answer(ask: TraceRequest) -> dict[str, Any]:
     try:
         found = account_of(ask)
+        step_s = time_of(ask)
     except Exception as error:  # what cannot be traced is not proposed
         return {"refused": str(error) or type(error).__name__}
     if ask.whole:
@@ -140,6 +150,7 @@ def _answer(ask: TraceRequest) -> dict[str, Any]:
         "peak_memory_bytes": found.peak_memory_bytes,
         "needed_bytes": found.needed_bytes,
         "by_kind": found.peak.by_kind,
+        "step_s": step_s,
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.models import preset
 from outpace.jobs.memory.fit import MemoryFit
-from outpace.jobs.memory.trace_worker import AccountSummary
+from outpace.jobs.memory.trace_worker import AccountSummary, time_of
 from outpace.jobs.ranks.oom_guard import Shortage
 from outpace.planner.calibration.cluster import of_host
 from outpace.planner.fit.proposals import change_plan
@@ -32,7 +32,10 @@ def account(ask):
     """A gibibyte a sample, less what blocks recompute."""
     share = sum(KEEPS[mode] for mode in ask.plan.modes(SPEC.layers)) / SPEC.layers
     size = round(ask.plan.micro_batch * share * GIB)
-    return AccountSummary(peak_memory_bytes=size, needed_bytes=size, by_kind={"activations": size})
+    return AccountSummary(
+        peak_memory_bytes=size, needed_bytes=size, by_kind={"activations": size},
+        step_s=time_of(ask),
+    )  # fmt: skip
 
 
 def fitting(machine, settings=SETTINGS):

@@ -13,7 +13,7 @@ from outpace.cli.main import main
 from outpace.jobs.memory.trace_worker import AccountSummary, TraceRequest
 from outpace.jobs.train import job
 from outpace.parallel.layout import Layout
-from outpace.planner.model.flops import parameter_count
+from outpace.planner.model.flops import parameter_count, step_flops
 from outpace.records.errors import BadInputError
 
 # Numbers of the hidden width that a block keeps for a token.
@@ -37,10 +37,12 @@ class StandIn:
             "activations": 4 * tokens * spec.hidden * numbers,
             "temporary": 0 if chunked else 16 * tokens * spec.vocab,
         }
+        samples = plan.micro_batch * ask.accumulation
         return AccountSummary(
             peak_memory_bytes=sum(kinds.values()),
             needed_bytes=sum(kinds.values()),
             by_kind=kinds,
+            step_s=1e-11 * step_flops(spec, ask.seq_len, samples, modes),
         )
 
     def give_up(self) -> bool:
