@@ -207,7 +207,7 @@ def trace_cpu(size: int, precision: str, layers: int) -> int:
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         model = classifier(layers)
-        tracker.see([*model.parameters(), *model.buffers()])
+        tracker.record([*model.parameters(), *model.buffers()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, foreach=False)
         cpu_step(model, optimizer, 1, precision)
         tracker.peak_bytes = tracker.live_bytes

@@ -14,16 +14,16 @@ class SavedBytes(saved_tensors_hooks):
     """
 
     def __init__(self, apart: Iterator[torch.Tensor]) -> None:
-        super().__init__(self._keep, self._give)
+        super().__init__(self._pack, self._unpack)
         self.live_bytes = 0
         self.peak_bytes = 0
         self._apart = {tensor.untyped_storage().data_ptr() for tensor in apart}
         self._holders: dict[int, int] = {}
 
-    def _keep(self, tensor: torch.Tensor) -> "_KeptTensor":
+    def _pack(self, tensor: torch.Tensor) -> "_KeptTensor":
         return _KeptTensor(tensor, self)
 
-    def _give(self, kept: "_KeptTensor") -> torch.Tensor:
+    def _unpack(self, kept: "_KeptTensor") -> torch.Tensor:
         return kept.tensor
 
     def hold(self, tensor: torch.Tensor, change: int) -> None:

@@ -127,7 +127,7 @@ def trace_training(
     with FakeTensorMode(), tracker:
         model = build()
         parameters = list(model.parameters())
-        tracker.see(parameters)
+        tracker.record(parameters)
         buckets = ddp_buckets(parameters) if case.ddp else []
         state: dict[int, tuple[Tensor, Tensor]] = {}
         for size in case.batches:

@@ -33,7 +33,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     begin = inference.system_message(arguments.system)
     if arguments.conversations is not None:
         for messages in inference.questions(arguments.conversations):
-            _tell(arguments, messages[-1]["content"], writer.answer([*begin, *messages]))
+            _print_answer(arguments, messages[-1]["content"], writer.answer([*begin, *messages]))
         return 0
     if arguments.prompt is None:
         return _answer_lines(writer, begin)
@@ -42,7 +42,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         text = writer.answer([*begin, {"role": "user", "content": prompt}])
     else:
         text = writer.continue_text(prompt)
-    _tell(arguments, prompt, text)
+    _print_answer(arguments, prompt, text)
     return 0
 
 
@@ -68,7 +68,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise BadInputError("both a TEXT and --conversations were given. Use one of them.")
 
 
-def _tell(arguments: argparse.Namespace, prompt: Any, text: str) -> None:
+def _print_answer(arguments: argparse.Namespace, prompt: Any, text: str) -> None:
     if arguments.json:
         print(json.dumps({"run": str(arguments.run), "prompt": prompt, "text": text}, indent=2))
     else:

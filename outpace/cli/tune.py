@@ -178,12 +178,12 @@ def _trials(
             file.write(encode_line(trial).decode())
             _say(_line(trial))
 
-        def race(number: int, several: Sequence[NextTrial]) -> Sequence[PlanTrial]:
+        def run_final(number: int, several: Sequence[NextTrial]) -> Sequence[PlanTrial]:
             titles = ", ".join(one.proposal.title for one in several)
             plans = [one.proposal.plan for one in several]
             if fit_together(plans, seen, host_bytes, proposer.machine):
                 _say(f"measured in turn, to tell them apart: {titles}")
-                return trials.race(number, several)
+                return trials.run_in_turn(number, several)
             _say(f"measured again, one after the other (they do not fit together): {titles}")
             return [
                 trials.run(at, one).model_copy(update={"raced": True})
@@ -191,7 +191,7 @@ def _trials(
             ]
 
         try:
-            return tune(proposer, trials.run, race, limits, before, record_trial), None
+            return tune(proposer, trials.run, run_final, limits, before, record_trial), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             return TuningEnd(tuple(seen), "it was interrupted"), interrupt
 

@@ -52,7 +52,7 @@ class Trials:
             found = {"step_time_s": ended.step_time_s, "undisturbed_s": quarter(steps_s)}
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
-    def race(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
+    def run_in_turn(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
         """Train with several plans in turn; all of them must fit in memory together."""
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(

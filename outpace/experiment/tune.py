@@ -50,7 +50,7 @@ class NextTrial:
 
 
 Run = Callable[[int, NextTrial], PlanTrial]  # under a number
-Race = Callable[
+RunFinal = Callable[
     [int, Sequence[NextTrial]], Sequence[PlanTrial]
 ]  # several in turn, from that number on
 
@@ -66,7 +66,7 @@ class TuningEnd:
 def tune(
     planner: StepPredictor,
     run: Run,
-    race: Race,
+    run_final: RunFinal,
     limits: Limits,
     before: Sequence[PlanTrial] = (),
     told: Callable[[PlanTrial], None] = lambda trial: None,
@@ -82,9 +82,9 @@ def tune(
             return TuningEnd(tuple(trials), f"all {limits.trials} trials are made")
         if trials and clock() - began_s >= limits.budget_s:
             return TuningEnd(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
-        race_of = _finalists(planner, trials, min(left, int(_OF_TRIALS * limits.trials)))
-        chosen = _next(planner, trials, limits.within) if left > len(race_of) else None
-        if chosen is None and not race_of:
+        finalists = _finalists(planner, trials, min(left, int(_OF_TRIALS * limits.trials)))
+        chosen = _next(planner, trials, limits.within) if left > len(finalists) else None
+        if chosen is None and not finalists:
             return TuningEnd(
                 tuple(trials), f"no plan that is left can win by more than {limits.within:.0%}"
             )
@@ -93,7 +93,7 @@ def tune(
                 tuple(trials), "too few trials are left to try a plan and tell it apart"
             )
         number = len(trials) + 1
-        for trial in [run(number, chosen)] if chosen is not None else race(number, race_of):
+        for trial in [run(number, chosen)] if chosen is not None else run_final(number, finalists):
             trials.append(trial)
             told(trial)
 
@@ -188,14 +188,14 @@ def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     The fastest is chosen among those that ran in turn at the end, which shared the machine equally,
     or among all if there are none.
     """
-    race = _finished_finals(trials)
-    times = step_times_s(race or trials)
+    finals = _finished_finals(trials)
+    times = step_times_s(finals or trials)
     number = {_key(trial.plan): trial.number for trial in reversed(trials)}
     best = min(times, key=lambda key: times[key], default=None)
     default = next((trial for trial in trials if trial.why == DEFAULT_WHY), None)
     gain = None
     if best is not None and default is not None:
-        alike = times if _key(default.plan) in times else step_times_s(trials[: -len(race)])
+        alike = times if _key(default.plan) in times else step_times_s(trials[: -len(finals)])
         gain = _gain(alike.get(best), alike.get(_key(default.plan)))
     medians = [one.step_time_s for one in trials if one.step_time_s and _key(one.plan) == best]
     return {

@@ -67,7 +67,7 @@ def check_hosts(
     with _token(out) as token:
         asked = question.model_copy(update={"seen": (*question.seen, str(token))})
         with ThreadPoolExecutor(len(hosts)) as pool:
-            answers = list(pool.map(lambda host: _ask(host, asked), hosts))
+            answers = list(pool.map(lambda host: _query_host(host, asked), hosts))
     found = []
     first = None if like is None or like.facts is None else (like.host, like.facts)
     for host, (answer, between) in zip(hosts, answers, strict=True):
@@ -127,7 +127,7 @@ def _find_obstacles(
             yield f"there is no {path}"
 
 
-def _ask(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
+def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
     """Return a host's answer or why there is none, and the times between which it was given."""
     began_s = time.time()
     try:

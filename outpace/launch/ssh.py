@@ -212,7 +212,7 @@ class _EndRequest:
             return False
         self.over.set()
         for part in self.parts:
-            part.say(signum.name)
+            part.send_line(signum.name)
         return True
 
 
@@ -280,7 +280,7 @@ class _Part:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True, env=preflight.local_environment(),
         )  # fmt: skip
-        self.say(self.work.model_dump_json())
+        self.send_line(self.work.model_dump_json())
         outputs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self.readers = [
             threading.Thread(target=self._read, args=pair, daemon=True) for pair in outputs
@@ -288,7 +288,7 @@ class _Part:
         for reader in self.readers:
             reader.start()
 
-    def say(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):  # it has ended
             self.process.stdin.write(line + "\n")
@@ -347,7 +347,7 @@ def _wait(parts: Sequence[_Part]) -> None:
         if time.monotonic() - said_s > SILENCE_S / 12:
             said_s = time.monotonic()
             for part in parts:
-                part.say("")
+                part.send_line("")
         if failed_s is None and any(part.failed for part in parts):
             failed_s = time.monotonic()
         if failed_s is not None and time.monotonic() - failed_s > _LEFT_S:
@@ -361,10 +361,10 @@ def _wait(parts: Sequence[_Part]) -> None:
 def _end(parts: Sequence[_Part]) -> None:
     """End all at once, with a second signal that is not waited for."""
     for part in parts:
-        part.say(signal.SIGTERM.name)
+        part.send_line(signal.SIGTERM.name)
     time.sleep(2 * SAME_SIGNAL_S)
     for part in parts:
-        part.say(signal.SIGTERM.name)
+        part.send_line(signal.SIGTERM.name)
 
 
 def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:

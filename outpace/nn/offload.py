@@ -143,7 +143,7 @@ class _SavedTensors:
         self._saved: dict[Any, weakref.ref[_SavedTensor]] = {}
         self._opened = False
 
-    def put(self, tensor: Tensor) -> "Tensor | _SavedTensor":
+    def pack(self, tensor: Tensor) -> "Tensor | _SavedTensor":
         """Return a function that brings a saved tensor back; or the tensor itself, if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
@@ -216,7 +216,7 @@ class Keeper:
         weights = {_memory(parameter) for parameter in block.parameters()}
         shelf = _SavedTensors(self, weights, None if self._last is None else self._last())
         self._last = weakref.ref(shelf)
-        with saved_tensors_hooks(shelf.put, _open):
+        with saved_tensors_hooks(shelf.pack, _open):
             return run(*args, **kwargs)
 
 

@@ -113,10 +113,10 @@ class MicroBatchNorm(_ConvertedNorm):
         if not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
-        self._see(input.detach())
+        self._accumulate(input.detach())
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _see(self, input: Tensor) -> None:
+    def _accumulate(self, input: Tensor) -> None:
         part = _statistics(to_fp32(input))
         self.seen = part if self.seen is None else _merge_statistics(self.seen, part)
 

@@ -322,7 +322,7 @@ class CustomPipeline(SpreadLayout):
         for bucket in self._buckets:
             bucket.take_all()
             dist.all_reduce(bucket.buffer, group=self._shared)
-            bucket.give()
+            bucket.assign_gradients()
 
     def counted_gradients(self) -> list[Tensor]:
         """Return the gradients. The first rank counts those that the last rank holds too."""

@@ -213,7 +213,7 @@ class CustomStage(nn.Module):
             )
         return torch.cat([part.to(loss_sum.dtype).view(-1) for part in (loss_sum, *others)])
 
-    def look(
+    def inspect(
         self, batch: Batch, received: Message | None
     ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
         """Run the stage with the random numbers that every stage, or one process, draws in a look.
@@ -233,7 +233,7 @@ class CustomStage(nn.Module):
         moved = [key for key in changes(rest_before, rest) if key[1] in rest[key[0]]._buffers]
         return found, reads.found, moved
 
-    def look_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
+    def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
         """Return the totals of a single process. Within `borrow(number)`, a block has its
         parameters.
 

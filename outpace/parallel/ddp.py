@@ -140,7 +140,7 @@ class Replicas(Layout):
             left = self.low_rank.start_powerSGD_iter - start_step
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
-    def take_back(self) -> None:
+    def discard_comparison(self) -> None:
         """Do not count the check of the first batch as a step, because PowerSGD's first collectives
         are uncompressed.
         """

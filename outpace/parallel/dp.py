@@ -60,7 +60,7 @@ class DataParallel(Layout):
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients, which are summed on rank 0."""
-        self._placeholder.attend()
+        self._placeholder.set_gradient()
         return super().gradients(batches, hooks)
 
     def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
@@ -74,7 +74,7 @@ class DataParallel(Layout):
             dist.reduce(fused.buffer, 0)
             if self._first:
                 # The next batch's gradients are added to these, and reach the sum once again.
-                fused.give()
+                fused.assign_gradients()
         hooks.mark("communication")
         return totals
 

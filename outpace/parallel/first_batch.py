@@ -101,7 +101,7 @@ class FirstBatch:
         self._say: Say = say if ranks.rank == 0 else lambda sentence: None
         self._plain = PlainPass(objective, plan, ranks, blocks)
 
-    def look(
+    def check(
         self,
         layout: Layout,
         passes: Sequence[Batch],
@@ -193,7 +193,7 @@ class FirstBatch:
                 for _, parameter in layout.named_parameters():
                     parameter.grad = None
         if not kept:
-            layout.take_back()
+            layout.discard_comparison()
         if wrong is None:
             ways_out = WAYS_OUT[self._by_command]
             LaterWrites(layout, self._plan, found.written, ways_out, steps=int(kept)).begin()

@@ -49,7 +49,7 @@ class FusedGradients:
         for index in range(len(self.parameters)):
             self.take(index)
 
-    def give(self) -> None:
+    def assign_gradients(self) -> None:
         """Make the parameters' gradients views of the buffer."""
         found = self.present.tolist()
         for parameter, part, count in zip(self.parameters, self.parts, found, strict=True):

@@ -46,7 +46,7 @@ class GradientUse:
         # Beside a byte for each parameter: whether a rank has written to some, and one has not.
         self._all = torch.ones(len(self._parameters) + 2, dtype=torch.uint8, device=device)
         self._all[-2] = 0
-        self._told = False
+        self._has_warned = False
         self.find_writes: Callable[[], bool] = lambda: False  # see later_writes.py
         self.all_wrote = False
 
@@ -69,13 +69,13 @@ class GradientUse:
             if not on_any:
                 parameter.grad = None
         pairs = zip(self._names, on_any_rank, used, strict=True)
-        self._tell([name for name, on_any, mine in pairs if on_any and not mine])
+        self._warn_of_unused([name for name, on_any, mine in pairs if on_any and not mine])
 
-    def _tell(self, lacking: Sequence[str]) -> None:
+    def _warn_of_unused(self, lacking: Sequence[str]) -> None:
         """Say once what this rank left out and others used."""
-        if not lacking or self._told:
+        if not lacking or self._has_warned:
             return
-        self._told = True
+        self._has_warned = True
         warnings.warn(
             f"from step {self.steps} on rank {dist.get_rank()} does not use all trained parameters "
             f"that other ranks use ({len(lacking)} of {len(self._parameters)} in that step: "

@@ -192,7 +192,7 @@ class Layout:
         """
         return None
 
-    def take_back(self) -> None:
+    def discard_comparison(self) -> None:
         """Undo the counting by collectives in the `gradients` of a comparison, which is not a
         step.
         """

@@ -93,7 +93,7 @@ class ParallelModule:
             given = StepHooks(self._cast, scale=lambda loss_sum: loss_sum * averages)
             passes = self._passes(batch)
             first, self._first_batch = self._first_batch, None
-            totals = None if first is None else first.look(self.layout, passes, given)
+            totals = None if first is None else first.check(self.layout, passes, given)
             if totals is None:
                 totals = self.layout.gradients(passes, given)
             totals = self._all_reduce(totals)

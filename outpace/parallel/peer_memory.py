@@ -319,7 +319,7 @@ class GradientAveraging:
         buffer = bucket.buffer()
         all_reduce_directly(buffer, self._group)
         done: torch.futures.Future[Exception | None] = torch.futures.Future()
-        self._thread.submit(self._go, buffer, done)
+        self._thread.submit(self._reduce, buffer, done)
 
         def finish(done: torch.futures.Future[Exception | None]) -> Tensor:
             error = done.value()
@@ -329,7 +329,7 @@ class GradientAveraging:
 
         return done.then(finish)
 
-    def _go(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
+    def _reduce(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
         try:
             if self._failed is None:  # or each bucket would wait for who does not come
                 self._peers.all_reduce(buffer, self._factor)

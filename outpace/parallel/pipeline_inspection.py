@@ -174,7 +174,7 @@ class PipelineInspection:
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
-                output, read, moved = stage.look(batch, taken)
+                output, read, moved = stage.inspect(batch, taken)
         finally:
             stage.records = False
         passed = () if taken is None else tuple(taken.values)
@@ -275,7 +275,7 @@ class PipelineInspection:
         found: Tensor | None
         with self._preserve_training_state(), hooks.cast():
             try:
-                found = stage.look_whole(batch, borrow)
+                found = stage.inspect_whole(batch, borrow)
             except Exception:
                 found = None
                 for number in lent:  # which other ranks send

@@ -20,6 +20,6 @@ class PlaceholderParameter:
         """Return the same optimizer as on other ranks, over this number only."""
         return build([{"params": [self._number]}])
 
-    def attend(self) -> None:
+    def set_gradient(self) -> None:
         """Set a gradient, as other ranks do in each step."""
         self._number.grad = torch.zeros_like(self._number)

@@ -126,7 +126,7 @@ class Worker(Role):
         """Compute the step's gradients. They end up on the servers if these update parameters,
         otherwise here.
         """
-        self._placeholder.attend()
+        self._placeholder.set_gradient()
         totals = super().gradients(batches, hooks)
         for share in self._fused:
             for fused in share:
@@ -149,10 +149,10 @@ class Worker(Role):
             _wait(dist.irecv(buffer, server) for server, buffer in self._buffers())
         for share in self._fused:
             for fused in share:
-                self._tell(fused.buffer)
-                fused.give()
+                self._broadcast(fused.buffer)
+                fused.assign_gradients()
 
-    def _tell(self, message: Tensor) -> None:
+    def _broadcast(self, message: Tensor) -> None:
         """Give the worker's other devices what its first has received."""
         if self._group is not None:
             dist.broadcast(message, group=self._group, group_src=0)
@@ -176,7 +176,7 @@ class Worker(Role):
                 message = torch.empty_like(concatenate(alike))
                 if self._speaks:
                     dist.recv(message, server)
-                self._tell(message)
+                self._broadcast(message)
                 spread(message, alike)
 
 
@@ -202,7 +202,7 @@ class Server(Role):
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Sum the workers' gradients in the order of their ranks; its own totals are 0."""
-        self._placeholder.attend()
+        self._placeholder.set_gradient()
         # A loss scaler makes its scale at the first call; there is no loss to scale here.
         hooks.scale(torch.zeros((), device=self._on))
         for number, worker in enumerate(self._workers):
@@ -212,7 +212,7 @@ class Server(Role):
                 if number:
                     total += received
         for fused in self._fused:
-            fused.give()
+            fused.assign_gradients()
         if not self.steps:
             self._send_all(self._sums)
         return self._zero_totals()

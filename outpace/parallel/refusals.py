@@ -42,7 +42,7 @@ def refuse_together(world_size: int) -> Iterator[None]:
         yield
     except OutpaceError as error:
         if not error.on_all_ranks:
-            _tell(str(error), world_size)
+            _publish_refusal(str(error), world_size)
         raise
     except torch.OutOfMemoryError:  # this rank's own, whatever others have
         raise
@@ -70,7 +70,7 @@ class _Refusal:
         self._mine = ""
         self._found = ""  # by the watch, of another rank
 
-    def tell(self, sentence: str, world_size: int) -> None:
+    def publish(self, sentence: str, world_size: int) -> None:
         """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
         self._world_size = world_size
         self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
@@ -150,11 +150,11 @@ def _watch() -> RefusalWatch | None:
     return _refusal_in(store).watch if store is not None and waits_for_ever() else None
 
 
-def _tell(sentence: str, world_size: int) -> None:
+def _publish_refusal(sentence: str, world_size: int) -> None:
     store = _store()
     if store is not None:
         with suppress(RuntimeError):  # it is with a rank that has left
-            _refusal_in(store).tell(sentence, world_size)
+            _refusal_in(store).publish(sentence, world_size)
 
 
 def _hear_refusal() -> str | None:

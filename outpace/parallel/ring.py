@@ -163,7 +163,7 @@ class RingReplicas(Layout):
         self._send_full()
         self._reducer.finish()
         for bucket in self._buckets:
-            bucket.give()
+            bucket.assign_gradients()
         self._begin_step()
         return totals
 

@@ -61,7 +61,7 @@ class CustomSharded(ShardedLayout):
         """Set the number of steps that are already done."""
         self._start_step = start_step
 
-    def take_back(self) -> None:
+    def discard_comparison(self) -> None:
         """Do not count the check of the first batch as a step."""
         if self._use is not None:
             self._use.steps -= 1

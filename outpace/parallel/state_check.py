@@ -22,7 +22,7 @@ class StateCheck:
         self._plan, self._say, self._by_command = plan, say, by_command
         self.resumed = False
 
-    def look(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
+    def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
         """Run a few samples of the first pass several times. Returns None, because no totals are
         computed.
         """

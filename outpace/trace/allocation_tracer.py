@@ -86,7 +86,7 @@ class AllocationTracer(TorchDispatchMode):
         self._aside = self._on_host = False
         self._parameters: list[nn.Parameter] = []
 
-    def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    def register(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Register modules by their names within `root`, and watch these parameters."""
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)

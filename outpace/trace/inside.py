@@ -98,7 +98,7 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
 
 def _measure_peak(run: Callable[..., Any], given: Iterable[Any]) -> int:
     tracker = Tracker()
-    tracker.see(given)
+    tracker.record(given)
     there = tracker.live_bytes
     with torch.no_grad(), tracker:
         made = run(*given)

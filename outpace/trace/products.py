@@ -176,9 +176,9 @@ class _Watch(TorchDispatchMode):
         self._kept: list[Any] = []  # a freed storage's place would be taken by another
         self._weights: dict[int, str] = {}
         for name, parameter in module.named_parameters():
-            self._know(parameter, name)
+            self._name_weight(parameter, name)
 
-    def _know(self, tensor: Tensor, name: str) -> None:
+    def _name_weight(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         self._weights.setdefault(storage._cdata, name)
@@ -223,7 +223,7 @@ class _Watch(TorchDispatchMode):
         elif packet is _aten._to_copy and isinstance(made, Tensor):
             name = self._weight(args[0])
             if name is not None:
-                self._know(made, name)
+                self._name_weight(made, name)
         elif packet.__name__.startswith(_ATTENTION) and "backward" not in packet.__name__:
             self._attention(func, args, kwargs or {})
         return made

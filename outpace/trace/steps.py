@@ -126,7 +126,7 @@ def run_steps(
         layout, optimizer, mixed = _prepare(work, ranks, watch, lay_out, rules, scratch)
     if plan.optimizer_in_backward:
         layout.step_in_backward(optimizer)
-    watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
+    watch.register(layout.model, (parameter for _, parameter in layout.named_parameters()))
     if away:
         keep_on_host(watch, layout)
     for step in range(1, STEPS + 1):

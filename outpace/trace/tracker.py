@@ -25,16 +25,16 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.see(tree_leaves(made))
+        self.record(tree_leaves(made))
         return made
 
-    def see(self, values: Iterable[Any]) -> None:
+    def record(self, values: Iterable[Any]) -> None:
         """Count the tensors among `values` whose storages are new."""
         for value in values:
             if isinstance(value, Tensor):
-                self._see(value.untyped_storage())
+                self._record_storage(value.untyped_storage())
 
-    def _see(self, storage: Any) -> None:
+    def _record_storage(self, storage: Any) -> None:
         key, size = id(storage), storage.nbytes()
         if key in self._living or not size:
             return

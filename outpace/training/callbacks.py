@@ -52,7 +52,7 @@ class Callback:
         """Handle the end of the run, whether it succeeded or failed."""
 
 
-def tell(callbacks: Iterable[Callback], event: str, *arguments: object) -> None:
+def notify(callbacks: Iterable[Callback], event: str, *arguments: object) -> None:
     """Call the method named `event` of every callback, in order."""
     for callback in callbacks:
         getattr(callback, event)(*arguments)

@@ -14,7 +14,7 @@ from outpace.records.measurement import Evaluation
 from outpace.records.run import resume_command
 from outpace.records.settings import TrainSettings
 from outpace.training.accounting import Ledger
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 from outpace.training.checkpoint import Checkpointer, Progress, whole_checkpoints
 from outpace.training.evaluate import EvaluationStopped
 from outpace.training.guards import StopSignal, collect_garbage_every, seed_step
@@ -44,7 +44,7 @@ class Loop:
     begin_activity: Callable[..., None] = lambda what, limited=False: None  # says what begins
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
     # At the first step's batch, before it; gives its passes' totals where it made them, and may.
-    look: Callable[[list[Batch], bool], Tensor | None] | None = None
+    check_first_batch: Callable[[list[Batch], bool], Tensor | None] | None = None
     step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = (
         None  # each step
     )
@@ -96,10 +96,10 @@ class Loop:
         self.stepper.begin()
         batches = next(self.steps)
         seed_step(settings.seed, step, self.random_rank, self.device)
-        if self.look is not None and step == self.start_step + 1:
-            self.begin_activity("the look at the first batch", limited=True)
+        if self.check_first_batch is not None and step == self.start_step + 1:
+            self.begin_activity("the check of the first batch", limited=True)
             # What counts as the step's would not be around it.
-            self.stepper.totals = self.look(batches, self.step_context is None)
+            self.stepper.totals = self.check_first_batch(batches, self.step_context is None)
             if self.stepper.totals is None:
                 self.stepper.begin()
             self.begin_activity(f"step {step}", limited=True)
@@ -116,7 +116,7 @@ class Loop:
         alone = self.world_size == 1
         while waiting and (len(waiting) > left or (alone and waiting[0].done)):
             record = self.ledger.record(waiting.popleft())
-            tell(self.callbacks, "on_step", record)
+            notify(self.callbacks, "on_step", record)
 
     def _end_step(self, step: int, waiting: deque[RawStep]) -> None:
         """Evaluate and save when due; end the run when a signal asked for it."""
@@ -137,7 +137,7 @@ class Loop:
                 stopping = due_save = True
             else:
                 if evaluation is not None:
-                    tell(self.callbacks, "on_eval", evaluation, False)
+                    notify(self.callbacks, "on_eval", evaluation, False)
         if due_save and not settings.measure_only:
             self.begin_activity(f"saving after step {step}")
             self.checkpointer.save(

@@ -52,11 +52,11 @@ def runner(took, code=4):
 
 
 def play(proposer, run, limits, before=(), **more):
-    def race(number, several):
+    def run_final(number, several):
         return [run(at, one).model_copy(update={"raced": True})
                 for at, one in enumerate(several, number)]  # fmt: skip
 
-    return tune(proposer, run, race, limits, before, **more)
+    return tune(proposer, run, run_final, limits, before, **more)
 
 
 @pytest.mark.parametrize(

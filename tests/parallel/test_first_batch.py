@@ -721,7 +721,7 @@ def test_what_no_rank_has_is_named(tmp_path):
         plan = plan_for_module("ddp", 2, SAMPLES)
         first = FirstBatch(objective, plan, rank.ranks, said.append, by_command=True)
         objective.model.head = nn.Identity()
-        first.look(Layout(objective), [], StepHooks(nullcontext))
+        first.check(Layout(objective), [], StepHooks(nullcontext))
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
     ends = run_forked(2, act, 240.0, tmp_path / "job")

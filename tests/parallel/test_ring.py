@@ -38,6 +38,6 @@ def test_a_buffer_gives_back_what_it_took():
     buffer.take_all()
     assert parameters[0].grad is None
     buffer.buffer.mul_(3)
-    buffer.give()
+    buffer.assign_gradients()
     assert torch.equal(parameters[0].grad, torch.full((2, 3), 3.0))
     assert parameters[1].grad is None

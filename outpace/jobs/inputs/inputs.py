@@ -48,7 +48,7 @@ from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.precisions import PURE
 from outpace.records.settings import TrainSettings
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 
 Split = Literal["train", "validation", "all"]
 
@@ -210,11 +210,11 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
     cache_dir = cache_folder(settings.cache_dir, os.environ)
     if open_model(settings.model, cache_dir).build is not None:
         return
-    tell(callbacks, "on_stage", "preparing data")
+    notify(callbacks, "on_stage", "preparing data")
     try:
         gather(settings, None, cache_dir, usable_cores(), callbacks)
     finally:
-        tell(callbacks, "close")
+        notify(callbacks, "close")
 
 
 def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[str, ...]:
@@ -387,7 +387,7 @@ def _corpus(
     callbacks: Sequence[Callback],
 ) -> Corpus:
     def progress(what: str, done: int, total: int | None) -> None:
-        tell(callbacks, "on_progress", what, done, total)
+        notify(callbacks, "on_progress", what, done, total)
 
     return prepare(
         sources,

@@ -40,7 +40,7 @@ from outpace.records.plan import Plan, Strategy
 from outpace.records.settings import TrainSettings
 from outpace.records.strategies import TRAITS
 from outpace.training.accounting import Costs
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 
 # What knows next-token losses only; each with what to use instead.
 NOT_CLASSIFY: dict[Strategy, str] = {
@@ -258,7 +258,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
     plain = request.tokenizer(False, texts)
     chat = ChatFormat(plain)
     request.model.check_vocab(chat.tokenizer)
-    tell(request.callbacks, "on_stage", "encoding conversations")
+    notify(request.callbacks, "on_stage", "encoding conversations")
     parts = [
         encode_all(chat, rows, seq_len, part)
         for rows, part in (
@@ -380,7 +380,7 @@ def _classify(request: TaskRequest) -> TaskData:
     )
     tokenizer = classify.with_pairs(plain, encoder)
     request.model.check_vocab(tokenizer)
-    tell(request.callbacks, "on_stage", "encoding the texts")
+    notify(request.callbacks, "on_stage", "encoding the texts")
     how = "|".join((*columns.texts, columns.label, *labels))
     fingerprints = _fingerprints(source, tokenizer, how)
     segments = spec.segments > 1

@@ -16,7 +16,7 @@ from outpace.interop.tokenizer_class import cut_as_qwen2, has_class_by_family
 from outpace.records.checksums import write_checksums
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 
 # A byte-level BPE for a model whose vocabulary is not known.
 DEFAULT_VOCAB = 8192
@@ -138,7 +138,7 @@ def _train_or_load(
         with entry_lock(folder.with_suffix(".lock")):
             if (known := _load_cached(folder)) is not None:
                 return known
-            tell(callbacks, "on_stage", f"training a tokenizer of {vocab} tokens")
+            notify(callbacks, "on_stage", f"training a tokenizer of {vocab} tokens")
             pattern = cut_as_qwen2 if has_class_by_family(family) else None
             learnt = train_tokenizer(texts(), vocab, masked=masked, set_pattern=pattern)
             temporary = folder.with_suffix(".tmp")

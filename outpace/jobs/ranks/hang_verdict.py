@@ -48,7 +48,7 @@ class HangVerdicts:
         """
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
-    def put(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:
+    def write(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:
         """Write a verdict, unless the stored one prevents it; return the stored verdict."""
         known = self.read()
         while known is None or not unless(known):

@@ -345,11 +345,11 @@ class _Watchdog:
     def is_interrupted(self) -> bool:
         """Return whether a signal ended another rank before its first step was done."""
 
-        def hear() -> None:
+        def check_store() -> None:
             with suppress(RuntimeError):
                 self._heed_interruption(self.store)
 
-        _run_with_limit(hear, _LOOK_S)
+        _run_with_limit(check_store, _LOOK_S)
         return self.interrupted
 
     def _end(self, verdict: HangVerdict) -> None:
@@ -382,11 +382,11 @@ class _Watchdog:
         self.failed = f"a failed collective: {why}"
         found: list[HangVerdict | None] = []
 
-        def look() -> None:
+        def find_blamed() -> None:
             with suppress(RuntimeError):
                 found.append(self._look_around(self.store, doubtful=not lost, final=True))
 
-        _run_with_limit(look, 4 * _LOOK_S)
+        _run_with_limit(find_blamed, 4 * _LOOK_S)
         if not found:
             return _STORE_LOST if lost else None
         (verdict,) = found
@@ -404,11 +404,11 @@ class _Watchdog:
         sentence = f"rank {self.rank} on {socket.gethostname()} {_FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
-        def tell() -> None:
+        def write_fault() -> None:
             with suppress(RuntimeError):
-                HangVerdicts(self.store).put(fault, unless=lambda one: one.final)
+                HangVerdicts(self.store).write(fault, unless=lambda one: one.final)
 
-        _run_with_limit(tell, _LOOK_S)
+        _run_with_limit(write_fault, _LOOK_S)
 
     def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
         """Query all ranks and return the blamed ones; the first to ask tells the others.
@@ -446,7 +446,7 @@ class _Watchdog:
             number=asks,
             final=final,
         )
-        standing = verdicts.put(verdict, unless=stands)
+        standing = verdicts.write(verdict, unless=stands)
         if standing == verdict:
             when = datetime.now(UTC).isoformat(timespec="seconds")
             with suppress(Exception):  # how all stand is worth less than an end in order

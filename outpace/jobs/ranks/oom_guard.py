@@ -71,14 +71,14 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 class Guard:
     """Context in which OutOfMemoryError is raised on all ranks if one of them runs out of memory.
 
-    `answer` formats the message about a shortage, and `look_inside` lists what holds memory; both
+    `answer` formats the message about a shortage, and `list_holders` lists what holds memory; both
     are set as soon as a job can provide them. `relieve`, if set, frees memory that training can
     spare. `tidy` is called with the reason, then `end` ends this process with a message and an exit
     code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
-        self.look_inside: Callable[[int], tuple[str, ...]] = lambda used_bytes: ()
+        self.list_holders: Callable[[int], tuple[str, ...]] = lambda used_bytes: ()
         self.answer: Callable[[Shortage], str] = lambda shortage: shortage.sentence
         self.tidy: Callable[[str], None] = lambda message: None
         self.relieve: Callable[[], bool] = lambda: False
@@ -147,7 +147,7 @@ class Guard:
             f"the operating system refused memory to rank {self._ranks.rank}; its process "
             f"holds {show_bytes(used)}",
             used,
-            self.look_inside(used),
+            self.list_holders(used),
         )
 
     def _on_cuda(self, error: BaseException) -> Shortage:
@@ -160,7 +160,7 @@ class Guard:
             f"rank {self._ranks.rank}'s device is out of memory: {asked[0].lower()}{asked[1:]}; "
             f"tensors hold {show_bytes(used)}, the allocator {show_bytes(reserved)}",
             torch.cuda.max_memory_allocated(self._device),
-            self.look_inside(used),
+            self.list_holders(used),
             fragmentation_advice(used, reserved, expandable_segments(self._device)),
         )
 
@@ -188,7 +188,7 @@ class Guard:
             f"rank {self._ranks.rank} needs more memory than it may use: {show_bytes(used)} of "
             f"{over.limit}, {show_bytes(over.limit_bytes)}{rest}",
             used // over.ranks,
-            self.look_inside(anonymous_bytes()),
+            self.list_holders(anonymous_bytes()),
         )
 
     def _begin(self, shortage: Shortage) -> None:

@@ -27,7 +27,7 @@ from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemo
 from outpace.records.interpreter import PYTHON
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.settings import TrainSettings
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 
 # The second step is the first with optimizer state from its beginning.
 TRIAL_STEPS = 2
@@ -81,13 +81,13 @@ def find(
     Raises OutOfMemoryError if a single sample does not fit, BadInputError if a trial fails for
     another reason.
     """
-    tell(callbacks, "on_stage", "predicting the largest micro-batch")
+    notify(callbacks, "on_stage", "predicting the largest micro-batch")
     limit = fitting.limit.bytes
     size = groups.run_on_rank_0(lambda: predict_largest(plan, fitting.predict, limit))
     if attempt is None:
         return with_size(plan, size)
     for size in [known for known in sizes(plan) if known <= size]:
-        tell(callbacks, "on_stage", f"trying micro-batch {size}")
+        notify(callbacks, "on_stage", f"trying micro-batch {size}")
         port = groups.run_on_rank_0(free_port)
         code, words = attempt(_trial(settings, with_size(plan, size)), port)
         outcomes: list[tuple[int, str]] = [(0, "")] * groups.ranks.world_size

@@ -58,7 +58,7 @@ from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.run import RunRecord, resume_command
 from outpace.records.units import show_seconds
 from outpace.training.accounting import Costs, Ledger
-from outpace.training.callbacks import TRAINING, tell
+from outpace.training.callbacks import TRAINING, notify
 from outpace.training.checkpoint import (
     Checkpointer,
     Progress,
@@ -97,7 +97,7 @@ class PreparedRun:
 
     def run(self) -> Measurement:
         """Train to the end and summarise."""
-        tell(self.job.callbacks, "on_stage", TRAINING)
+        notify(self.job.callbacks, "on_stage", TRAINING)
         wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
         self.recording.start()
         began_s = time.perf_counter()
@@ -129,7 +129,7 @@ class PreparedRun:
 
     def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
         """Measure the final loss, write the model and summarise. Collective."""
-        tell(self.job.callbacks, "on_stage", "measuring the final loss")
+        notify(self.job.callbacks, "on_stage", "measuring the final loss")
         self.job.doing.begin("the final evaluation")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
@@ -152,7 +152,7 @@ class PreparedRun:
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
-            tell(
+            notify(
                 self.job.callbacks,
                 "on_hint",
                 f"the first step was done after {show_seconds(first_step_s)}, including "
@@ -185,7 +185,7 @@ def assemble(
     """
     settings, plan, device = job.settings, job.plan, job.device
     compiled_s = compile_time_s()
-    tell(job.callbacks, "on_stage", "building the model")
+    notify(job.callbacks, "on_stage", "building the model")
     own = job.inputs.custom_model is not None
     mixed = make_mixed(
         plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
@@ -206,7 +206,7 @@ def assemble(
         _open_logs(job, record)
     require_run_once(objective.model, plan.recomputes)
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
-    say = partial(tell, job.callbacks, "on_hint")
+    say = partial(notify, job.callbacks, "on_hint")
     layout, first = _lay_out(job, objective, scratch, say)
     wide_values = parts_of(layout, whole_values)
     del whole_values
@@ -224,7 +224,7 @@ def assemble(
     start_step = progress.step if progress else 0
     recording = Recording(job, start_step)
     guard.tidy = partial(_tidy, job, recording=recording)
-    guard.look_inside = partial(answer.anatomy, layout, optimizer)
+    guard.list_holders = partial(answer.anatomy, layout, optimizer)
     layout.resume_from(start_step)
     job.groups.run_on_rank_0(lambda: continue_run(job, record, start_step))
     if settings.resume:
@@ -240,7 +240,7 @@ def assemble(
         return found
 
     placement = placement_hints(job.groups)
-    tell(job.callbacks, "on_start", run_info(job, record, trained, start_step, placement))
+    notify(job.callbacks, "on_start", run_info(job, record, trained, start_step, placement))
     evaluate = partial(_initial_evaluation, job, start_step, measure, layout)
     initial = stop.unless_ended(evaluate)
     loop = Loop(
@@ -263,7 +263,7 @@ def assemble(
         # Unknown code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
         begin_activity=job.doing.begin,
-        look=_make_look(first, layout, stepper, device, start_step),
+        check_first_batch=_make_first_check(first, layout, stepper, device, start_step),
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,
@@ -318,7 +318,7 @@ def _lay_out(
     return layout, first
 
 
-def _make_look(
+def _make_first_check(
     first: FirstBatch | StateCheck | None,
     layout: Layout,
     stepper: Stepper,
@@ -349,10 +349,10 @@ def _look(
         stepper.begin()
 
     if isinstance(first, StateCheck):
-        totals = first.look(layout, batches, stepper.step_pass)
+        totals = first.check(layout, batches, stepper.step_pass)
     else:
         step = stepper.forward_backward
-        totals = first.look(layout, batches, stepper.step_pass, step, reuse, ready)
+        totals = first.check(layout, batches, stepper.step_pass, step, reuse, ready)
     if totals is None:
         reset_peak_memory(device)
     return totals
@@ -392,7 +392,7 @@ def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> No
     """Start the run's logs, on rank 0. `start_step`: that of a resumed run."""
     if job.ranks.rank == 0:
         logged = LoggerContext(
-            job.run_dir, record, start_step, partial(tell, job.callbacks, "on_hint")
+            job.run_dir, record, start_step, partial(notify, job.callbacks, "on_hint")
         )
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(logged)])
 
@@ -417,7 +417,7 @@ def _reason(error: BaseException) -> str:
 
 def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
     """Close what is open when a process ends in the middle of training."""
-    tell(job.callbacks, "close")
+    notify(job.callbacks, "close")
     if recording is not None:
         recording.close()
         _end_early(job, reason)
@@ -465,8 +465,8 @@ def _checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
         job.settings.keep,
         job.ranks.rank,
         job.groups.saving,
-        on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
-        on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
+        on_whole=lambda path: notify(job.callbacks, "on_checkpoint", path),
+        on_trouble=lambda sentence: notify(job.callbacks, "on_hint", sentence),
         copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
         lends=not job.plan.optimizer_in_backward and not own,
         trained_only=job.plan.lora_rank is not None,
@@ -574,10 +574,10 @@ def _initial_evaluation(
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))
-    tell(job.callbacks, "on_stage", "measuring the initial loss")
+    notify(job.callbacks, "on_stage", "measuring the initial loss")
     own = job.inputs.custom_model is not None
     with preserve_state(layout.objective, job.device) if own else nullcontext():
         initial = measure(0)
     if initial is not None:
-        tell(job.callbacks, "on_eval", initial, False)
+        notify(job.callbacks, "on_eval", initial, False)
     return initial

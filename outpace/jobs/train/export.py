@@ -23,7 +23,7 @@ from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.records.measurement import Evaluation, Measurement, TimeParts
 from outpace.records.precisions import MASTERS
-from outpace.training.callbacks import tell
+from outpace.training.callbacks import notify
 from outpace.training.loop import Loop
 from outpace.training.run_dir import RESULT_FILE
 
@@ -54,14 +54,14 @@ def finish(
     def sum_up() -> Measurement:
         assert model is not None
         if final is not None:
-            tell(job.callbacks, "on_eval", final, True)
+            notify(job.callbacks, "on_eval", final, True)
         if not job.settings.measure_only:
-            tell(job.callbacks, "on_stage", "writing the model")
+            notify(job.callbacks, "on_stage", "writing the model")
             _export(job, model)
         if loop.start_step == job.total_steps:
             before = job.run_dir.history().measurement
             if before is not None and before.steps == job.total_steps:
-                tell(
+                notify(
                     job.callbacks,
                     "on_hint",
                     f"wrote {job.run_dir.model} again; no step was left to do",
@@ -77,7 +77,7 @@ def finish(
 
     measurement = job.groups.run_on_rank_0(sum_up)
     loop.stop.disarm()
-    job.groups.run_on_rank_0(lambda: tell(job.callbacks, "on_end", measurement))
+    job.groups.run_on_rank_0(lambda: notify(job.callbacks, "on_end", measurement))
     return measurement
 
 

@@ -52,7 +52,7 @@ from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 from outpace.training.cuda_allocator import grow_segments
 from outpace.training.guards import StopSignal, deterministic_kernels
 from outpace.training.heap import keep_freed
@@ -85,13 +85,13 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
     heard = list(context.callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
         deadline = stack.enter_context(ExitDeadline(context.end))
-        stack.callback(lambda: tell(heard, "close"))
+        stack.callback(lambda: notify(heard, "close"))
         if ahead is not None:
             stack.callback(ahead.end)
-        stop = stack.enter_context(StopSignal(partial(tell, heard, "on_hint")))
+        stop = stack.enter_context(StopSignal(partial(notify, heard, "on_hint")))
         settings = with_earlier_precision(settings)
         settings = with_axes_that_fit(
-            settings, ranks, context.origins, partial(tell, heard, "on_hint")
+            settings, ranks, context.origins, partial(notify, heard, "on_hint")
         )
         if settings.device in ("auto", "cuda"):
             grow_segments(os.environ)  # before anything is on the device
@@ -118,7 +118,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         stack.enter_context(fp32_products(plan.precision, device))
         is_custom = context.model is not None or names_code(settings.model)
         _require_possible(settings, plan, ranks, device, is_custom)
-        tell(heard, "on_stage", "preparing data")
+        notify(heard, "on_stage", "preparing data")
         cache_dir = cache_folder(settings.cache_dir, os.environ)
         inputs = gather(
             settings, context.model, cache_dir, usable_cores(), heard, plan, device.type
@@ -181,7 +181,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
                 # For who asks for it: a trace is 30 MiB of code.
                 from outpace.jobs.train.memory_report import Looker
 
-                tell(heard, "on_stage", "tracing memory")
+                notify(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
             tracer.close()  # its memory is for training now
             ready = assemble(job, threads, stop, stack, guard, answer, looker, began_s)
@@ -210,7 +210,7 @@ def _as_far_as_torch_compiles(
             f"--compile, but the environment has {variable}, which turns torch.compile off. "
             "Unset it, or train with --no-compile."
         )
-    tell(heard, "on_hint", f"compile: no, since the environment has {variable}")
+    notify(heard, "on_hint", f"compile: no, since the environment has {variable}")
     return plan.model_copy(update={"compile": False})
 
 
@@ -229,7 +229,7 @@ def _with_compile(
         lambda: decide(settings, plan, device, machine, groups.ranks, total_steps, layers)
     )
     if decision.sentence is not None:
-        tell(heard, "on_hint", decision.sentence)
+        notify(heard, "on_hint", decision.sentence)
     return plan.model_copy(update={"compile": decision.compile})
 
 

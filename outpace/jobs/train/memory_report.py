@@ -24,7 +24,7 @@ from outpace.trace.device import Rules
 from outpace.trace.extend import strip_of
 from outpace.trace.resident import resident_growth
 from outpace.trace.steps import states
-from outpace.training.callbacks import tell
+from outpace.training.callbacks import notify
 from outpace.training.step import Batch, Stepper
 
 MEMORY_FILE = "memory.json"
@@ -45,7 +45,7 @@ class Looker:
         self._watched: MemoryAccount | None = None
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
-        tell(job.callbacks, "on_memory", job.plan, MemoryUse(traced=self._traced))
+        notify(job.callbacks, "on_memory", job.plan, MemoryUse(traced=self._traced))
 
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
@@ -65,7 +65,7 @@ class Looker:
         # A backward on CUDA has a thread of its own, which a watch does not see.
         with watch, torch.autograd.set_multithreading_enabled(False):
             named = self._layout.named_parameters()
-            watch.know(self._layout.model, (parameter for _, parameter in named))
+            watch.register(self._layout.model, (parameter for _, parameter in named))
             watch.call(states(self._optimizer), "optimizer state")
             watch.call((x for x in tree_leaves(batches) if isinstance(x, Tensor)), "inputs")
             watch.begin_step(step)
@@ -91,7 +91,7 @@ class Looker:
             fullest = said[self._traced.rank]
         use = MemoryUse(traced=self._traced, measured=fullest)
         write_atomic(job.run_dir.path / MEMORY_FILE, use.model_dump_json(indent=2) + "\n")
-        tell(job.callbacks, "on_memory", job.plan, use)
+        notify(job.callbacks, "on_memory", job.plan, use)
 
     def _measure(self) -> MemoryAccount | None:
         if self._watched is None:
@@ -112,7 +112,7 @@ class Looker:
 def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
     """Return the fullest rank's account; None if there is none."""
     if job.inputs.custom_model is not None:
-        tell(
+        notify(
             job.callbacks, "on_hint",
             "--memory: a custom model is measured in a run, not predicted. To predict its "
             "memory, use outpace memory --model FILE.py:FUNCTION with the same options.",
@@ -121,6 +121,6 @@ def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None
     try:
         found = [tracer.whole(ask) for ask in fitting.asks(job.plan)]
     except BadInputError as error:
-        tell(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
+        notify(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
         return None
     return max(found, key=lambda account: account.needed_bytes, default=None)

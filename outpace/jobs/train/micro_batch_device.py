@@ -17,7 +17,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
 
 # Takes some steps by a plan on so many samples each; raises torch.OutOfMemoryError.
@@ -70,7 +70,7 @@ def find_on_device(
     Trials are eager: otherwise each size would be compiled, and compiled code needs no more memory.
     """
     for size in sizes(plan):
-        tell(callbacks, "on_stage", f"trying micro-batch {size}")
+        notify(callbacks, "on_stage", f"trying micro-batch {size}")
         sized = with_size(plan, size)
         passes = min(2, sized.accumulation(settings.global_batch))
         eager = sized.model_copy(update={"compile": False})

@@ -15,7 +15,7 @@ from outpace.planner.fit.proposals import Change, Proposal
 from outpace.records.errors import OutOfMemoryError
 from outpace.records.optimizers import ADAMW
 from outpace.records.units import show_bytes
-from outpace.training.callbacks import tell
+from outpace.training.callbacks import notify
 from outpace.training.memory_anatomy import holders
 
 _LARGEST = 4
@@ -38,7 +38,7 @@ class OomMessage:
         text = self.format(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
-        tell(self._job.callbacks, "on_hint", f"this may run {text}")
+        notify(self._job.callbacks, "on_hint", f"this may run {text}")
 
     def format(self, short: Shortage, search_s: float = SEARCH_S) -> str:
         """Format the message about a shortage."""

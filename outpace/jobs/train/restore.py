@@ -12,7 +12,7 @@ from outpace.jobs.train.run_record import changed_settings
 from outpace.nn.mixed import MixedPrecision
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
-from outpace.training.callbacks import tell
+from outpace.training.callbacks import notify
 from outpace.training.checkpoint import (
     PROGRESS_FILE,
     Checkpointer,
@@ -37,7 +37,7 @@ def restore(
     """
     if not job.settings.resume:
         return None
-    say = partial(tell, job.callbacks, "on_hint")
+    say = partial(notify, job.callbacks, "on_hint")
     folder = job.groups.run_on_rank_0(lambda: _checkpoint(job, say))
     if folder is None:
         say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
@@ -109,7 +109,7 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
     """
     if not job.settings.resume:
         return
-    run_dir, say = job.run_dir, partial(tell, job.callbacks, "on_hint")
+    run_dir, say = job.run_dir, partial(notify, job.callbacks, "on_hint")
     history = run_dir.history()
     finished = history.measurement is not None and history.measurement.steps == start_step
     whole = finished and model_damage(run_dir.model) is None

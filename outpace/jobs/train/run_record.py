@@ -29,7 +29,7 @@ from outpace.records.strategies import splits_nothing
 from outpace.records.units import show_count, show_seconds
 from outpace.records.version import __version__
 from outpace.training.accounting import OPENING_STEPS
-from outpace.training.callbacks import tell
+from outpace.training.callbacks import notify
 from outpace.training.precision import float8_hints, shape_hints
 from outpace.training.run_dir import RUN_FILE, RunDir
 from outpace.training.run_lock import lock_run
@@ -66,7 +66,7 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     stack.enter_context(
         lock_run(
             job.run_dir.path, job.settings.comm_timeout_s,
-            lambda sentence: tell(job.callbacks, "on_hint", sentence),
+            lambda sentence: notify(job.callbacks, "on_hint", sentence),
         )
     )  # fmt: skip
     earlier = job.run_dir.require_run()

@@ -10,7 +10,7 @@ from outpace.interop.custom_model import CustomModel
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 
 
 def check_samples(
@@ -51,14 +51,14 @@ def _check_dataset(
             "and rank 0, though most of those compared are equal. Ranks should have the same "
             "data set"
         )
-        tell(heard, "on_hint", said)
+        notify(heard, "on_hint", said)
     if any(one.unsteady for one in found):
-        tell(heard, "on_hint", describe_unsteady(name, found))
+        notify(heard, "on_hint", describe_unsteady(name, found))
     unread = [(rank, one.unread) for rank, one in enumerate(found) if one.unread]
     if unread and len(found) > 1:
         rank, why = unread[0]
         said = f"samples of the {name} were not compared between ranks: on rank {rank}, {why}"
-        tell(heard, "on_hint", said)
+        notify(heard, "on_hint", said)
 
 
 def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:

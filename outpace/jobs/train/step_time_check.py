@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from outpace.records.measurement import StepRecord
 from outpace.training.accounting import OPENING_STEPS, Ledger
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 
 
 class StepTimeMonitor(Callback):
@@ -21,7 +21,7 @@ class StepTimeMonitor(Callback):
         self._looked = True
         found = self._ledger.check_step_time(self._expected_s)
         if found is not None and found.slower:
-            tell(
+            notify(
                 self._heard,
                 "on_hint",
                 f"{found.words}: the machine does something else now, or another plan is "

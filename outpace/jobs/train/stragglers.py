@@ -15,7 +15,7 @@ from outpace.jobs.train.utilisation import Recording
 from outpace.probing.collectives.stragglers import Slowness, slow_ranks
 from outpace.records.plan import Plan
 from outpace.records.utilisation import Load
-from outpace.training.callbacks import tell
+from outpace.training.callbacks import notify
 from outpace.training.step import RankReports
 
 # The median of so many steps is a look; so many looks are judged at once, and then forgotten. Who
@@ -68,17 +68,17 @@ class Stragglers:
                 now.add(slow.who)
                 if slow.who in self._before - self._told:
                     self._told.add(slow.who)
-                    self._tell(slow, ranks)
+                    self._report(slow, ranks)
         self._before = now
 
-    def _tell(self, slow: Slowness[int], ranks: tuple[int, ...]) -> None:
+    def _report(self, slow: Slowness[int], ranks: tuple[int, ...]) -> None:
         said: list[Any] = [None] * self._job.ranks.world_size
         group = self._job.groups.control
         dist.all_gather_object(said, (self._facts(), self._recording.latest), group=group)
         known = _with_loads(said)
         others = [known[rank] for rank in ranks if rank != slow.who]
         its = known[slow.who]
-        tell(
+        notify(
             self._job.callbacks, "on_hint",
             f"rank {slow.who} on {its.host} is a straggler: its own work in a step takes "
             f"{slow.times:.2g} times as long as the others', which wait for it. "

@@ -11,7 +11,7 @@ from outpace.probing.utilisation.recorder import LoadRecorder
 from outpace.probing.utilisation.sampler import Sampler, open_nvml
 from outpace.records.measurement import StepRecord
 from outpace.records.utilisation import Load
-from outpace.training.callbacks import Callback, tell
+from outpace.training.callbacks import Callback, notify
 from outpace.training.run_dir import UTILISATION_FOLDER
 
 
@@ -76,4 +76,4 @@ class _Curves(Callback):
         load = self._recorder.latest
         if load is not None and load is not self._told:
             self._told = load
-            tell(self._job.callbacks, "on_load", load, record.step)
+            notify(self._job.callbacks, "on_load", load, record.step)

@@ -169,11 +169,11 @@ def _all_reduce(place: AxisPlace, count: int) -> _PendingCollective:
     def begin(room: Tensor) -> tuple[Tensor, Any]:
         return room, dist.all_reduce(room, group=place.group, async_op=True)
 
-    def wrong(found: Tensor) -> str | None:
+    def find_error(found: Tensor) -> str | None:
         return compare(found, place.members, 0, buffers.draw)
 
     return _PendingCollective(
-        "all-reduce", count, sum_in_place(buffers, count, len(place.members), begin), wrong
+        "all-reduce", count, sum_in_place(buffers, count, len(place.members), begin), find_error
     )
 
 
@@ -201,10 +201,10 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
         work = torch_versions.reduce_scatter_single(out, source, group=place.group, async_op=True)
         return out, work
 
-    def wrong(found: Tensor) -> str | None:
+    def find_error(found: Tensor) -> str | None:
         return compare(found, place.members, part * place.number, place.buffers.draw)
 
-    return _PendingCollective("reduce-scatter", count, _leave_data(begin), wrong)
+    return _PendingCollective("reduce-scatter", count, _leave_data(begin), find_error)
 
 
 def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
@@ -227,9 +227,9 @@ def _product(
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
 
-    def wrong(found: Tensor) -> str | None:
+    def find_error(found: Tensor) -> str | None:
         said = wrong_product(found, a, b, "fp32")
         out.zero_()  # so that the next one's is not this
         return said
 
-    return lambda: torch.mm(a, b, out=out), wrong
+    return lambda: torch.mm(a, b, out=out), find_error

@@ -82,7 +82,7 @@ class _Device:
         self.library, self.handle = library, handle
         self.refused: dict[str, str] = {}
 
-    def ask(self, what: str, *arguments: Any) -> Any:
+    def read_field(self, what: str, *arguments: Any) -> Any:
         """NVML's answer to nvmlDeviceGet`what`; None where it is refused."""
         call = getattr(self.library, f"nvmlDeviceGet{what}", None)
         if call is None:
@@ -100,44 +100,48 @@ def _state(library: Any, index: int) -> GpuState:
         device = _Device(library, library.nvmlDeviceGetHandleByIndex(index))
     except library.NVMLError as error:
         return GpuState(index=index, not_told={"HandleByIndex": str(error)})
-    ask = device.ask
-    memory, busy = ask("MemoryInfo"), ask("UtilizationRates")
-    limits, ecc, mig = ask("PowerManagementLimitConstraints"), ask("EccMode"), ask("MigMode")
+    read_field = device.read_field
+    memory, busy = read_field("MemoryInfo"), read_field("UtilizationRates")
+    limits, ecc, mig = (
+        read_field("PowerManagementLimitConstraints"),
+        read_field("EccMode"),
+        read_field("MigMode"),
+    )
     links, active = _nvlinks(device)
-    others = ask("ComputeRunningProcesses")
+    others = read_field("ComputeRunningProcesses")
     return GpuState(
         index=index,
-        name=words(ask("Name")),
-        bus=_read_known(ask("PciInfo"), lambda pci: words(pci.busId)),
+        name=words(read_field("Name")),
+        bus=_read_known(read_field("PciInfo"), lambda pci: words(pci.busId)),
         memory_bytes=_read_known(memory, lambda found: found.total),
         memory_used_bytes=_read_known(memory, lambda found: found.used),
         utilisation=_read_known(busy, lambda found: share(found.gpu)),
-        performance_state=ask("PerformanceState"),
-        sm_clock_hz=_times(ask("ClockInfo", library.NVML_CLOCK_SM), 1e6),
-        sm_clock_max_hz=_times(ask("MaxClockInfo", library.NVML_CLOCK_SM), 1e6),
-        temperature_c=ask("Temperature", library.NVML_TEMPERATURE_GPU),
-        power_w=_times(ask("PowerUsage"), 1e-3),
-        power_limit_w=_times(ask("EnforcedPowerLimit"), 1e-3),
-        power_limit_default_w=_times(ask("PowerManagementDefaultLimit"), 1e-3),
+        performance_state=read_field("PerformanceState"),
+        sm_clock_hz=_times(read_field("ClockInfo", library.NVML_CLOCK_SM), 1e6),
+        sm_clock_max_hz=_times(read_field("MaxClockInfo", library.NVML_CLOCK_SM), 1e6),
+        temperature_c=read_field("Temperature", library.NVML_TEMPERATURE_GPU),
+        power_w=_times(read_field("PowerUsage"), 1e-3),
+        power_limit_w=_times(read_field("EnforcedPowerLimit"), 1e-3),
+        power_limit_default_w=_times(read_field("PowerManagementDefaultLimit"), 1e-3),
         power_limit_max_w=_read_known(limits, lambda found: found[1] * 1e-3),
         throttled_by=_throttle_reasons(device),
         ecc=_read_known(ecc, lambda found: bool(found[0])),
         ecc_pending=_read_known(ecc, lambda found: bool(found[1])),
-        ecc_uncorrected=ask(
+        ecc_uncorrected=read_field(
             "TotalEccErrors", library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
         ),
-        remap_pending=_read_known(ask("RemappedRows"), lambda found: bool(found[2])),
-        pcie_generation=ask("CurrPcieLinkGeneration"),
-        pcie_generation_max=ask("MaxPcieLinkGeneration"),
-        pcie_generation_card=ask("GpuMaxPcieLinkGeneration"),
-        pcie_width=ask("CurrPcieLinkWidth"),
-        pcie_width_max=ask("MaxPcieLinkWidth"),
+        remap_pending=_read_known(read_field("RemappedRows"), lambda found: bool(found[2])),
+        pcie_generation=read_field("CurrPcieLinkGeneration"),
+        pcie_generation_max=read_field("MaxPcieLinkGeneration"),
+        pcie_generation_card=read_field("GpuMaxPcieLinkGeneration"),
+        pcie_width=read_field("CurrPcieLinkWidth"),
+        pcie_width_max=read_field("MaxPcieLinkWidth"),
         nvlinks=links,
         nvlinks_active=active,
-        nvlink_version=ask("NvLinkVersion", 0) if links else None,
+        nvlink_version=read_field("NvLinkVersion", 0) if links else None,
         cpu_affinity=_affinity(device),
         mig=_read_known(mig, lambda found: bool(found[0])),
-        persistence=_read_known(ask("PersistenceMode"), bool),
+        persistence=_read_known(read_field("PersistenceMode"), bool),
         other_processes=_read_known(
             others, lambda found: sum(one.pid != os.getppid() for one in found)
         ),
@@ -147,9 +151,9 @@ def _state(library: Any, index: int) -> GpuState:
 
 def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
     """Return what slows the clocks now; older libraries have the question under its first name."""
-    bits = device.ask("CurrentClocksEventReasons")
+    bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
-        bits = device.ask("CurrentClocksThrottleReasons")
+        bits = device.read_field("CurrentClocksThrottleReasons")
     return None if bits is None else tuple(why for bit, why in _REASONS.items() if bits & bit)
 
 
@@ -162,7 +166,7 @@ def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
     """Return the processes that compute on a device now, by NVML's numbers; None if the driver does
     not say.
     """
-    listed = _Device(library, handle).ask("ComputeRunningProcesses")
+    listed = _Device(library, handle).read_field("ComputeRunningProcesses")
     return None if listed is None else frozenset(one.pid for one in listed)
 
 
@@ -170,7 +174,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
     """Count the NVLinks that there are and those that are up; NVML numbers them without gaps."""
     states = []
     for link in range(device.library.NVML_NVLINK_MAX_LINKS):
-        state = device.ask("NvLinkState", link)
+        state = device.read_field("NvLinkState", link)
         if state is None:
             break
         states.append(bool(state))
@@ -182,7 +186,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
 
 def _affinity(device: _Device) -> str | None:
     """CPUs near the GPU: NVML gives words of 64 bits, the lowest first."""
-    words = device.ask("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
+    words = device.read_field("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
     if words is None:
         return None
     return cpu_list(

@@ -206,10 +206,10 @@ class _Mover:
         most = min(_MOST_OPERATIONS, len(self.order) // self.queue)
         self.operations = max(1, min(most, int(_CALL_S / max(took_s, 1e-9))))
 
-    def wrong(self) -> str | None:
+    def find_error(self) -> str | None:
         """Read and compare all bytes of what each thread moved last."""
         found = (
-            self.file.wrong(lane, page, self.pages, number if self.write else None)
+            self.file.find_error(lane, page, self.pages, number if self.write else None)
             for lane, page, number in self._last
         )
         return next((problem for problem in found if problem), None)
@@ -230,7 +230,7 @@ def _move_case(
         what, directory=role, block_bytes=nbytes, queue=queue, direct=_yes_or_no(file.direct)
     )
     return Case(key, "B/s", lambda: mover, mover.operations * queue * nbytes,
-                check=lambda moved: moved.wrong())  # fmt: skip
+                check=lambda moved: moved.find_error())  # fmt: skip
 
 
 def _key(what: str, **of: str | int) -> Key:
@@ -247,7 +247,7 @@ def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case
     new = _NewFile(named, noise)
     stack.callback(new.close)
     key = _key("buffered write and fsync", directory=role, bytes=BUFFERED_BYTES, direct="no")
-    yield Case(key, "B/s", lambda: new, BUFFERED_BYTES, check=lambda written: written.wrong())
+    yield Case(key, "B/s", lambda: new, BUFFERED_BYTES, check=lambda written: written.find_error())
     handle = open_nameless(named)
     stack.callback(os.close, handle)
     small, text = noise[:PAGE_BYTES], noise[: PAGE_BYTES // 2].hex()
@@ -290,7 +290,7 @@ class _NewFile:
         os.fsync(self._file)
         return self
 
-    def wrong(self) -> str | None:
+    def find_error(self) -> str | None:
         """Read from the disk, as far as the kernel drops what it keeps."""
         assert self._file is not None
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)

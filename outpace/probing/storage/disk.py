@@ -160,7 +160,7 @@ class PageFile:
         if not np.array_equal(own.got[:pages, 0], self._stamps(page, pages)):
             raise WrongResultError(f"pages {page} to {page + pages - 1} were read as others")
 
-    def wrong(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
+    def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
         """Read and check everything; describe what is wrong with it, or differs from `write`."""
         self.forget()
         self.read(lane, page, pages)

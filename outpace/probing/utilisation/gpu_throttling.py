@@ -53,7 +53,7 @@ class GpuWatch:
         self._library, self._handle, self._gpu = library, handle, gpu
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
-    def look(self) -> GpuObservation:
+    def observe(self) -> GpuObservation:
         """Return the current state; empty if the driver does not report it."""
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
@@ -68,11 +68,11 @@ class GpuWatch:
         ended = threading.Event()
 
         def watch() -> None:
-            into.append(self.look())
+            into.append(self.observe())
             done = False
             while not done:
                 done = ended.wait(_PERIOD_S)
-                into[-1] |= self.look()
+                into[-1] |= self.observe()
 
         thread = threading.Thread(target=watch, name="gpu watch", daemon=True)
         thread.start()

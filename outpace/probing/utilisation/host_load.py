@@ -54,7 +54,7 @@ class Processes:
         """Process ids found by the last call of `look`."""
         return frozenset(self._running)
 
-    def look(self) -> tuple[float, int] | None:
+    def read_usage(self) -> tuple[float, int] | None:
         """Return the total processor time in seconds and the resident bytes; None if all processes
         have ended.
 
@@ -128,7 +128,7 @@ class HostReader:
         )
 
     def _look(self, now_s: float) -> tuple[float | None, int | None]:
-        seen = self._processes.look() if self._processes else None
+        seen = self._processes.read_usage() if self._processes else None
         if seen is None:
             return None, None
         return self._run_cores.per_s(seen[0], now_s), seen[1]

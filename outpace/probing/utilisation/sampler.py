@@ -88,7 +88,7 @@ class DeviceReader:
         self._index = index
         self._own_pids = pids_known
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = _ask(lambda: nvml.nvmlDeviceGetName(self._handle))
+        name = _query(lambda: nvml.nvmlDeviceGetName(self._handle))
         self._name = words(name) or f"device {index}"
         self._energy, self._nvlink_rx, self._nvlink_tx = Rate(), Rate(), Rate()
         self._pcie_rx, self._pcie_tx = Rate(), Rate()
@@ -100,8 +100,8 @@ class DeviceReader:
     ) -> DeviceLoad:
         """Return the load since the last call. `run_pids` None: no run to distinguish."""
         nvml, handle = self._nvml, self._handle
-        memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = _query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         run_memory_bytes, run_utilisation = self._of_run(run_pids)
         return DeviceLoad(
             index=self._index,
@@ -121,15 +121,15 @@ class DeviceReader:
 
     def _power(self, now_s: float) -> float | None:
         """Read the counter of energy, a true mean; else the driver's own short one."""
-        energy_mj = _ask(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        energy_mj = _query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         watts = self._energy.per_s(energy_mj, now_s)
         if watts is not None:
             return watts / 1e3
-        power_mw = _ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))
+        power_mw = _query(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))
         return None if power_mw is None else power_mw / 1e3
 
     def _clock(self) -> float | None:
-        mhz = _ask(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, CLOCK_SM))
+        mhz = _query(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, CLOCK_SM))
         return None if mhz is None else mhz * 1e6
 
     def _pcie(
@@ -141,7 +141,7 @@ class DeviceReader:
             return rate.per_s(count, now_s)
         if first:
             return None
-        seen = _ask(lambda: self._nvml.nvmlDeviceGetPcieThroughput(self._handle, direction))
+        seen = _query(lambda: self._nvml.nvmlDeviceGetPcieThroughput(self._handle, direction))
         return None if seen is None else seen * 1e3
 
     def _nvlink(self, field: int) -> float | None:
@@ -150,7 +150,7 @@ class DeviceReader:
 
     def _field(self, field: int | tuple[int, int]) -> float | None:
         """A counter of 64 bits; None where the device has none."""
-        found = _ask(lambda: self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0])
+        found = _query(lambda: self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0])
         if found is None or found.nvmlReturn != 0 or found.valueType not in WIDE:
             return None
         return float(getattr(found.value, WIDE[found.valueType]))
@@ -159,7 +159,7 @@ class DeviceReader:
         """Memory bytes and utilisation of the run's processes on this device."""
         if run_pids is None:
             return None, None
-        listed = _ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        listed = _query(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
         ours = [one for one in listed or () if one.pid in run_pids]
         known = listed is not None and (self._own_pids or bool(ours))
         used = [one.usedGpuMemory for one in ours]
@@ -181,7 +181,7 @@ class DeviceReader:
         return min(1.0, sum(known)) if len(known) == len(shares) else None
 
 
-def _ask(query: Callable[[], Result]) -> Result | None:
+def _query(query: Callable[[], Result]) -> Result | None:
     with suppress(Exception):  # not supported, no permission, lost: NVML's errors, and ctypes' own
         return query()
     return None
@@ -225,13 +225,13 @@ class Sampler:
 
 def same_pids() -> bool:
     """Return whether the driver's process IDs are those seen here."""
-    return _ask(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
+    return _query(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
 
 
 def _readers(nvml: Nvml) -> list[DeviceReader]:
     pids_known = same_pids()
-    count = _ask(nvml.nvmlDeviceGetCount) or 0
-    readers = (_ask(partial(DeviceReader, nvml, index, pids_known)) for index in range(count))
+    count = _query(nvml.nvmlDeviceGetCount) or 0
+    readers = (_query(partial(DeviceReader, nvml, index, pids_known)) for index in range(count))
     return [reader for reader in readers if reader is not None]
 
 

@@ -70,8 +70,8 @@ def test_pages_that_are_wrong_are_found_out(tmp_path, pages):
     pages.read(0, 0, BLOCK_PAGES)
     pages.read(1, BLOCK_PAGES + 7, 1)
     number = pages.write(0, 3, 4)
-    assert pages.wrong(1, 3, 4, number) is None
-    assert "earlier write" in pages.wrong(1, 3, 5, number)
+    assert pages.find_error(1, 3, 4, number) is None
+    assert "earlier write" in pages.find_error(1, 3, 5, number)
     plain = os.open(f"/proc/self/fd/{pages.descriptor}", os.O_RDWR)
     try:
         page = os.pread(plain, PAGE_BYTES, 5 * PAGE_BYTES)
@@ -85,7 +85,7 @@ def test_pages_that_are_wrong_are_found_out(tmp_path, pages):
         with pytest.raises(WrongResultError, match=f"pages {bad} to {bad} were read as others"):
             pages.read(0, bad, 1)
     pages.read(0, 30, 1)
-    assert "not as they were written" in pages.wrong(0, 30, 1)
+    assert "not as they were written" in pages.find_error(0, 30, 1)
 
 
 def test_where_direct_io_is_refused_it_is_done_without_and_said(tmp_path, monkeypatch):

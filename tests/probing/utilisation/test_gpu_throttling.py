@@ -43,7 +43,7 @@ class Library:
 
 
 def looked(own=(OWN,), pids_known=True, **library):
-    return GpuWatch(Library(**library), "handle", "GPU 3", own, pids_known).look()
+    return GpuWatch(Library(**library), "handle", "GPU 3", own, pids_known).observe()
 
 
 def test_heat_and_others_are_told_apart_from_a_cap_that_is_always_there():
@@ -114,4 +114,6 @@ def test_a_gpu_is_found_by_its_identity_not_by_its_number(told, monkeypatch):
     )
     watch = watch_gpu(torch.device("cuda", 0), (), 1.0)
     # What started this process holds its GPU meanwhile, and is no other.
-    assert (None if watch is None else watch.look()) == (GpuObservation("GPU 5") if told else None)
+    assert (None if watch is None else watch.observe()) == (
+        GpuObservation("GPU 5") if told else None
+    )

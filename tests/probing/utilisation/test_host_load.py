@@ -59,9 +59,9 @@ def test_a_process_that_spins_is_busy_and_one_that_sleeps_is_not():
 def test_what_a_process_starts_is_of_the_run_also_after_its_end():
     with running(SHORT) as parent:
         processes = Processes([parent.pid])
-        first = processes.look()
+        first = processes.read_usage()
         assert parent.stdout is not None and parent.stdout.readline() == "done\n"
-        last = processes.look()
+        last = processes.read_usage()
     assert first is not None and last is not None
     assert 0.45 < last[0] - first[0] < 3
 
