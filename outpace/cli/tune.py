@@ -225,7 +225,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     settings, origins = options.build(layers)
     if settings.plan is not None:
         raise BadInputError(
-            "--plan says how to train already, which is what outpace tune finds. Leave it out."
+            "--plan already says how to train, which is what outpace tune finds out. Leave it out."
         )
     if settings.micro_batch == "auto":
         raise BadInputError(

@@ -197,8 +197,8 @@ class ChatFormat:
             if messages:
                 raise
         raise BadInputError(
-            f"{where}: the assistant says the first message, which answers nothing. Put a user's "
-            "or a system message before it, or use a template with {% generation %} blocks."
+            f"{where}: the first message is from the assistant, so it answers nothing. Put a "
+            "user's or a system message before it, or use a template with {% generation %} blocks."
         )
 
     def text(

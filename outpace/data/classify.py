@@ -206,7 +206,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
         value = int(value)
     if not isinstance(value, int):
         raise BadInputError(
-            f"{row.where}: the label {excerpt(value)} is no class. --task classify learns one "
+            f"{row.where}: the label {excerpt(value)} is not a class. --task classify learns one "
             "class for each row: a name or a whole number, not a number on a scale or several."
         )
     return classes[value] if 0 <= value < len(classes) else shorten(str(int(value)))
@@ -333,8 +333,8 @@ def encode(
     unknown = next((example for example in examples if example.label not in numbers), None)
     if unknown is not None:
         raise BadInputError(
-            f"the validation data has the label {unknown.label!r}, which the training data has "
-            f"not: {quote_names(labels)}"
+            f"the validation data has the label {unknown.label!r}, which the training data does "
+            f"not have: {quote_names(labels)}"
         )
     pair = max(len(example.texts) for example in examples)
     inner = tokenizer.inner

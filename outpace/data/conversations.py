@@ -289,7 +289,7 @@ def _is_learnt(one: Message, row: Row) -> bool:
         if isinstance(value, (list, dict)) or value not in (0, 1):
             raise BadInputError(
                 f"{row.where}: a message has the {name} {value!r}; it has to be {no} (not learnt), "
-                f"or {yes} (learnt). Call what means something else by another name."
+                f"or {yes} (learnt). Rename the key if it means something else."
             )
         if bool(value) == (name == _MASKED):
             return False

@@ -80,7 +80,7 @@ def _receive(
     before_s = _cpu_s(child)
     while not here.poll(_WAIT_S):
         if _cpu_s(child) - before_s > cpu_limit_s:
-            raise IsolatedError(f"it computes for more than {cpu_limit_s:.0f} s without an end")
+            raise IsolatedError(f"it computes for more than {cpu_limit_s:.0f} s without finishing")
     try:
         kind, value = here.recv()
     except EOFError:

@@ -192,8 +192,8 @@ def _of_file(reference: str, path: Path) -> Source:
         return _source_of(reference, "tokens", _with_indices([path]))
     if form == "text" and _has_rows(path):
         raise BadInputError(
-            f"{path} holds JSON, an object a line or a list of them, whose syntax would be learnt "
-            "as a text. Call it .jsonl, so that its rows are read."
+            f"{path} contains JSON (an object per line, or a list of objects), whose syntax would "
+            "be learned as text. Rename it to .jsonl, so that its rows are read."
         )
     return _source_of(reference, "text" if form == "text" else "rows", [path])
 
@@ -587,7 +587,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
             if len(line) > LINE_BYTES:
                 raise BadInputError(
                     f"{file}, line {number} is longer than {LINE_BYTES >> 20} MiB, and a line is "
-                    "held in memory whole. Divide it, or give a long text as a file of its own."
+                    "held in memory whole. Split it, or put a long text into its own file."
                 )
             if line.strip():
                 yield number, line

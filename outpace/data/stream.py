@@ -225,7 +225,7 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
     found, count = (int(n) for n in header[1:3])
     if dtype is None or len(header) * 4 < _HEADER_BYTES or found != version:
         raise BadInputError(
-            f"{path} begins as a file of llm.c does (magic number {header[0]}, version {found}), "
+            f"{path} begins like a file of llm.c (magic number {header[0]}, version {found}), "
             "but not as one of tokens to train on."
         )
     if size != _HEADER_BYTES + count * np.dtype(dtype).itemsize:
@@ -270,11 +270,13 @@ def megatron_stream(path: Path) -> Stream:
         dtype = np.dtype(_MEGATRON_DTYPES[code])
         starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         if (sizes < 0).any() or not len(sizes):
-            raise ValueError("it has no sequences, or some of less than no tokens")
+            raise ValueError("it has no sequences, or some with negative lengths")
         if (pointers != starts[:-1] * dtype.itemsize).any():
             raise ValueError("its sequences do not follow each other")
         if path.stat().st_size != starts[-1] * dtype.itemsize:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not what it says")
+            raise ValueError(
+                f"{path.name} has {path.stat().st_size} bytes, which contradicts the index"
+            )
         if (borders < 0).any() or (np.diff(borders) < 0).any():
             raise ValueError("its documents do not follow each other")
         if not len(borders) or borders[0] != 0 or borders[-1] != sequences:

@@ -364,8 +364,8 @@ def _refusing_panics() -> Iterator[None]:
         if not is_panic(error):
             raise
         raise BadInputError(
-            f"the tokenizer gives up on a text of the data: {shorten(str(error), 300)}. A pattern "
-            "of its pre-tokenizer or normalizer does not come to an end with it: look for one very "
+            f"the tokenizer fails on a text of the data: {shorten(str(error), 300)}. A pattern "
+            "of its pre-tokenizer or normalizer does not terminate on it: look for one very "
             "long word, or use another tokenizer."
         ) from None
 
@@ -541,8 +541,8 @@ def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) ->
         if "trust_remote_code" not in str(error):
             raise
         raise BadInputError(
-            f"the tokenizer {path} is code of its own (auto_map), which outpace does not run. "
-            "If you trust it, have transformers write what it does as tokenizer.json: load it "
+            f"the tokenizer {path} uses its own code (auto_map), which outpace does not run. "
+            "If you trust it, let transformers convert it to tokenizer.json: load it "
             "there with trust_remote_code=True, and save it with save_pretrained."
         ) from None
     return Tokenizer(slow.backend_tokenizer, slow.eos_token, config, template_file)

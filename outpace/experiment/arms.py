@@ -160,7 +160,7 @@ def check_metric(metric: str) -> None:
     try:
         groups = re.compile(metric).groups
     except re.error as error:
-        raise BadInputError(f"--metric {metric!r} is no regular expression: {error}.") from None
+        raise BadInputError(f"--metric {metric!r} is not a regular expression: {error}.") from None
     if groups != 1:
         raise BadInputError(
             f"--metric {metric!r} has {groups} groups. Put one pair of parentheses around the "

@@ -154,7 +154,7 @@ def _check(module: nn.Module) -> None:
         raise BadInputError("verify of a module forks processes, which it does on Linux only")
     if dist.is_initialized():
         raise BadInputError(
-            "verify starts processes of its own, but torch.distributed is initialised in this "
+            "verify starts its own processes, but torch.distributed is initialised in this "
             "one. Call it before init_process_group, and not under torchrun."
         )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
@@ -216,7 +216,7 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
         )
     reason = refused_strategy(one)
     if reason is not None:
-        raise BadInputError(f"verify of a module does not take strategy {one}: {reason}.")
+        raise BadInputError(f"verify of a module does not support strategy {one}: {reason}.")
     return plan_for_module(one, 1 if one == "single" else nproc, samples)
 
 

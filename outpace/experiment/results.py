@@ -143,12 +143,12 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
             raise BadInputError(f"{path}, line {number}: {error}.") from None
         except (ValueError, RecursionError):
             if number < len(lines):
-                raise BadInputError(f"{path}, line {number}, is no JSON object.") from None
+                raise BadInputError(f"{path}, line {number}, is not a JSON object.") from None
             break
         known = step if isinstance(step, dict) else {}
         if not all(_is_number(known.get(name)) for name in _OF_A_STEP):
             raise BadInputError(
-                f"{path}, line {number}, is no step: it needs {', '.join(_OF_A_STEP)}."
+                f"{path}, line {number}, is not a step: it needs {', '.join(_OF_A_STEP)}."
             )
         found.append(known)
     return found

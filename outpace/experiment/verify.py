@@ -154,12 +154,14 @@ def verify(
         if plan.compress_gradients != "none":
             raise BadInputError(
                 f"compress_gradients {plan.compress_gradients} leaves a part of the gradients out: "
-                "no step of it is a single process's. Verify the plan with compress_gradients none."
+                "its steps differ from those of a single process. Verify the plan with "
+                "compress_gradients none."
             )
         if plan.optimizer not in EXACT:
             raise BadInputError(
-                f"optimizer {plan.optimizer} rounds what it keeps or computes, and no two plans "
-                f"round alike. Verify the plan with optimizer {join_or(EXACT)}; how far it "
+                f"optimizer {plan.optimizer} rounds what it keeps or computes, and different "
+                f"plans round differently. Verify the plan with optimizer {join_or(EXACT)}; how "
+                f"far it "
                 "trains from AdamW is in docs/concepts/optimizers.md."
             )
     expected = {}

@@ -57,7 +57,7 @@ def require_layer(directory: Path) -> None:
     if not any(name.endswith(layer) for name in stored_names(directory)):
         raise BadInputError(
             f"{directory} says that it is a classifier, and its weights have no {layer}: the layer "
-            "over classes would be drawn at random. Bring the whole model back, or train it with "
+            "over classes would be drawn at random. Restore the complete model, or train it with "
             "outpace train --task classify."
         )
 
@@ -120,8 +120,8 @@ def require_exportable(spec: ModelSpec) -> None:
     except BadInputError:
         raise BadInputError(
             f"--task classify: no architecture of transformers has all features of this "
-            f"{spec.family} model, so its classifier could not be written. Use a model of one of "
-            "the families as it is."
+            f"{spec.family} model, so its classifier could not be written. Use an unmodified "
+            "model of one of the families."
         ) from None
 
 

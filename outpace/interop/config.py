@@ -55,7 +55,7 @@ def read_config(directory: Path) -> dict[str, Any]:
                 "Merge it into its base model first, with outpace merge."
             )
         raise BadInputError(
-            f"{directory} is no Hugging Face model directory: it has no config.json"
+            f"{directory} is not a Hugging Face model directory: it has no config.json"
             f"{other_form(directory)}"
         )
     require_text(path)
@@ -83,7 +83,7 @@ def require_text(path: Path) -> None:
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
     if found is not None:
-        raise BadInputError(f"{path} is no config: {found}.")
+        raise BadInputError(f"{path} is not a config: {found}.")
 
 
 class ConfigReading(Record):

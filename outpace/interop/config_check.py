@@ -238,7 +238,7 @@ def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: boo
         _refuse_rope(name, rope, where, "has two types, of which")
     if not kinds and not (name == "rope_parameters" and set(rope) <= _ROPE_COMMON):
         raise BadInputError(
-            f"{where}: {name} = {excerpt(rope)} has no rope_type, so it says nothing. Write the "
+            f"{where}: {name} = {excerpt(rope)} has no rope_type, so it has no effect. Write the "
             "one that the model was trained with (as in config.json where the model came from), or "
             "null for none."
         )
@@ -262,15 +262,15 @@ def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
     for key, old, new in pairs:
         if old is not None and new is not None and old != new:
             raise BadInputError(
-                f"{where} says two different things: {key} {excerpt(old)} and, in rope_parameters, "
+                f"{where} contradicts itself: {key} {excerpt(old)} and, in rope_parameters, "
                 f"{excerpt(new)}; transformers 4 and 5 read another model each. Leave one out."
             )
 
 
 def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> NoReturn:
     raise BadInputError(
-        f"{where}: {name} = {excerpt(rope)} {what} transformers does not read: another model, or a "
-        f"slip. Fetch config.json again from where the model came from. {_OWN_MODEL}"
+        f"{where}: {name} = {excerpt(rope)} {what} transformers does not read: it is another "
+        f"model, or a mistake. Fetch config.json again from where the model came from. {_OWN_MODEL}"
     )
 
 

@@ -23,7 +23,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
     """
     if directory.exists() and not _replaceable(directory, marker):
         raise BadInputError(
-            f"{directory} is there already and holds something else than a model (no {marker}). "
+            f"{directory} already exists and contains something other than a model (no {marker}). "
             "Name another directory, or remove it."
         )
     temporary = directory.with_name(temporary_name(directory))

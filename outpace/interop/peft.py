@@ -188,13 +188,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     values = read_object(path)
     if values.get("peft_type") != "LORA":
         raise BadInputError(
-            f"{path} describes an adapter of type {values.get('peft_type')}; LORA is read here. "
+            f"{path} describes an adapter of type {values.get('peft_type')}; only LORA is "
+            f"supported. "
             "Merge it into its base model with peft (merge_and_unload)."
         )
     for name, plain in _UNSUPPORTED.items():
         if values.get(name, plain) not in (plain, None, [], {}, False):
             raise BadInputError(
-                f"{path}: {name} is {values[name]!r}, which is not read here. Merge the adapter "
+                f"{path}: {name} is {values[name]!r}, which is not supported. Merge the adapter "
                 "into its base model with peft (merge_and_unload)."
             )
     _check_form(values, path)
@@ -215,7 +216,7 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
     for name, value in values.items():
         if value and name not in _HARMLESS and _CHANGING.fullmatch(name):
             raise BadInputError(
-                f"{path}: {shorten(name)} is {excerpt(value)}, which is not read here. Merge the "
+                f"{path}: {shorten(name)} is {excerpt(value)}, which is not supported. Merge the "
                 "adapter into its base model with peft (merge_and_unload)."
             )
 
@@ -289,7 +290,7 @@ def merge(
     if note is not None and form is None and note.fingerprint != fingerprint(base):
         raise BadInputError(
             f"the weights in {base} are not those that the adapter in {folder} was trained beside. "
-            "Bring them back, or add it to these nevertheless: outpace merge --base fp32."
+            "Restore them, or add it to these anyway: outpace merge --base fp32."
         )
     if (form or (note.base if note else "fp32")) == "nf4":
         _round(weights)

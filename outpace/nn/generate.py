@@ -73,7 +73,7 @@ def _choose(
 ) -> int:
     if not bool(torch.isfinite(logits_V).all()):
         raise BadInputError(
-            "the model's logits are NaN or infinite, so that no token can be chosen: its weights "
+            "the model's logits are NaN or infinite, so no token can be chosen: its weights "
             "are damaged, or of a training that diverged. Use another copy of it."
         )
     if temperature < _LEAST_TEMPERATURE:

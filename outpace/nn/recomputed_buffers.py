@@ -63,8 +63,8 @@ class BufferKeeper:
         if late:
             _, name = next(iter(late))
             raise BadInputError(
-                f"the forward of {self._kind} changes its buffer {name!r} now, which it did not in "
-                "its first call, and checkpointing would change it twice. Use checkpointing none."
+                f"the forward of {self._kind} changes its buffer {name!r} now, but did not in its "
+                "first call, so checkpointing would change it twice. Use checkpointing none."
             )
         if self._moving is None:
             self._moving = moved

@@ -43,7 +43,7 @@ def _refuse_ragged(plain: Any) -> None:
                     f"a batch has a list of {len(tensors)} tensors of different lengths "
                     f"({', '.join(map(str, lengths[:3]))}, …), one for each sample. Batches are "
                     "cut along the first dimension of tensors: pad the samples into one tensor "
-                    "(torch.nn.utils.rnn.pad_sequence), and give their lengths beside it."
+                    "(torch.nn.utils.rnn.pad_sequence), and pass their lengths in another tensor."
                 )
             for one in part:
                 if isinstance(one, list | dict | tuple):

@@ -29,7 +29,8 @@ def require_run_once(module: nn.Module, recomputes: bool) -> None:
     """Refuse recomputation that would run a batch normalisation twice. Raises BadInputError."""
     if recomputes and batch_norms(module):
         raise BadInputError(
-            "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "
+            "checkpointing runs a BatchNorm twice, so its moving averages would be updated twice "
+            "a step. "
             "Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
         )
 
@@ -63,7 +64,7 @@ def _changeable(module: nn.Module) -> list[Any]:
     for name, part in batch_norms(module).items():
         if type(part) not in _KNOWN:
             raise BadInputError(
-                f"{name} is a {type(part).__name__}, a batch normalisation of its own kind, whose "
+                f"{name} is a {type(part).__name__}, an unknown kind of batch normalisation, whose "
                 "statistics outpace cannot change. Use nn.BatchNorm1d, 2d or 3d, nn.SyncBatchNorm, "
                 "or nn.LayerNorm."
             )

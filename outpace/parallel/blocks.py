@@ -32,7 +32,8 @@ def found_blocks(model: nn.Module) -> list[nn.Module]:
         raise BadInputError(
             f"{type(model).__name__} has no repeated blocks (members of an nn.ModuleList or "
             "nn.Sequential) to cut it at. Put its layers into one, or name its parts as blocks, to "
-            "parallelize or in what build returns; for ZeRO, blocks=[] takes the model as one."
+            "parallelize or in what build returns; for ZeRO, blocks=[] treats the model as one "
+            "block."
         ) from None
 
 

@@ -220,14 +220,15 @@ class PartOfSequence(nn.Module):
         if length % (2 * ranks):
             raise BadInputError(
                 f"strategy cp cuts each sequence into 2 × {ranks} equal chunks, but {length} "
-                f"tokens are no multiple of {2 * ranks}. Use --seq-len "
+                f"tokens are not a multiple of {2 * ranks}. Use --seq-len "
                 f"{-(-length // (2 * ranks)) * 2 * ranks}, or fewer ranks."
             )
         windows = [spec.layer_window(layer) for layer in range(spec.layers)]
         for window in windows:
             if window is not None and window < length:
                 raise BadInputError(
-                    f"strategy cp has no sliding windows yet, but the model's is {window} tokens "
+                    f"strategy cp does not support sliding windows yet, but the model's is "
+                    f"{window} tokens "
                     f"and a sequence has {length}. Use --seq-len {window} or less, or tp."
                 )
         for name, meaning in (("documents", "--document-attention"), ("padding_mask", "padding")):

@@ -420,7 +420,7 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
         if len(given) != count:
             raise BadInputError(
                 f"blocks are given for {len(given)} stages, but {strategy} on {ranks} ranks "
-                f"has {count}. Give as many lists of names, or one list to be shared out."
+                f"has {count}. Give as many lists of names, or one list to be divided."
             )
         return [list(stage) for stage in given]
     names = flat(given) if given is not None else _find_stage_blocks(model)
@@ -459,7 +459,8 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
                 if where.setdefault(id(parameter), number) != number or id(parameter) in everything:
                     raise BadInputError(
                         f"block {name!r} shares a parameter with a block of stage "
-                        f"{where[id(parameter)]}, and each is on one stage. Put both on the same, "
+                        f"{where[id(parameter)]}, but a parameter can be on only one stage. Put "
+                        f"both on the same, "
                         "with lists of names for each stage, or use zero3."
                     )
     ends = [names[-1] for names in stages[:-1]]
@@ -475,7 +476,7 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
         if part not in inside:
             raise BadInputError(
                 f"{name} is a BatchNorm outside of the pipeline's blocks, and would see other "
-                "batches on each stage. Name it, or what it is in, among the blocks."
+                "batches on each stage. Add it, or the module that contains it, to the blocks."
             )
 
 
@@ -487,7 +488,8 @@ def apply(request: LayoutRequest) -> Layout:
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.plan.compile:
         raise BadInputError(
-            "compile does not go with a pipeline of a custom model: a stage is a copy of the model "
+            "compile cannot be combined with a pipeline of a custom model: a stage is a copy of "
+            "the model "
             "that leaves its forward early. Leave compile out, or use zero3."
         )
     refuse_scripted(model, request.plan.strategy)

@@ -185,13 +185,13 @@ class CustomStage(nn.Module):
                 raise BadInputError(
                     f"what block part {key[0]!r} leaves in {key[1]!r} changes its form between "
                     "micro-batches, and stages of a pipeline send each other tensors of shapes "
-                    "that they know. Leave tensors of one shape, or use zero3."
+                    "that they know. Store tensors of one shape, or use zero3."
                 )
         if message.form != seen.form:
             raise BadInputError(
-                f"block {self._names[self.mine.stop - 1]!r} returns other than it did for the "
-                "first micro-batch, and stages of a pipeline know what they send. Let it return "
-                "tensors alone, as many each time, or use zero3."
+                f"block {self._names[self.mine.stop - 1]!r} returns another structure than for "
+                "the first micro-batch, but pipeline stages always send the same. Return only "
+                "tensors, the same number each time, or use zero3."
             )
 
     def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
@@ -208,7 +208,7 @@ class CustomStage(nn.Module):
         if self._next < len(self._names):
             raise BadInputError(
                 f"the forward ended without calling block {self._names[self._next]!r}. A pipeline "
-                "needs blocks that the forward calls, once each: name such as `blocks`, or use "
+                "needs blocks that the forward calls, once each: name these as `blocks`, or use "
                 "zero3."
             )
         return torch.cat([part.to(loss_sum.dtype).view(-1) for part in (loss_sum, *others)])
@@ -286,8 +286,8 @@ class CustomStage(nn.Module):
         found = split(leaving.output)
         if found is None or not any(tensor.is_floating_point() for tensor in found[1]):
             raise BadInputError(
-                f"block {leaving.name!r} returns a {type(leaving.output).__name__}, and stages of "
-                "a pipeline hand on tensors, also in tuples and dicts. Let it return its hidden "
+                f"block {leaving.name!r} returns a {type(leaving.output).__name__}, but pipeline "
+                "stages send only tensors, also in tuples and dicts. Let it return its hidden "
                 "states, or cut elsewhere."
             )
         form, tensors = found
@@ -373,9 +373,9 @@ class CustomStage(nn.Module):
         if number != self._next:
             expected = repr(self._names[self._next]) if self._next < len(self._names) else "no more"
             raise BadInputError(
-                f"the forward calls block {self._names[number]!r} where {expected} was to come. A "
+                f"the forward calls block {self._names[number]!r} where {expected} was expected. A "
                 "pipeline needs blocks in the order in which the forward calls them, each once: "
-                "name such as `blocks`, or use zero3."
+                "name these as `blocks`, or use zero3."
             )
         self._next += 1
 

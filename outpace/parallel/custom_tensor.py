@@ -146,7 +146,7 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
     kept = {n: lay for n, lay in found.items() if lay in alone or _parent_name(n) not in left_out}
     if not any(layout in _STYLES for layout in kept.values()):
         raise BadInputError(
-            f"strategy tp can split nothing of {type(model).__name__} by the plan that it brings. "
+            f"strategy tp cannot split any matrix of {type(model).__name__} by its own tp_plan. "
             "Give layouts, or use zero3, which splits any parameters."
         )
     return kept

@@ -138,7 +138,7 @@ class DataParallel(Layout):
             self._form = said[0]
         if form is not None and form != self._form:
             raise BadInputError(
-                f"dp was told that micro-batches have {_show(self._form)}, and now has one of "
+                f"dp expected micro-batches of {_show(self._form)}, but got one of "
                 f"{_show(form)}. It needs batches of one shape; use --strategy ddp for others."
             )
         return self._form

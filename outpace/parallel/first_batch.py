@@ -304,7 +304,7 @@ class FirstBatch:
                 raise BadInputError(self._explain_moves(written, NEEDED_BEFORE)) from error
             said = str(error.__cause__ or error).strip() or type(error).__name__
             raise BadInputError(
-                f"under strategy {self._plan.strategy} the module fails, and in one process it "
+                f"under strategy {self._plan.strategy} the module fails, but in one process it "
                 f"does not: {type(error).__name__}: {said[:300]}. {WAYS_OUT[self._by_command]}"
             ) from error
 

@@ -44,6 +44,6 @@ def refuse_hooks(
         kind = "register_post_accumulate_grad_hook" if after_alone else "register_hook"
         raise BadInputError(
             f"{first_names(hooked)} {'has' if len(hooked) == 1 else 'have'} hooks that see "
-            f"gradients ({kind}), which strategy {strategy} would leave out: {why}. Use ddp or "
+            f"gradients ({kind}), which strategy {strategy} would not call: {why}. Use ddp or "
             "zero1, or change gradients between backward and the optimizer's step."
         )

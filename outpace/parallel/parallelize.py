@@ -286,7 +286,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
     """Refuse what would go wrong later, or be left out without a word."""
     why_not = refused_strategy(plan.strategy)
     if why_not is not None:
-        raise BadInputError(f"parallelize does not take strategy {plan.strategy}: {why_not}.")
+        raise BadInputError(f"parallelize does not support strategy {plan.strategy}: {why_not}.")
     if plan.precision in SCALED:
         raise BadInputError(
             f"precision {plan.precision} needs a loss scaler in the training loop. Use bf16, or "

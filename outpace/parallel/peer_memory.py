@@ -206,7 +206,7 @@ class PeerMemoryGroup:
             self._notice.moves = _GAVE_UP
             if isinstance(error, OSError):
                 raise dist.DistNetworkError(
-                    f"another rank cannot be read any more ({error.strerror})"
+                    f"another rank's memory can no longer be read ({error.strerror})"
                 ) from None
             raise
 
@@ -220,8 +220,9 @@ class PeerMemoryGroup:
             one, other = sorted((apart, self._rank))
             raise BadInputError(
                 f"rank {one} communicates another part of the model than rank {other}: one of "
-                "them leaves what a block returns out of its loss, or calls blocks that the other "
-                "does not. Use strategy ddp or zero1, or take the model as one with blocks=[]."
+                "them does not use a block's output in its loss, or calls blocks that the other "
+                "does not. Use strategy ddp or zero1, or treat the model as one block with "
+                "blocks=[]."
             )
 
     def _copy(self, other: _Peer, start: int, piece: Tensor) -> None:
@@ -262,7 +263,7 @@ class PeerMemoryGroup:
                     raise dist.DistNetworkError(f"rank {other.rank} gave up a collective")
                 if time.monotonic() > end_s:
                     raise dist.DistNetworkError(
-                        f"rank {other.rank} did not come to a collective of gradients within "
+                        f"rank {other.rank} did not join a collective of gradients within "
                         f"{self._limit_s:g} s"
                     )
                 time.sleep(_NAP_S)

@@ -189,7 +189,7 @@ class PipelineInspection:
         if any(map(is_nan, made)) and not (taken and any(map(is_nan, taken.tensors))):
             blocks = ", ".join(self._names[n] for n in self._parts[number])
             raise BadInputError(
-                f"stage {number} (blocks {blocks}) makes NaN of its input. If one process does "
+                f"stage {number} (blocks {blocks}) turns its input into NaN. If one process does "
                 "not, its forward needs more than the last block's output: an earlier block's, "
                 "or parameters that are in no block; or the loss goes through all parameters. Put "
                 "what it needs into blocks, cut the blocks elsewhere (lists of names, one for each "

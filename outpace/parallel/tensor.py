@@ -295,7 +295,8 @@ class SplitObjective(LanguageModelObjective):
         if self._stream.is_shard() and length % ranks:
             raise BadInputError(
                 f"sequence parallelism splits each sequence over {ranks} ranks, but {length} "
-                f"tokens are no multiple of {ranks}. Use --seq-len {-(-length // ranks) * ranks}, "
+                f"tokens are not a multiple of {ranks}. Use --seq-len "
+                f"{-(-length // ranks) * ranks}, "
                 "or --no-sequence-parallel."
             )
 
@@ -349,7 +350,7 @@ def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":
         raise BadInputError(
-            f"--loss chunked does not go with tp: its logits are split over {plan.tp} ranks "
+            f"--loss chunked cannot be combined with tp: its logits are split over {plan.tp} ranks "
             "instead. Leave --loss out."
         )
     stream = Shard(1) if plan.sequence_parallel else Replicate()

@@ -128,7 +128,8 @@ class UnitOrder:
                 raise BadInputError(
                     f"block {number} (a {kind}) is called more often, or in another order, than in "
                     "the first batches, and not on all ranks, which would wait for each other. "
-                    "Take the model as one with blocks=[] (parallelize), or use ddp or zero1."
+                    "Treat the model as one block with blocks=[] (parallelize), or use ddp or "
+                    "zero1."
                 )
             time.sleep(_LOOK_AGAIN_S)
             here = store.add(key, 0)

@@ -239,7 +239,7 @@ def _begin(name: str, logged: LoggerContext) -> Callback:
     except OutpaceError:
         raise
     except Exception as error:
-        raise BadInputError(f"--log {name} could not begin: {_words(error)}") from None
+        raise BadInputError(f"--log {name} could not start: {_words(error)}") from None
 
 
 def _words(error: Exception) -> str:

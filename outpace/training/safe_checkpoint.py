@@ -59,7 +59,7 @@ class PlainLoadPlanner(DefaultLoadPlanner):
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError:
             raise BadInputError(
-                f"{name} is no plain value there. It is not read, since that could run code"
+                f"{name} is not a plain value. It is not read, since that could run code"
             ) from None
         set_element(self.original_state_dict, self.mappings[name], found)
 
@@ -85,7 +85,7 @@ class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
         if is_dtype or name in _NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which is nothing of a checkpoint's"
+            f"it names {module}.{name}, which does not belong in a checkpoint"
         )
 
 

@@ -288,7 +288,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["--command=", "--command=b", "--metric=(t)"], "--command: name"),
         ([":ddp", "zero3"], "arm ':ddp': name"),
         (["--command=a", "--command=b", "--metric=t="], "has 0 groups"),
-        (["--command=a", "--command=b", "--metric=(t="], "is no regular expression"),
+        (["--command=a", "--command=b", "--metric=(t="], "is not a regular expression"),
         (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
         (["missing.toml"], "cannot read missing.toml"),
         (["ddp", "zero3", "--steps=3"], "arm ddp: 3 steps are warm-up only"),

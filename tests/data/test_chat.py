@@ -325,7 +325,7 @@ def test_calls_of_tools_are_learnt_or_the_template_is_refused(plain, formats):
 
 def test_a_conversation_that_the_assistant_begins_is_refused_with_what_to_do(formats):
     messages = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Hi."}]
-    with pytest.raises(BadInputError, match=r"x, line 1: the assistant says the first message"):
+    with pytest.raises(BadInputError, match=r"x, line 1: the first message is from the assistant"):
         formats[1].render(messages, "x, line 1")
 
 
@@ -415,7 +415,7 @@ def test_long_conversations_are_cut_and_counted(formats):
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
             "{% endfor %}{% endfor %}{% endfor %}",
-            "computes for more than 5 s without an end",
+            "computes for more than 5 s without finishing",
         ),
         ("{% set x = 'a' * 30000000000 %}", "asks for more than 2.00 GiB of memory"),
         ("{{ '%050000000000d' % 1 }}", "asks for more than 2.00 GiB of memory"),

@@ -323,7 +323,7 @@ def test_megatron_with_a_cut_bin_or_negative_ids(tmp_path, prepare):
     with pytest.raises(BadInputError, match=r"token id -2; ids begin at 0"):
         prepare(tmp_path / "x.bin", tokenizer=None)
     (tmp_path / "x.bin").write_bytes(b"12345678")
-    with pytest.raises(BadInputError, match="has 8 bytes, not what it says"):
+    with pytest.raises(BadInputError, match="has 8 bytes, which contradicts the index"):
         prepare(tmp_path / "x.bin", tokenizer=None)
 
 
@@ -454,7 +454,9 @@ def test_rows_under_the_name_of_a_text_are_refused(tmp_path, prepare, ids_of, na
     path = write_lines(tmp_path / name, *ROWS)
     if listed:
         path.write_text(json.dumps(ROWS))
-    with pytest.raises(BadInputError, match=r"holds JSON, an object a line.* Call it \.jsonl"):
+    with pytest.raises(
+        BadInputError, match=r"contains JSON \(an object per line.* Rename it to \.jsonl"
+    ):
         prepare(path)
     path.write_text("{\n  int a;\n}\n{ b }\n")
     assert tokens(prepare(path)) == [ids_of(path.read_text())]

@@ -233,7 +233,7 @@ def test_a_pattern_that_gives_up_on_a_text_is_a_refusal(tokenizer, tmp_path):
     slow = load_tokenizer(_with(tokenizer, tmp_path, pre_tokenizer=sequence))
     assert slow.encode_batch(["river stone"])[0].size
     for encode in (slow.encode, lambda text: slow.encode_batch([text])):
-        with pytest.raises(BadInputError, match=r"gives up on a text of the data: .*retry-limit"):
+        with pytest.raises(BadInputError, match=r"fails on a text of the data: .*retry-limit"):
             encode("a" * 5000 + "b")
 
 

@@ -149,5 +149,5 @@ def test_losses_are_compared_after_the_same_samples():
 @pytest.mark.parametrize("line", ['{"step": 1}', "[1]", '{"step_time_s": "x"}'])
 def test_a_line_that_is_no_step_is_refused(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(BadInputError, match="line 1, is no step: it needs step_time_s"):
+    with pytest.raises(BadInputError, match="line 1, is not a step: it needs step_time_s"):
         steps_of(tmp_path)

@@ -296,7 +296,7 @@ def test_an_older_export_is_replaced(tmp_path: Path) -> None:
 def test_other_directories_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/one.jpg").touch()
-    with pytest.raises(BadInputError, match="photos is there already and holds something else"):
+    with pytest.raises(BadInputError, match="photos already exists and contains something other"):
         write_model(tmp_path / "photos", tiny(), Transformer(tiny()).state_dict(), None)
     assert (tmp_path / "photos/one.jpg").is_file()
 

@@ -73,7 +73,7 @@ def test_what_a_stage_cannot_know_is_never_a_number(kind, ends):
 
 
 def test_blocks_out_of_order_are_refused():
-    with pytest.raises(BadInputError, match=r"'layers\.2' where 'layers\.0' was to come"):
+    with pytest.raises(BadInputError, match=r"'layers\.2' where 'layers\.0' was expected"):
         through("reversed", [1])
 
 
@@ -90,7 +90,7 @@ REFUSED = {
     "lists_as_arguments:1f1b": "one process computes .* does not travel between stages",
     "hooks_inside_of_blocks:zb": "one process computes .* does not travel between stages",
     "faint_hooks_inside_of_blocks:gpipe": "would lose a part of layers",
-    "lists_of_lists:gpipe": "makes NaN of its input",
+    "lists_of_lists:gpipe": "turns its input into NaN",
 }
 STRATEGIES = ("mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev")
 

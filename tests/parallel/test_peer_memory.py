@@ -26,6 +26,6 @@ def test_ranks_add_up_where_others_buffers_lie(processes, on_ranks):
         others = 24 * (processes - 1)
         assert own["counted"] == {"all_reduce": 2 * others // processes, "all_gather": others,
                                   "reduce_scatter": others}  # fmt: skip
-    missed = f"rank {processes - 1} did not come to a collective of gradients within"
+    missed = f"rank {processes - 1} did not join a collective of gradients within"
     assert all(own["late"].startswith(missed) for own in said[:-1])
     assert said[-1]["late"] == "rank 0 gave up a collective"

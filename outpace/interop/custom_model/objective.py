@@ -127,7 +127,7 @@ class CustomObjective(nn.Module):
         if self._vocab is not None and logits.shape[-1] < self._vocab:
             raise BadInputError(
                 f"the model returned {logits.shape[-1]} values per token, fewer than its "
-                f"vocabulary of {self._vocab}, so these are no logits. Return logits (batch, "
+                f"vocabulary of {self._vocab}, so these are not logits. Return logits (batch, "
                 "sequence, vocabulary), or a loss function beside the module."
             )
 

@@ -282,8 +282,8 @@ def require_rank(asked: AnyQuery, rank: int | None) -> None:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
     if rank is not None and isinstance(asked, FormulaQuestion):
         raise BadInputError(
-            f"--rank {rank}: {asked.outline.untrained}, and the formula that is left to ask knows "
-            "the fullest rank only. Leave --rank out."
+            f"--rank {rank}: {asked.outline.untrained}, and the formula only gives the fullest "
+            "rank. Leave --rank out."
         )
 
 
