@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from outpace.cli import options
 from outpace.launch.launcher_env import ranks_from
 from outpace.records.errors import BadInputError, suggest
-from outpace.records.plan import Plan
+from outpace.records.plan import Base, Plan
 from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -165,6 +165,9 @@ def plan(
     precision: Precision | None = None,
     keep: str | Mapping[str, Any] | None = None,
     vary: str | Sequence[str] | None = None,
+    lora_rank: int | None = None,
+    lora_targets: str | Sequence[str] | None = None,
+    base: Base | None = None,
     max_tp: int | None = None,
     trainer: str | None = None,
     trained: bool = False,
@@ -176,8 +179,9 @@ def plan(
     """Predict the fastest ways to train a model on given machines.
 
     `machine`: a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None: this
-    machine. `keep`: settings to insist on, `vary`: settings to search as well. `price` is per
-    device and hour, and needs `tokens`. Times are in seconds, memory in bytes.
+    machine. `keep`: settings to insist on, `vary`: settings to search as well. With a `lora_rank`
+    the weights are frozen, in the format `base`, and adapters of `lora_targets` are trained.
+    `price` is per device and hour, and needs `tokens`. Times are in seconds, memory in bytes.
 
     >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
     >>> found.plans[0].estimate.fits
@@ -190,7 +194,8 @@ def plan(
     asked = {
         "model": model, "machine": machine, "nodes": nodes, "devices_per_node": devices_per_node,
         "network": network, "seq_len": seq_len, "global_batch": global_batch,
-        "precision": precision, "keep": _pairs(keep), "vary": _join(vary), "max_tp": max_tp,
+        "precision": precision, "keep": _pairs(keep), "vary": _join(vary), "lora_rank": lora_rank,
+        "lora_targets": _join(lora_targets), "base": base, "max_tp": max_tp,
         "trainer": trainer, "trained": trained, "may_idle": may_idle, "tokens": tokens,
         "price": price, "count": count,
     }  # fmt: skip

@@ -214,19 +214,22 @@ def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str,
 
 
 def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | None:
-    """Return the command that lists plans which fit on the same machines; None for this host's CPU.
-
-    None for adapters as well: the planner assumes that all weights are trained.
+    """Return the command that lists plans which fit on the same machines; None for this host's
+    CPU.
     """
     from outpace.jobs.memory.formula import FormulaQuestion
 
-    if arguments.machine is None or asked.plan.lora_rank is not None:
+    if arguments.machine is None:
         return None
+    plan = asked.plan
     words = ["outpace", "plan", "--model", asked.settings.model, "--machine", arguments.machine]
     if arguments.nodes is not None:
         words += ["--nodes", str(arguments.nodes)]
     if asked.seq_len is not None:
         words += ["--seq-len", str(asked.seq_len)]
+    if plan.lora_rank is not None:
+        words += ["--lora-rank", str(plan.lora_rank), "--base", plan.base]
+        words += ["--lora-targets", ",".join(plan.lora_targets)]
     if not isinstance(asked, FormulaQuestion):  # plan refuses --trained for what cannot be trained
         words.append("--trained")
     return shlex.join(words)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from outpace.cli.output import output_file, save_output, write_output
 from outpace.cli.parser import JoinedList, Parser, number_type
 from outpace.records.errors import BadInputError
+from outpace.records.plan import Base
 from outpace.records.precisions import Precision
 
 if TYPE_CHECKING:
@@ -33,12 +34,10 @@ _EPILOG = (
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
 _LEAST_COMPARED = 2  # plans of an answer: the recommended, and the fastest if it is another
-# Plans are of trainings of all weights.
+# What a plan trains is in its file.
 ADAPTER_OPTIONS = dict.fromkeys(
     ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
-    "Plans assume that all weights are trained. For the memory of an adapter, use outpace "
-    "memory with the same --model, --machine and --seq-len, and add --micro-batch 1 "
-    "--lora-rank 16 (and --base nf4).",
+    "A plan's adapters are in its file: make one with outpace plan --lora-rank 16 --out plan.json.",
 )
 
 
@@ -115,7 +114,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
         seq_len=arguments.seq_len,
         global_batch=arguments.global_batch,
         precision=arguments.precision,
-        keep=arguments.keep,
+        keep=_read_keep(arguments),
         vary=arguments.vary,
         most_tp=arguments.max_tp,
         tokens=arguments.tokens,
@@ -128,6 +127,21 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
         trainer=arguments.trainer,
         measures=True,
     )
+
+
+def _read_keep(arguments: argparse.Namespace) -> str | None:
+    """Return the settings to insist on, adapters' among them."""
+    kept = [] if arguments.keep is None else [arguments.keep]
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        if f"{name}=" in (arguments.keep or ""):
+            raise BadInputError(
+                f"--{name.replace('_', '-')} {value} and --keep {arguments.keep}: say it once."
+            )
+        kept.append(f"{name}={str(value).replace(',', '+').replace(' ', '')}")
+    return ",".join(kept) or None
 
 
 def _defaults(
@@ -316,8 +330,7 @@ def add_question(parser: Parser, of: str = "") -> None:
 def _parser() -> Parser:
     from outpace.cli.emitted import FORMATS, TRAINERS
 
-    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]",
-                    elsewhere=ADAPTER_OPTIONS)  # fmt: skip
+    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]")
     parser.add_json()
     add_question(parser)
     add = parser.arguments.add_argument
@@ -328,6 +341,18 @@ def _parser() -> Parser:
         )  # fmt: skip
     add("--vary", action=JoinedList, default=None, metavar="A,B",
         help="settings to search as well (precision, optimizer, compile, …), or all")  # fmt: skip
+    add("--lora-rank", type=whole, default=None, metavar="N",
+        help="freeze the weights and train adapters of this rank (LoRA)")  # fmt: skip
+    add("--lora-alpha", type=number_type(float, 0.0), default=None, metavar="X",
+        help="adapters' scale times their rank, for the plan's file (default: the rank)"
+        )  # fmt: skip
+    add("--lora-targets", default=None, metavar="NAMES",
+        help="matrices with an adapter: q,k,v,out,gate,up,down (default: all)")  # fmt: skip
+    add("--lora-dropout", type=number_type(float, 0.0, 1.0), default=None, metavar="X",
+        help="dropout probability before adapters (default: 0)")  # fmt: skip
+    add("--base", choices=get_args(Base), default=None, metavar="NAME",
+        help="format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)"
+        )  # fmt: skip
     add("--max-tp", type=whole, default=None, metavar="N", help="largest tensor-parallel degree")
     add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
         help="trainer whose behaviour time and memory are predicted for: "

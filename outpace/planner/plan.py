@@ -25,8 +25,9 @@ from outpace.planner.explain.reasons import explain_plan, impossible, lacks, rej
 from outpace.planner.explain.titles import given_title, title, varied_options
 from outpace.planner.hardware.device import dtype_of
 from outpace.planner.memory import peak as memory
+from outpace.planner.model.adapters import ADAPTER_NAMES, ADAPTER_STRATEGIES
 from outpace.planner.model.outline import parameters
-from outpace.planner.model.outline_flops import forward_flops, recomputed_flops
+from outpace.planner.model.outline_flops import forward_flops, recomputed_flops, step_flops
 from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL, LEAN
@@ -89,7 +90,7 @@ def plans(job: PlanningProblem) -> Plans:
             *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
             *_routing(job),
-            *_adapters(job, planned),
+            *_adapter_notes(job, planned),
             *_list_hints(used, found),
         ),
     )
@@ -170,14 +171,23 @@ def _routing(job: PlanningProblem) -> list[str]:
     ]
 
 
-def _adapters(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
-    """Return what takes less than training all weights, where these wait on the host."""
+def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
+    """Return what adapters train; or what they would spare, where weights wait on the host."""
+    adapters = job.wanted.adapters
+    if adapters is not None:
+        trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
+        strategies = ", ".join(ADAPTER_STRATEGIES)
+        return [
+            f"{adapters.title}: {show_count(trained)} parameters are trained beside "
+            f"{show_count(count)} frozen ones. Plans are of strategy {strategies}, without "
+            "offloading; outpace trains adapters with others too, whose memory outpace memory "
+            "traces."
+        ]
     if planned[0].plan.offload_parameters in (None, "none") or job.outline.untrained:
         return []
     return [
         "Every step fetches the weights from the host, since training all of them does not fit. "
-        "Adapters take far less: outpace memory with the same --model, --machine and --seq-len, "
-        "and --micro-batch, --lora-rank 16 (and --base nf4), says whether they fit."
+        "Adapters take far less: plan them with --lora-rank 16 (and --base nf4)."
     ]
 
 
@@ -298,7 +308,10 @@ def _smaller_clusters(job: PlanningProblem) -> list[int]:
 def _least_s(job: PlanningProblem, nodes: int) -> float:
     """Return less than any plan's step on `nodes` nodes takes: its products at the best rate."""
     wanted = job.wanted
-    flops = 3 * forward_flops(job.outline, wanted.seq_len, wanted.global_batch, attention=False)
+    passes = 3 if wanted.adapters is None else 2  # frozen weights have no gradients
+    flops = passes * forward_flops(
+        job.outline, wanted.seq_len, wanted.global_batch, attention=False
+    )
     own = (wanted.keep.get("precision", wanted.precision),)
     names = wanted.vary.get("precision", own)
     rate = max(job.cluster.device.rate(dtype_of(name)) for name in names)
@@ -378,12 +391,14 @@ def _estimate(
     tokens = samples * wanted.seq_len
     row = columns.take([place])
     ranks = int(row.ranks[0] + row.servers[0])
-    forward = forward_flops(job.outline, wanted.seq_len, samples)
+    adapters = row.common_adapters
+    trained = None if adapters is None else adapters.trained_parameters(job.outline)
+    flops = step_flops(job.outline, wanted.seq_len, samples, trained)
     shares: dict[str, float] = dict(zip(MODES, map(float, row.modes[0]), strict=True))
     shares["selective"] *= job.stack.recomputed_products
-    again = recomputed_flops(job.outline, wanted.seq_len, samples, shares) / (3 * forward)
+    again = recomputed_flops(job.outline, wanted.seq_len, samples, shares) / flops
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
-    mfu = None if peak is None else 3 * forward / seconds / peak / ranks
+    mfu = None if peak is None else flops / seconds / peak / ranks
     low, high, _, level = _interval(job)
     wider = spread_beyond(_extrapolations(job, to_plan(row, 0)))
     low, high = low**wider, high**wider
@@ -455,6 +470,7 @@ def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
         (f"{name}={value}", replace(wanted, keep={k: v for k, v in wanted.keep.items()
                                                   if k != name}))
         for name, value in wanted.keep.items()
+        if name not in ADAPTER_NAMES  # which change what is trained
     ]  # fmt: skip
     if wanted.most_tp is not None:
         asked.append((f"max-tp {wanted.most_tp}", replace(wanted, most_tp=None)))

@@ -10,6 +10,7 @@ from typing import Any, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from outpace.planner.model.adapters import AdapterSettings
 from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Offload, Plan, Strategy
@@ -19,6 +20,7 @@ from outpace.records.strategies import FULLY_SHARDED, TRAITS
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Objects = NDArray[np.object_]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 SCHEDULE_NAMES: tuple[str, ...] = ("none", *SCHEDULES)
@@ -35,7 +37,8 @@ class PlanBatch:
 
     `zero` is 0 if dp_shard is 1. `modes` has four columns: the share of blocks that recompute in
     each mode, in the order of MODES. `etp` ranks of tp cut each expert. `passes` is the
-    accumulation: samples = micro_batch × microbatches × passes.
+    accumulation: samples = micro_batch × microbatches × passes. `adapters` has
+    the AdapterSettings of plans that train adapters alone, and None for others.
     """
 
     strategy: Ints
@@ -66,6 +69,7 @@ class PlanBatch:
     in_backward: Bools
     bucket_bytes: Ints
     servers: Ints
+    adapters: Objects
 
     def __len__(self) -> int:
         return len(self.strategy)
@@ -75,6 +79,14 @@ class PlanBatch:
         return type(self)(
             **{field.name: getattr(self, field.name)[chosen] for field in fields(self)}
         )
+
+    @property
+    def common_adapters(self) -> AdapterSettings | None:
+        """Return the adapters of all of these plans. Raises ValueError if plans differ in them."""
+        found = set(self.adapters.tolist())
+        if len(found) > 1:
+            raise ValueError(f"plans of one batch differ in their adapters: {found}")
+        return found.pop() if found else None
 
     @property
     def data_parallel(self) -> Ints:
@@ -158,4 +170,5 @@ def _row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:
         "chunked_loss": plan.loss == "chunked",
         "in_backward": plan.optimizer_in_backward,
         "bucket_bytes": plan.bucket_mib * 2**20,
+        "adapters": AdapterSettings.from_plan(plan),
     }  # fmt: skip

@@ -216,7 +216,8 @@ def test_what_does_not_fit_names_the_command_that_finds_what_does(capsys):
     huge = ["--machine=rtx-4090", "--micro-batch=200000", "--lora-rank=8"]
     assert main([*TINY, *huge]) == 0
     adapters = " ".join(capsys.readouterr().out.split())
-    assert "outpace plan" not in adapters and "Less memory with adapters: --base nf4" in adapters
+    assert "outpace plan" in adapters and "--lora-rank 8 --base fp32" in adapters
+    assert "--lora-targets all --trained" in adapters
     assert main([*TINY, "--precision=fp32"]) == 0
     assert "what fits" not in capsys.readouterr().out
 

@@ -132,11 +132,66 @@ def test_figures_of_three_digits_fit_in_80_columns(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--lora-rank=16", "--base=nf4"])
-@pytest.mark.parametrize("command", ["plan", "estimate"])
-def test_adapters_are_for_another_command(command, option, capsys):
-    error = refused(capsys, command, "--model=gpt2", "--machine=hgx-h100", option)
-    assert f"outpace {command} has no option" in error
-    assert "outpace memory with the same --model" in error and "--lora-rank 16" in error
+def test_adapters_of_an_estimate_are_in_its_file(option, capsys):
+    error = refused(capsys, "estimate", "--model=gpt2", "--machine=hgx-h100", option)
+    assert "outpace estimate has no option" in error and "are in its file" in error
+
+
+QLORA = ["plan", "--model=llama-3.1-8b", "--machine=rtx-4090", "--lora-rank=16", "--base=nf4"]
+
+
+def test_a_consumer_gpu_trains_an_8b_model_by_adapters(capsys, tmp_path):
+    """All weights do not fit, adapters do; the file says what they are, and estimate takes it."""
+    file = tmp_path / "plan.json"
+    answer = said(capsys, *QLORA, "--lora-targets=q,v", "--lora-alpha=32", f"--out={file}")
+    first, own = answer["plans"][0], PlanFile.load(file).plan
+    assert own.lora_rank == 16 and own.lora_targets == ("q", "v")
+    assert own.base == "nf4" and own.lora_alpha == 32 and own.strategy == "single"
+    assert first["estimate"]["peak_memory_bytes"] <= first["estimate"]["memory_bytes"]
+    assert "QLoRA 16 on q, v" in first["title"]
+    again = said(capsys, "estimate", *QLORA[1:3], f"--plan={file}")
+    for name in ("step_time_s", "memory", "mfu"):
+        assert again["estimate"][name] == first["estimate"][name]
+    whole = refused(capsys, *QLORA[:3], "--keep=offload_parameters=none,offload_optimizer=none")
+    assert "does not fit" in whole
+
+
+def test_adapters_over_eight_gpus_are_replicas_or_shards(capsys):
+    words = ["plan", "--model=llama-3.1-8b", "--machine=hgx-h100", "--lora-rank=16"]
+    answer = said(capsys, *words)
+    strategies = {one["plan"]["strategy"] for one in answer["plans"]}
+    assert strategies <= {"ddp", "zero3", "hsdp"} and "ddp" in strategies
+    assert "LoRA 16: 41.94 M parameters are trained" in " ".join(answer["notes"])
+    assert not answer["insistences"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--keep=tp=2"], "lora_rank 16 with tp 2"),
+        (["--keep=offload_optimizer=cpu"], "lora_rank 16 with offload_optimizer cpu"),
+        (["--keep=strategy=zero1"], "lora_rank 16 with strategy zero1"),
+        (["--trainer=megatron"], "lora_rank 16 with --trainer megatron"),
+        (["--lora-targets=w"], "--keep lora_targets=w: use one of"),
+        (["--emit=torchtitan"], "no configuration of torchtitan has adapters"),
+        (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8: say it once"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
+    assert words in refused(capsys, *QLORA, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model=gpt2", "--base=nf4"], "base nf4 belongs to LoRA. Give a lora_rank"),
+        (["--model=gpt2", "--lora-rank=4", "--lora-targets=gate"], "MLP of gpt2 has no gate"),
+        (["--model=mixtral-8x7b", "--lora-rank=4"], "cannot be planned with adapters"),
+        (["--model=bert-base", "--lora-rank=4"], "cannot be planned with adapters"),
+    ],
+)
+def test_models_and_settings_without_adapters_are_a_sentence(options, words, capsys):
+    assert words in refused(capsys, "plan", "--machine=hgx-h100", *options)
 
 
 def test_what_does_not_fit_is_told_of_positions_too(capsys):
@@ -169,15 +224,10 @@ def test_more_than_all_of_linear_scaling_is_explained(capsys, monkeypatch):
     )
 
 
-def test_settings_of_adapters_are_refused_with_what_plans_them(capsys):
-    assert main([*LLAMA, "--keep=lora_rank=16"]) == 2
-    told = capsys.readouterr().err
-    assert "outpace memory --lora-rank 16" in told and "write setting=value" not in told
-
-
 def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatch):
     on_one = ["plan", "--model=qwen2.5-7b", "--machine=rtx-3090"]
-    assert "Adapters take far less: outpace memory" in shown(capsys, monkeypatch, *on_one)
+    told = shown(capsys, monkeypatch, *on_one)
+    assert "Adapters take far less: plan them with --lora-rank 16" in told
     assert "Adapters" not in shown(capsys, monkeypatch, *LLAMA)
 
 

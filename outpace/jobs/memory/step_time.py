@@ -9,16 +9,12 @@ from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.calibration.fit_rates import steps_s
 from outpace.planner.model.outline import classifier_outline, outline
 from outpace.planner.plan_batch import of_plans
-from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
-
-# Of a number in 4 bits, with a scale of 8 for each 64 and one of 32 for each 256 of these.
-_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def step_time_s(
@@ -37,9 +33,7 @@ def step_time_s(
     if settings.task == "classify":
         model = classifier_outline(model)
     cluster = _find_cluster(ranks, device)
-    question = StepTimeQuestion(
-        model, seq_len, cluster.device, cluster.fabric, adapters=adapters_of(plan, spec)
-    )
+    question = StepTimeQuestion(model, seq_len, cluster.device, cluster.fabric)
     return float(steps_s(question, of_plans([plan], settings.global_batch, model.layers))[0])
 
 
@@ -54,19 +48,3 @@ def _find_cluster(ranks: int, device: Literal["cpu", "cuda"]) -> Cluster:
         return of_host(used, ranks) if probed is None else of_probe(probed, ranks)
     except BadInputError:  # an accelerator of which nothing is known: as its host, which is slower
         return of_host(host, ranks)
-
-
-def adapters_of(plan: Plan, spec: ModelSpec) -> Adapters | None:
-    """Return a plan's adapters as the planner has them; None where all weights are trained."""
-    if plan.lora_rank is None:
-        return None
-    heads = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
-    of = {"qkv": heads, "out": {"out": 1}, "up": {"up": 1, **({"gate": 1} if spec.gated else {})},
-          "down": {"down": 1}}  # fmt: skip
-    targets = {}
-    for name, parts in of.items():
-        on = [part for part in parts if {part, "all"} & set(plan.lora_targets)]
-        if on:
-            share = sum(parts[part] for part in on) / sum(parts.values())
-            targets[name] = Target(len(on), share)
-    return Adapters(plan.lora_rank, targets, _NF4_BYTES if plan.base == "nf4" else None)

@@ -18,8 +18,9 @@ from outpace.jobs.inputs.tasks import NOT_CLASSIFY
 from outpace.jobs.machine_file import find_probe, has_probe_file, used_machine
 from outpace.jobs.memory.traced_plan import fullest
 from outpace.jobs.planning.find_outline import find_outline
-from outpace.jobs.planning.request import KEPT, default_vary
+from outpace.jobs.planning.request import KEPT, check_adapters, default_vary
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
+from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.model.outline import classifier_outline
 from outpace.planner.plan import plans
 from outpace.planner.problem import PlanningProblem
@@ -114,8 +115,8 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     values["servers"] = plan.servers or None
     for name in ("offload_parameters", "offload_optimizer"):
         values[name] = getattr(plan, name) if getattr(plan, name) != "none" else None
-    if settings.lora_rank is None:
-        for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
+    if plan.lora_rank is None and settings.lora_rank is None:
+        for name in ADAPTER_NAMES:
             values.pop(name, None)
     values["nproc"] = None if plan.world_size == 1 else plan.world_size
     return values
@@ -276,6 +277,7 @@ def question(
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
         keep |= resolve_offload(settings)
+    check_adapters(keep, outline)
     # Which numbers are trained is not the planner's to choose, but for what offloading asks for.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)

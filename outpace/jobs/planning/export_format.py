@@ -68,6 +68,12 @@ def pick(
     fits and is about as fast as the fastest. It is also chosen if the format can express no plan.
     Raises BadInputError if no configuration of the chosen plan, or of any, can be written.
     """
+    if job.wanted.adapters is not None and name != "outpace":
+        raise BadInputError(
+            f"{job.wanted.adapters.title}: no configuration of {name} has adapters, so it would "
+            "train all weights. Write the plan with --out plan.json, and train with outpace train "
+            "--plan plan.json."
+        )
     there = assign_trainer(name, job.with_nodes(answer.nodes - answer.idle_nodes))
     if chosen is not None:
         planned = answer.plans[chosen - 1]

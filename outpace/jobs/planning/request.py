@@ -1,6 +1,6 @@
 """Planning requests from what the user gives: model, machine, batch, fixed settings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -24,6 +24,12 @@ from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.explain.hints import FP8_PARAMETERS
 from outpace.planner.hardware.device import check_dtype, dtype_of
 from outpace.planner.hardware.networks import read_network
+from outpace.planner.model.adapters import (
+    ADAPTER_NAMES,
+    ADAPTER_STRATEGIES,
+    AdapterSettings,
+    require_adaptable,
+)
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.space import VARIED, SearchRequest
@@ -50,7 +56,7 @@ KEPT = (
     "pp_microbatches",
     "checkpointing", "checkpoint_every", "offload_activations", "offload_parameters",
     "offload_optimizer", "precision", "optimizer", "optimizer_in_backward", "loss", "compile",
-    "bucket_mib",
+    "bucket_mib", *ADAPTER_NAMES,
 )  # fmt: skip
 _WHAT_IF = ("link", "inside", "memory", "nodes")
 
@@ -99,6 +105,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
         )
     outline = _with_positions(outline, seq_len, asked.trained)
     keep = read_keep(asked.keep)
+    check_adapters(keep, outline, asked.trainer)
     precision = asked.precision or _precision(cluster, asked.autocast)
     check_dtype(keep.get("precision", precision), cluster.device)
     question = PlanningProblem(
@@ -151,7 +158,8 @@ def _vary(
 ) -> dict[str, tuple[Any, ...]]:
     """Return the requested settings to vary and those always searched, in the order of VARIED."""
     found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
-    if "precision" in found and parameters(outline) < FP8_PARAMETERS:
+    small = parameters(outline) < FP8_PARAMETERS
+    if "precision" in found and (small or "lora_rank" in keep):
         found["precision"] = tuple(one for one in found["precision"] if one != "fp8")
     return {name: found[name] for name in VARIED if name in found}
 
@@ -281,21 +289,48 @@ def read_keep(text: str | None) -> dict[str, Any]:
         if name not in KEPT:
             raise BadInputError(
                 f"--keep {part}: the planner has no setting {name!r}."
-                f"{_lora(name) or _suggest_setting(name, value)} Settings: {', '.join(KEPT)}."
+                f"{_suggest_setting(name, value)} Settings: {', '.join(KEPT)}."
             )
         found[name] = _parse_value(name, value)
     return found
 
 
-def _lora(name: str) -> str:
-    """Return what to use instead of adapter settings; '' for all others."""
-    if name != "base" and not name.startswith(("lora", "qlora")):
-        return ""
-    return (
-        " Plans assume that all weights are trained: outpace memory --lora-rank 16 --base nf4 "
-        "shows whether an adapter fits, outpace tune --lora-rank 16 measures how fast it "
-        "trains."
-    )
+def check_adapters(keep: Mapping[str, Any], outline: Outline, trainer: str | None = None) -> None:
+    """Raise BadInputError for adapters that cannot be planned with what else is insisted on."""
+    adapters = AdapterSettings.from_values(keep)
+    if adapters is None:
+        alone = [name for name in ADAPTER_NAMES if name in keep]
+        if alone and keep[alone[0]] != Plan.model_fields[alone[0]].default:
+            raise BadInputError(
+                f"{alone[0]} {keep[alone[0]]} belongs to LoRA. Give a lora_rank, such as 16, or "
+                f"leave {alone[0]} out."
+            )
+        return
+    require_adaptable(outline)
+    adapters.matrices(outline)
+    what = _find_unknown_beside_adapters(keep)
+    if trainer not in (None, "outpace"):
+        what = f"--trainer {trainer}"
+    if what is not None:
+        raise BadInputError(
+            f"lora_rank {adapters.rank} with {what}: the planner knows the memory and time of "
+            f"adapters that outpace trains with strategy {', '.join(ADAPTER_STRATEGIES)}, without "
+            "offloading. Leave one of the two out; outpace memory traces any plan."
+        )
+
+
+def _find_unknown_beside_adapters(keep: Mapping[str, Any]) -> str | None:
+    """Return a setting with which adapters cannot be planned, and its value."""
+    allowed: Mapping[str, Collection[Any]] = {
+        "strategy": ADAPTER_STRATEGIES, "tp": (1,), "cp": (1,), "pp": (1,), "ep": (1,),
+        "offload_activations": ("none",), "offload_parameters": ("none",),
+        "offload_optimizer": ("none",), "optimizer_in_backward": (False,),
+    }  # fmt: skip
+    refused: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimizer": ("muon",)}
+    for name, value in keep.items():
+        if value not in allowed.get(name, (value,)) or value in refused.get(name, ()):
+            return f"{name} {value}"
+    return None
 
 
 _FEW_LETTERS = 4  # fewer begin too many names
@@ -373,8 +408,9 @@ def _parse_value(name: str, value: str) -> Any:
         annotation = Annotated[annotation, bound]
     choices = get_args(field.annotation)
     whole = bool(choices) and all(isinstance(choice, int) for choice in choices)
+    parts = value.split("+") if name == "lora_targets" else value
     try:
-        given = int(value) if whole else value
+        given = int(value) if whole else parts
         found = TypeAdapter(annotation).validate_python(given, strict=False)
     except ValidationError as error:
         remedy = _format_allowed(error.errors()[0])

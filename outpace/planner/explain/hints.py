@@ -65,6 +65,8 @@ def _variations(
     for name, value, _ in _ASKED:
         if name in wanted.keep or name in wanted.vary:
             continue
+        if wanted.adapters is not None and name != "compile":
+            continue  # fp8 has no adapters, whose states are small in any form
         axes: Mapping[str, int] = {"tp": best.tp, "cp": best.cp, "pp": best.pp, "ep": best.ep}
         if name == "precision":
             if (

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from outpace.planner.model.adapters import AdapterSettings
 from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS
 
@@ -48,8 +49,9 @@ def _axes(plan: Plan) -> str:
 
 
 def plan_options(plan: Plan) -> list[str]:
-    """Describe a plan's memory options."""
-    found = []
+    """Describe a plan's adapters and its memory options."""
+    adapters = AdapterSettings.from_plan(plan)
+    found = [] if adapters is None else [adapters.title]
     if plan.checkpointing != "none":
         half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
         found.append(f"{plan.checkpointing} recomputation{half}")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from outpace.planner.memory.adapters import AdapterMemory, set_up_adapters
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.setup import Device
 from outpace.planner.memory.step import StepMemory
@@ -37,6 +38,7 @@ _AT_ONCE = 4096  # plans that are estimated at a time
 _SMALL_SEGMENT, _SEGMENT, _LEAST_LARGE, _ROUNDED = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
 # Of a layer: 7 matrices with gradients and two moments, and 16 tensors that the forward leaves.
 _LARGE_BLOCKS = 7 * 4 + 16
+_LARGE_FROZEN_BLOCKS = 7 + 16  # of matrices without gradients
 # "The kernels alone take up 1.3GB of GPU memory" (Hugging Face, transformers 4.49, "Model training
 # anatomy"); less where CUDA loads them lazily.
 _CONTEXT = 1343 * _MIB
@@ -123,8 +125,9 @@ def _steps(
     fused: bool,
     traits: FrameworkTraits,
     finds: bool,
-) -> Iterator[tuple[Ints, "StepMemory"]]:
+) -> Iterator[tuple[Ints, "StepMemory | AdapterMemory"]]:
     """Plans with and without a pipeline apart, and as many at a time as caches hold."""
+    adapters = columns.common_adapters
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
@@ -133,10 +136,11 @@ def _steps(
         rows = np.flatnonzero(groups == group)
         for begin in range(0, len(rows), _AT_ONCE):
             some = rows[begin : begin + _AT_ONCE]
-            yield (
-                some,
-                StepMemory(outline, seq_len, columns.take(some), device, fused, finds, traits),
-            )
+            part = columns.take(some)
+            if adapters is not None:
+                yield some, set_up_adapters(outline, seq_len, part, device, adapters, finds)
+            else:
+                yield some, StepMemory(outline, seq_len, part, device, fused, finds, traits)
 
 
 def reserved_bytes(
@@ -181,7 +185,8 @@ def least_bytes(
 
 def _reserve(outline: Outline, columns: PlanBatch, peak: Floats) -> Floats:
     """Return bytes of tensors with segments, context and buffers of collectives."""
-    large = np.minimum(_LARGE_BLOCKS * outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
+    blocks = _LARGE_BLOCKS if columns.common_adapters is None else _LARGE_FROZEN_BLOCKS
+    large = np.minimum(blocks * outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
     lost = _SMALL_SEGMENT + _SEGMENT + large * _ROUNDED / 2
     return peak + lost + library_bytes(columns)
 

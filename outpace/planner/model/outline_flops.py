@@ -28,6 +28,19 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
     return samples * total
 
 
+def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | None = None) -> int:
+    """Return the FLOPs of forward and backward that a model needs: three forwards.
+
+    `adapters` is their number of parameters where only they are trained: frozen weights have no
+    gradients, and each of an adapter's elements is a multiply-add like theirs.
+    """
+    products = 3 * forward_flops(outline, seq_len, samples)
+    if adapters is None:
+        return products
+    frozen = forward_flops(outline, seq_len, samples, attention=False)
+    return products - frozen + 3 * 2 * samples * seq_len * adapters
+
+
 def recomputed_flops(
     outline: Outline, seq_len: int, samples: int, shares: Mapping[str, float]
 ) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.planner.model.adapters import ADAPTER_STRATEGIES, AdapterSettings
 from outpace.planner.model.outline import weights
 from outpace.planner.plan_batch import (
     MODES,
@@ -84,6 +85,11 @@ class SearchRequest:
     on_host: bool = False  # devices are CPUs: offloading to them means nothing
     alike: bool = True  # layers are, so that every pipeline can be cut
 
+    @property
+    def adapters(self) -> AdapterSettings | None:
+        """Return the adapters that all plans train; None: they train all weights."""
+        return AdapterSettings.from_values(self.keep)
+
 
 _MOST_EP = 64
 # A layout is a row of these: ranks on axes, a schedule and a micro-batch.
@@ -122,9 +128,10 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
         async_tp=np.full(count, bool(keep.get("async_tp", False))),
         even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
+        adapters=np.full(count, wanted.adapters, dtype=object),
     )
     found = _vary(found, wanted.vary)
-    fine = _keep_mask(found, keep) & _options_match(found)
+    fine = _keep_mask(found, keep) & _options_match(found) & _adapters_match(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
     return found.take(fine)
@@ -190,7 +197,7 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
     names = ("offload_activations", "offload_parameters", "offload_optimizer")
     places = [
         three
-        for three in _OFFLOADS
+        for three in (_OFFLOADS if wanted.adapters is None else _OFFLOADS[:1])
         if all(keep.get(name, place) == place for name, place in zip(names, three, strict=True))
         and not (wanted.on_host and "cpu" in three)
     ]
@@ -260,6 +267,16 @@ def _options_match(c: PlanBatch) -> Any:
     return fine & ~(c.schedule_in(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
 
 
+def _adapters_match(c: PlanBatch) -> Any:
+    """Return which plans train all weights, or adapters in a way whose memory is known."""
+    if c.common_adapters is None:
+        return np.ones(len(c), bool)
+    away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
+    muon = c.optimizer == OPTIMIZERS.index("muon")  # whose time is that of whole matrices
+    fine = c.strategy_in(*ADAPTER_STRATEGIES) & ~away & ~muon
+    return fine & ~c.in_backward & ~c.precision_in("fp8", "fp64")
+
+
 def _possible(c: PlanBatch) -> Any:
     """Return which can be plans: what goes with what, as `records.plan` has it."""
     fine = _options_match(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
@@ -272,7 +289,8 @@ def _possible(c: PlanBatch) -> Any:
     fine &= ~((c.offload_parameters == OFFLOADS.index("disk")) & c.compile)
     fine &= ~(elsewhere & (c.pp > 1))
     naive = c.strategy_in("dp", "ps", "ring", "mp")
-    return fine & ~(naive & (elsewhere | (c.offload_activations > 0)))
+    fine &= ~(naive & (elsewhere | (c.offload_activations > 0)))
+    return fine & _adapters_match(c)
 
 
 def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
@@ -510,6 +528,8 @@ def to_plan(c: PlanBatch, place: int) -> Plan:
         **{name: OFFLOADS[getattr(c, name)[place]]
            for name in ("offload_activations", "offload_parameters", "offload_optimizer")},
     }  # fmt: skip
+    if c.adapters[place] is not None:
+        values |= c.adapters[place].values
     if schedule not in ("none", "mp") and count != SCHEDULES[schedule].stages_per_rank:
         values["virtual_stages"] = count
     if strategy == "3d":

@@ -1,12 +1,14 @@
 """Low-rank adapters beside frozen weights: their matrix products, traffic and parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
+from outpace.planner.model.adapters import NF4_BYTES, AdapterSettings
 from outpace.planner.model.outline import Weight, weights
 from outpace.planner.plan_batch import Floats
 from outpace.records.outline import Outline
@@ -25,6 +27,10 @@ _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
 # Edges of the smallest tile of cuBLAS's products without tensor cores (sgemm_32x32_sliced1x4), and
 # what they take of the inner dimension at a time.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
+# Matrices of a plan's targets by the product that has them here.
+_PRODUCTS: Mapping[str, Collection[str]] = MappingProxyType(
+    {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
+)
 
 
 class Target(NamedTuple):
@@ -71,6 +77,19 @@ class Adapters:
                     rows = on.number * weight.inputs + on.share * weight.outputs
                     total += stack.layers * self.rank * rows
         return total
+
+
+def adapter_products(settings: AdapterSettings, outline: Outline) -> Adapters:
+    """Return a plan's adapters by the products of a layer that their matrices are part of."""
+    targets = {}
+    for name, parts in _PRODUCTS.items():
+        joined = [matrix for matrix in settings.matrices(outline) if matrix.name in parts]
+        adapted = [matrix for matrix in joined if matrix.adapted]
+        if adapted:
+            outputs = sum(matrix.outputs for matrix in adapted)
+            share = outputs / sum(matrix.outputs for matrix in joined)
+            targets[name] = Target(len(adapted), share)
+    return Adapters(settings.rank, targets, NF4_BYTES if settings.base == "nf4" else None)
 
 
 def adapter_s(

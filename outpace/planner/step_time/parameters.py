@@ -41,10 +41,13 @@ class Parameters(StepTimeSetup):
 
         Where ranks split parameters each casts its shard before it is gathered, and all gradients
         as they are copied to the buffer that they are reduced in. Frozen weights are kept as they
-        are multiplied.
+        are multiplied, or unpacked; but outpace's autocast casts those of 32 bits each time.
         """
         if self.q.adapters is not None:
-            return np.zeros(len(self.c))
+            whole = self.q.adapters.base_bytes is None and not self.q.other_program
+            cast = np.where(self.autocast & whole, 6.0, 0.0)
+            frozen_s: Floats = self.parameters * cast / self.device.memory_bytes_per_s
+            return frozen_s
         # Weights are read in 4 bytes and written in 2, gradients the other way round; of weights
         # that micro-batches share the cast of (train.step), once a step.
         once = np.where(self.shares_casts, self.micro, 1)

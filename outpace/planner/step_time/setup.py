@@ -11,7 +11,7 @@ from outpace.planner.hardware.device import DeviceRates, dtype_of, items
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.model.outline import layer_parameters, outside_elements, weights
 from outpace.planner.plan_batch import PRECISIONS, Floats, PlanBatch
-from outpace.planner.step_time.adapters import Adapters
+from outpace.planner.step_time.adapters import Adapters, adapter_products
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.outline import Outline
 from outpace.records.precisions import AUTOCAST, SHARD_DTYPES, WEIGHTS
@@ -28,7 +28,8 @@ class StepTimeQuestion:
     not outpace that trains. Ranks that split parameters have their residual stream in 16 bits
     whatever keeps the weights (torch's FSDP without autocast, Megatron-LM), where outpace's is fp32
     under autocast; and the loss is taken eagerly, of a vocabulary that is not padded. `stack` is
-    the software that trains. `adapters` are what is trained where weights are frozen.
+    the software that trains. `adapters` are what is trained where weights are frozen, if the
+    plans do not say.
     """
 
     outline: Outline
@@ -84,6 +85,10 @@ class StepTimeSetup:
     """Values of all plans at once, one entry each."""
 
     def __init__(self, question: StepTimeQuestion, columns: PlanBatch) -> None:
+        planned = columns.common_adapters
+        if planned is not None:
+            adapters = adapter_products(planned, question.outline)
+            question = replace(question, adapters=adapters)
         self.q, self.c = question, columns
         self.outline, self.device, self.fabric = question.outline, question.device, question.fabric
         self._sizes()

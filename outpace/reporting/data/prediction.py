@@ -66,8 +66,8 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
 def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
     if record.model is None or record.seq_len is None:
         return "The model is a custom one, whose dimensions are not in the run's record."
-    if record.plan.lora_rank is not None or record.settings.task == "classify":
-        return "The planner does not estimate adapters and classifiers yet."
+    if record.settings.task == "classify":
+        return "The planner does not estimate classifiers yet."
     other = [] if probe is None else record.machine.differences(probe)
     if probe is not None and other:
         return (

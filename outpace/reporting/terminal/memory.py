@@ -180,11 +180,6 @@ def _notes(
         )
         if room < 0 and next_command is not None:
             lines.append(f"To find what fits, run {next_command}")
-        elif room < 0 and plan.lora_rank is not None:
-            lines.append(
-                "Less memory with adapters: --base nf4, --checkpointing full, a smaller "
-                "--micro-batch or --seq-len."
-            )
     lines.append(f"A step has {show_count(traced.flops, 'FLOP')} of matrix products on this rank.")
     error = relative_error(traced, measured)
     if error is not None:

@@ -184,7 +184,7 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"lora_rank": 4}, "does not support --lora-rank"),
+        ({"lora_rank": 4, "offload_optimizer": "disk"}, "lora_rank 4 with offload_optimizer disk"),
         ({"global_batch": 7, "nproc": 2, "strategy": "ddp"}, "no plan can be laid out"),
         ({"nproc": 2, "pp_schedule": "zb"}, "no plan can be laid out"),
         ({"plan": "nowhere.json"}, "nowhere.json"),
@@ -193,6 +193,22 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
 def test_what_cannot_be_planned_is_a_sentence(values, sentence):
     with pytest.raises(BadInputError, match=sentence):
         picked(**values)
+
+
+def test_a_file_with_adapters_trains_adapters(tmp_path):
+    """Settings of adapters come from the file, as its axes do."""
+    plan = Plan(lora_rank=4, lora_targets=("q", "v"), base="nf4", micro_batch=2)
+    file = tmp_path / "plan.json"
+    PlanFile.from_plan(plan, 32, 8).save(file)
+    found, _, _ = picked(plan=str(file))
+    assert found.lora_rank == 4 and found.lora_targets == ("q", "v") and found.base == "nf4"
+    with pytest.raises(BadInputError, match=r"--lora-rank 8, but --plan .* has 4"):
+        picked(plan=str(file), lora_rank=8)
+
+
+def test_the_planners_pick_has_the_adapters_that_are_asked_for():
+    found, _, _ = picked(lora_rank=4, base="nf4", nproc=1)
+    assert found.lora_rank == 4 and found.base == "nf4"
 
 
 def test_a_classifier_is_planned_without_a_head_over_the_vocabulary():

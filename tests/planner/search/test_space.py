@@ -86,7 +86,10 @@ def test_every_row_is_a_plan_and_comes_back(
     if not made:
         return
     back = of_plans(made, batch, asked.outline.layers)
+    assert (back.adapters == rows.adapters).all()
     for field in fields(PlanBatch):
+        if field.name == "adapters":
+            continue
         same = np.isclose(getattr(back, field.name), getattr(rows, field.name))
         assert same.all(), (field.name, made[int(np.argmin(same.reshape(len(made), -1).all(1)))])
 
@@ -99,7 +102,11 @@ def test_no_row_is_there_twice_and_ranks_and_samples_are_shared_out(world):
     each = found.micro_batch * found.microbatches * found.passes * found.data_parallel
     assert (each == asked.global_batch).all()
     rows = np.concatenate(
-        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(PlanBatch)],
+        [
+            getattr(found, f.name).reshape(len(found), -1).astype(float)
+            for f in fields(PlanBatch)
+            if f.name != "adapters"
+        ],
         axis=1,
     )
     assert len(np.unique(rows, axis=0)) == len(rows)
@@ -128,7 +135,11 @@ def test_what_is_varied_makes_no_plan_twice():
     vary = {name: VARIED[name] for name in VARIED if name not in ("precision", "optimizer")}
     found = plans(wanted(world=4, global_batch=4, vary=vary))
     rows = np.concatenate(
-        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(PlanBatch)],
+        [
+            getattr(found, f.name).reshape(len(found), -1).astype(float)
+            for f in fields(PlanBatch)
+            if f.name != "adapters"
+        ],
         axis=1,
     )
     assert len(np.unique(rows, axis=0)) == len(rows)

@@ -1,0 +1,757 @@
+"""Memory of a step that trains adapters beside frozen weights, for many plans at once.
+
+What autograd saves of `nn.lora`, and when it lets go, is derived in docs/concepts/memory-model.md:
+frozen matrices keep no inputs and have no gradients, each adapter keeps what it reads and its
+low-rank product, and the first block's input needs no gradient. Nothing is fitted.
+
+Legend: T tokens of a micro-batch on a rank, D hidden width, r rank of the adapters.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from outpace.planner.memory.adapter_loss import add_frozen_head_loss
+from outpace.planner.memory.fullest_rank import recompute_interval
+from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES, optimizer_bytes
+from outpace.planner.memory.saved_activations import FP32, Layer, Shapes, layer, shapes, share_of
+from outpace.planner.memory.states import OutsideElements, by_plans, outside_elements
+from outpace.planner.memory.timeline import MemoryTimeline
+from outpace.planner.model.adapters import (
+    ADAPTER_STRATEGIES,
+    AdapterSettings,
+    Matrix,
+    nf4_bytes,
+    nf4_scale_bytes,
+    require_adaptable,
+)
+from outpace.planner.model.outline import layer_parameters, weights
+from outpace.planner.plan_batch import (
+    OPTIMIZERS,
+    PRECISIONS,
+    STRATEGIES,
+    Bools,
+    Floats,
+    Ints,
+    PlanBatch,
+)
+from outpace.records.errors import BadInputError
+from outpace.records.optimizers import OPTIMIZER_TRAITS
+from outpace.records.outline import Outline
+from outpace.records.plan import Checkpointing
+from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, PURE, WEIGHTS
+
+_MIB = 2**20
+# Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
+# handle pool, 4096 KiB × 8).
+_WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
+# nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
+_SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
+_GELU_ELEMENTS = 1 << 18  # nn.gelu, on a CPU in bf16: at a time
+_QKV = ("q", "k", "v")
+_TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
+_STEP_TENSORS = np.array([traits.tensors for traits in _TRAITS])
+_COPIES = np.array([traits.copies for traits in _TRAITS])
+
+
+@dataclass(frozen=True)
+class AdapterMemory:
+    """A step with adapters: its model, device and plans, which have these adapters in common.
+
+    `matrices` are those of a block, `block` is a layer of the stack. `finds`: whether timelines
+    are asked for the peak's kinds.
+    """
+
+    outline: Outline
+    seq_len: int
+    device: str
+    columns: PlanBatch
+    settings: AdapterSettings
+    matrices: tuple[Matrix, ...]
+    sizes: Shapes
+    block: Layer
+    ends: OutsideElements
+    finds: bool
+
+    def timelines(self, last: bool = False) -> Iterator[tuple[Ints, MemoryTimeline]]:
+        """Yield the timeline of a rank: all are alike."""
+        yield np.arange(len(self.columns)), adapter_timeline(self)
+
+    def timelines_at_start(self) -> Iterator[MemoryTimeline]:
+        """Yield the timeline of a rank, up to the first forward."""
+        timeline = MemoryTimeline(len(self.columns), self.finds)
+        add_permanent(timeline, self)
+        yield timeline
+
+    # Parameters.
+
+    @cached_property
+    def gathers(self) -> Bools:
+        """Return where parameters are sharded, and gathered where they are used."""
+        return self.columns.zero >= 2
+
+    @cached_property
+    def shards(self) -> Floats:
+        """Return the number of ranks that parameters are cut into shards for."""
+        return np.where(self.gathers, self.columns.dp_shard, 1).astype(float)
+
+    @cached_property
+    def vectors(self) -> int:
+        """Return the elements of a block's biases and norms."""
+        stack = self.outline.stacks[0]
+        rest = layer_parameters(stack, self.outline.hidden)
+        return rest - sum(w.inputs * w.outputs for w in weights(stack, self.outline.hidden))
+
+    @cached_property
+    def adapter_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of a block's adapters."""
+        rank = self.settings.rank
+        pairs = [((rank, m.inputs), (m.outputs, rank)) for m in self.matrices if m.adapted]
+        return [shape for pair in pairs for shape in pair]
+
+    @cached_property
+    def trained_elements(self) -> int:
+        """Return the elements of a block's adapters."""
+        return sum(rows * columns for rows, columns in self.adapter_shapes)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Return whether the blocks' matrices are in 4 bits."""
+        return self.settings.base == "nf4"
+
+    @cached_property
+    def gathered_item(self) -> Floats:
+        """Return the bytes of a number of a block's parameters as a forward finds it.
+
+        Tensors of bytes cannot be cast as they are gathered, so that a block with some casts none
+        (`parallel.fsdp.policy_of`).
+        """
+        item = self.sizes.weight if self.packs else self.sizes.gathered
+        return np.where(self.gathers, item, self.sizes.weight)
+
+    @cached_property
+    def root_item(self) -> Floats:
+        """Return the bytes of a number of a parameter outside of blocks as a forward finds it."""
+        return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
+
+    def block_bytes(self, item: Floats) -> Floats:
+        """Return the bytes of a block's parameters, of `item` bytes where they are not packed."""
+        if self.packs:
+            packed = sum(nf4_bytes(m.elements) for m in self.matrices)
+            return packed + item * (self.vectors + self.trained_elements)
+        matrices = sum(m.elements for m in self.matrices)
+        return item * (matrices + self.vectors + self.trained_elements)
+
+    @cached_property
+    def root_elements(self) -> Floats:
+        """Return the elements outside of blocks."""
+        e = self.ends
+        return e.embedding + e.head + e.positions + e.tail
+
+    @cached_property
+    def casts_adapters(self) -> Bools:
+        """Return where adapters, and matrices that are not packed, are cast for products."""
+        return self.sizes.operand < self.gathered_item
+
+    def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
+        """Return the bytes of the casts that a linear layer's backward reads.
+
+        That of the frozen matrix, if its input has a gradient (`reads_gradient`), and adapters'.
+        """
+        frozen = matrix.elements if reads_gradient and not self.packs else 0
+        own = self.settings.rank * (matrix.inputs + matrix.outputs) if matrix.adapted else 0
+        return np.where(self.casts_adapters, self.sizes.operand * (frozen + own), 0.0)
+
+    def block_copies(self, first: bool) -> Floats:
+        """Return the bytes of a block's casts that its backward reads."""
+        found = [self.copy_bytes(m, not (first and m.name in _QKV)) for m in self.matrices]
+        return sum(found, start=np.zeros(len(self.columns)))
+
+    # Activations.
+
+    @cached_property
+    def low(self) -> Floats:
+        """Return the bytes of a low-rank product: T·r."""
+        return self.sizes.tokens * self.settings.rank * self.sizes.operand
+
+    def read_bytes(self, matrix: Matrix) -> Floats:
+        """Return the bytes of what a matrix reads, in the dtype of products."""
+        return self.sizes.tokens * matrix.inputs * self.sizes.operand
+
+    def made_bytes(self, matrix: Matrix) -> Floats:
+        """Return the bytes of a matrix's outputs, in the dtype of products."""
+        return self.sizes.tokens * matrix.outputs * self.sizes.operand
+
+    @cached_property
+    def mask(self) -> Floats:
+        """Return the bytes that a dropout keeps for each number: on a CPU a factor."""
+        return np.where(self.device == "cpu", self.sizes.operand, 1.0)
+
+    def dropped_bytes(self, matrix: Matrix) -> Floats:
+        """Return what an adapter's dropout keeps: the input without what was dropped, and which."""
+        if not self.settings.dropout:
+            return np.zeros(len(self.columns))
+        return self.sizes.tokens * matrix.inputs * (self.sizes.operand + self.mask)
+
+    def shared_bytes(self, *names: str) -> Floats:
+        """Return the input that adapters of these matrices keep together, without a dropout."""
+        readers = [m for m in self.matrices if m.adapted and m.name in names]
+        if not readers or self.settings.dropout:
+            return np.zeros(len(self.columns))
+        return self.read_bytes(readers[0])
+
+    def has(self, *names: str) -> bool:
+        """Return whether one of these matrices has an adapter."""
+        return any(m.adapted for m in self.matrices if m.name in names)
+
+    def matrix(self, name: str) -> Matrix:
+        """Return a block's matrix by its name."""
+        return next(m for m in self.matrices if m.name == name)
+
+    @cached_property
+    def normed_heads(self) -> Floats:
+        """Return what norms of queries and keys keep: their inputs, not what frozen scales read."""
+        one, s = self.outline.stacks[0].attention, self.sizes
+        assert one is not None
+        if not one.qk_norm:
+            return np.zeros(len(self.columns))
+        wide, heads = np.maximum(s.operand, FP32), one.heads + one.kv_heads
+        found: Floats = s.tokens * heads * (wide * one.head_dim + FP32) + self.block.queries
+        return found
+
+    @cached_property
+    def attention(self) -> Floats:
+        """Return the bytes that attention keeps besides its input."""
+        b = self.block
+        found = b.queries + 2 * b.keys + b.mixed + self.normed_heads + b.scores
+        return found + np.where(self.repeats_keys, 2 * (b.queries - b.keys), 0.0)
+
+    @cached_property
+    def repeats_keys(self) -> Bools:
+        """Return where attention's kernel has no groups of queries (`nn.kernels.choose_kernel`)."""
+        kernel = self.columns.precision_in("fp32", *COMPUTES_IN_FP16)
+        return kernel & (self.device == "cuda")
+
+    @cached_property
+    def saved_bytes(self) -> Floats:
+        """Return the bytes of a block that recomputes nothing, and whose input has a gradient."""
+        b = self.block
+        inner = 3 if b.gated else 1
+        own = [self.low + self.dropped_bytes(m) for m in self.matrices if m.adapted]
+        return (
+            b.norms * (b.residual + b.norm)
+            + self.shared_bytes(*_QKV)
+            + self.attention
+            + self.shared_bytes("gate", "up")
+            + inner * b.inner
+            + self.shared_bytes("down")
+            + b.dropped
+            + sum(own, start=np.zeros(len(self.columns)))
+        )
+
+    @cached_property
+    def first_saves_less(self) -> Floats:
+        """Return what the first block keeps less, whose input has no gradient.
+
+        Its first norm keeps nothing; nor does attention without adapters before it, and so on.
+        """
+        b = self.block
+        less = b.residual + b.norm
+        if self.has(*_QKV):
+            return less
+        if self.has("out"):  # reads what is mixed, and keeps it itself
+            return less + self.attention - b.mixed
+        gate = b.gated and self.matrix("gate").adapted
+        inner = 2 * gate + self.matrix("up").adapted - (3 if b.gated else 1)
+        return less + self.attention + b.residual + b.norm - inner * b.inner
+
+    @cached_property
+    def forward_bytes(self) -> Floats:
+        """Return what a block's forward has beside what it saves, at its fullest moment.
+
+        The output of attention, and norms' before they are cast, are there until it ends. Then
+        there are the outputs of a matrix and of its adapter beside their sum: in the MLP's last
+        product before what that reads, or in its own.
+        """
+        s = self.sizes
+        throughout = s.whole * s.operand + np.where(s.casts, 2 * s.part * s.stream, 0.0)
+        down, up = self.matrix("down"), self.matrix("up")
+        later = self.shared_bytes("down")
+        if down.adapted:
+            later = later + self.low + self.dropped_bytes(down)
+        wide = 2 * self.made_bytes(up) - later if up.adapted else -later
+        scratch = self.gelu_scratch
+        gelu = np.where(scratch > 0, 2 * self.block.inner + scratch - later, 0.0)
+        return throughout + np.maximum(np.maximum(wide, gelu), self.made_bytes(down))
+
+    @cached_property
+    def gelu_scratch(self) -> Floats:
+        """Return what GELU on a CPU in bf16 (`nn.gelu`) computes in, beside its two results."""
+        own = self.columns.precision_in(*COMPUTES_IN_BF16) & (self.device == "cpu")
+        elements = np.minimum(_GELU_ELEMENTS, self.sizes.tokens * self.matrix("up").outputs)
+        return np.where(own & (not self.block.gated), 3 * FP32 * elements, 0.0)
+
+    @cached_property
+    def recomputed_forward_bytes(self) -> Floats:
+        """Return the same of a block whose tensors are made again in the backward.
+
+        All of the MLP's are there by then, but the outputs of products that are kept.
+        """
+        s, b = self.sizes, self.block
+        throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
+        up, down = self.matrix("up"), self.matrix("down")
+        tensors = 3 if b.gated else 2
+        gelu = np.where(self.gelu_scratch > 0, b.inner + self.gelu_scratch, 0.0)
+        full = b.inner * (tensors + up.adapted)
+        full = throughout + np.maximum(full, b.inner * tensors + gelu)
+        kept = self.made_bytes(down) * (2 if down.adapted else 1) + self.low
+        selective = throughout + b.inner * tensors + gelu - kept
+        return np.where(share_of(self.columns, "selective") > 0, selective, full)
+
+    def saved_bytes_in(self, mode: Checkpointing) -> Floats:
+        """Return the bytes of a block in a mode."""
+        b = self.block
+        if mode == "none":
+            return self.saved_bytes
+        kept = b.residual
+        if mode in ("attention", "selective"):
+            kept = kept + b.mixed
+        if mode == "selective":  # every product's output: of the matrix and of both factors
+            for m in self.matrices:
+                kept = kept + self.made_bytes(m)
+                kept = kept + (self.made_bytes(m) + self.low if m.adapted else 0.0)
+        return kept
+
+
+def set_up_adapters(
+    outline: Outline, seq_len: int, columns: PlanBatch, device: str, settings: AdapterSettings,
+    finds: bool,
+) -> AdapterMemory:  # fmt: skip
+    """Return a step with these adapters.
+
+    Raises BadInputError for targets that the model lacks, and plans whose memory is not known.
+    """
+    require_adaptable(outline)
+    _require_known(columns)
+    sizes = shapes(outline, seq_len, columns)
+    return AdapterMemory(
+        outline=outline, seq_len=seq_len, device=device, columns=columns, settings=settings,
+        matrices=tuple(settings.matrices(outline)), sizes=sizes,
+        block=layer(outline, outline.stacks[0], columns, sizes, device, True),
+        ends=outside_elements(outline, columns), finds=finds,
+    )  # fmt: skip
+
+
+def _require_known(columns: PlanBatch) -> None:
+    """Raise BadInputError for a plan of which there is no formula."""
+    c = columns
+    what = None
+    others = ~c.strategy_in(*ADAPTER_STRATEGIES)
+    if others.any():
+        what = f"strategy {STRATEGIES[c.strategy[others][0]]}"
+    elif (c.offload_activations + c.offload_parameters + c.offload_optimizer > 0).any():
+        what = "offloading"
+    elif c.in_backward.any():
+        what = "optimizer_in_backward"
+    if what is not None:
+        raise BadInputError(
+            f"the planner does not know the memory of adapters with {what}. Use strategy "
+            f"{', '.join(ADAPTER_STRATEGIES)} without offloading, or outpace memory, which traces "
+            "any plan."
+        )
+
+
+def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
+    """Add what is there when a forward begins, after the moment at which weights are packed."""
+    c, s, layers = step.columns, step.sizes, step.outline.layers
+    if step.packs and step.device == "cpu":
+        # On a CPU the whole weights are there until their turn.
+        first = step.matrices[0].elements
+        whole = sum(m.elements for m in step.matrices) + step.vectors
+        raised = np.where(s.weight < FP32, FP32 * first, 0.0)
+        built = s.weight * (layers * whole + step.root_elements) + nf4_bytes(first) + raised
+        timeline.moment("weights", built)
+    held = step.block_bytes(s.weight) * layers + s.weight * step.root_elements
+    timeline.pass_over("weights", held / step.shards)
+    timeline.pass_over("optimizer state", layers * _state_bytes(step) / step.shards)
+    trained = s.weight * layers * step.trained_elements
+    buckets = np.where(c.strategy_in("ddp"), trained, 0.0)
+    apart = np.where(c.strategy_in("ddp") | ~step.gathers, trained, trained / step.shards)
+    timeline.pass_over("gradients", buckets + np.where(c.passes > 1, apart, 0.0))
+    timeline.pass_over("workspaces", _WORKSPACES[step.device])
+    samples = (c.micro_batch * c.passes).astype(float)
+    timeline.pass_over("inputs", 16.0 * step.seq_len * samples)
+    timeline.look()
+
+
+def _state_bytes(step: AdapterMemory) -> Floats:
+    """Return the bytes of the optimizer's state for a block's adapters."""
+    plain = PRECISIONS.index("bf16")
+    precision = np.where(step.columns.holds_masters(), plain, step.columns.precision)
+
+    def value(optimizer: int, low: int) -> float:
+        name = OPTIMIZERS[optimizer]
+        return sum(optimizer_bytes(one, name, PRECISIONS[low]) for one in step.adapter_shapes)
+
+    columns = replace(step.columns, precision=precision)
+    return by_plans(columns, ("optimizer", "precision"), value)
+
+
+def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
+    """Return the timeline of a step on a rank; all ranks are alike."""
+    timeline = MemoryTimeline(len(step.columns), step.finds)
+    add_permanent(timeline, step)
+    _add_root(timeline, step)
+    _add_forward(timeline, step)
+    s, stream = step.sizes, step.sizes.part * step.sizes.stream
+    normed = stream + step.block.norm
+    timeline.pass_over("activations", normed)
+    add_frozen_head_loss(timeline, step.outline, step.columns, s, step.device, step.root_item)
+    timeline.take("temporary", 2 * stream)
+    timeline.drop("activations", normed)
+    timeline.drop("temporary", stream)
+    unit = _unit(step)
+    timeline.drop("communication", unit)
+    _add_blocks(timeline, step, unit)
+    _add_optimizer(timeline, step)
+    return timeline
+
+
+def _unit(step: AdapterMemory) -> Floats:
+    """Return the bytes of a block where they are gathered."""
+    return np.where(step.gathers, step.block_bytes(step.gathered_item), 0.0)
+
+
+def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
+    """Gather what lies outside of blocks, and an embedding's table in fp32 (`nn.fp32_modules`)."""
+    root = np.where(step.gathers, step.root_item * step.root_elements, 0.0)
+    timeline.take("unsharded", root)
+    timeline.take("communication", root)
+    autocast = ~step.columns.precision_in(*WEIGHTS) & (step.sizes.reduced > step.root_item)
+    raised = step.gathers & autocast & (step.device == "cpu")
+    timeline.moment("temporary", np.where(raised, FP32 * step.ends.embedding, 0.0))
+    timeline.drop("communication", root)
+
+
+def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
+    """Add what blocks keep; while blocks are gathered, each beside the buffer of the one before."""
+    c, layers = step.columns, step.outline.layers
+    plain = share_of(c, "none")
+    kept = plain * step.saved_bytes
+    for mode in ("full", "attention", "selective"):
+        kept = kept + share_of(c, mode) * step.saved_bytes_in(mode)
+    first = recompute_interval(c, layers) == 0
+    less = np.where(first, step.first_saves_less, 0.0)
+    timeline.pass_over("activations", layers * kept - less)
+    copies = layers * plain * step.block_copies(first=False)
+    spared = step.block_copies(first=False) - step.block_copies(first=True)
+    timeline.pass_over("weight copies", copies - np.where(first, spared, 0.0))
+    attention = step.outline.stacks[0].attention
+    if step.outline.learned_positions == 0 and attention is not None:
+        timeline.pass_over("activations", 2 * FP32 * attention.head_dim * step.seq_len)
+    last = _recomputes(recompute_interval(c, layers), layers - 1)
+    passing = np.where(last, step.recomputed_forward_bytes, step.forward_bytes)
+    unit = _unit(step)
+    timeline.pass_over("unsharded", unit)
+    timeline.moment("communication", 2 * unit)
+    timeline.pass_over("communication", unit)
+    timeline.moment("temporary", passing)
+    timeline.drop("unsharded", unit)
+
+
+def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
+    """Add the backward: the last two blocks, those between as one, the first two."""
+    layers = step.outline.layers
+    every = recompute_interval(step.columns, layers)
+    shown = sorted({layers - 1, layers - 2, 1, 0} & set(range(layers)), reverse=True)
+    reduced = np.zeros(len(step.columns))
+    given = sum((_kept_bytes(step, every, place) for place in shown), start=np.zeros(len(unit)))
+    copied = sum((_copy_bytes(step, every, place) for place in shown), start=np.zeros(len(unit)))
+    for place in shown:
+        if place == 1 and layers > len(shown):
+            _pass_over_others(timeline, step, layers - len(shown), given, copied)
+        timeline.take("communication", unit)
+        timeline.take("unsharded", unit)
+        timeline.drop("communication", unit)
+        coming = unit if place else np.zeros_like(unit)
+        timeline.take("communication", coming)
+        _add_block(timeline, step, _recomputes(every, place), first=place == 0)
+        timeline.drop("communication", coming)
+        timeline.drop("unsharded", unit)
+        reduced = _reduce(timeline, step, reduced)
+    timeline.drop("communication", reduced)
+    timeline.drop("temporary", step.sizes.part * step.sizes.stream)
+
+
+def _recomputes(every: Ints, place: int) -> Bools:
+    """Return where a block is computed again: every so-many-th, from the first."""
+    found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
+    return found
+
+
+def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
+    """Return the bytes that a block keeps from its forward."""
+    less = step.first_saves_less if place == 0 else 0.0
+    found: Floats = np.where(
+        _recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less
+    )
+    return found
+
+
+def _checkpoint_bytes(step: AdapterMemory) -> Floats:
+    """Return the bytes that blocks keep which are computed again: all in one mode."""
+    modes: tuple[Checkpointing, ...] = ("selective", "attention", "full")
+    found = step.saved_bytes
+    for mode in modes:
+        found = np.where(share_of(step.columns, mode) > 0, step.saved_bytes_in(mode), found)
+    return found
+
+
+def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
+    """Return the bytes of casts that a block keeps from its forward."""
+    found: Floats = np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
+    return found
+
+
+def _pass_over_others(
+    timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
+) -> None:
+    """Add what `count` blocks leave and release; `given` and `copied` are those of the others."""
+    c, layers = step.columns, step.outline.layers
+    every = recompute_interval(c, layers)
+    plain = share_of(c, "none") * layers
+    less = np.where(every == 0, step.first_saves_less, 0.0)
+    kept = plain * step.saved_bytes + (layers - plain) * _checkpoint_bytes(step) - less
+    spared = step.block_copies(first=False) - step.block_copies(first=True)
+    copies = plain * step.block_copies(first=False) - np.where(every == 0, spared, 0.0)
+    timeline.drop("activations", kept - given)
+    timeline.drop("weight copies", copies - copied)
+    grads = count * step.sizes.weight * step.trained_elements / step.shards
+    timeline.pass_over("gradients", np.where(_has_gradients(step), 0.0, grads))
+
+
+def _has_gradients(step: AdapterMemory) -> Bools:
+    """Return where gradients are there before a backward makes new ones."""
+    found: Bools = step.columns.strategy_in("ddp") | (step.columns.passes > 1)
+    return found
+
+
+def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
+    """Add the reduction of a block's gradients; return its bytes. `reduced` end here."""
+    sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
+    if step.packs:
+        sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
+    timeline.drop("communication", reduced)
+    timeline.take("communication", sent)
+    made = np.where(step.gathers, step.gathered_item * step.trained_elements, 0.0)
+    timeline.drop("communication", made)
+    kept = np.where(step.gathers, step.sizes.weight * step.trained_elements / step.shards, 0.0)
+    timeline.take("gradients", np.where(_has_gradients(step), 0.0, kept))
+    return sent
+
+
+def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) -> None:
+    """Add the gradient of an adapter's factor: kept, added to the present one, or to be reduced."""
+    whole = step.gathered_item * elements
+    timeline.take("communication", np.where(step.gathers, whole, 0.0))
+    own = np.where(step.gathers, 0.0, whole)
+    there = _has_gradients(step)
+    timeline.moment("temporary", np.where(there, own, 0.0))
+    timeline.take("gradients", np.where(there, 0.0, own))
+
+
+def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, first: bool) -> None:
+    """Add a block's backward, with what it computes again before: the MLP, then attention.
+
+    The gradient of the residual stream is there throughout.
+    """
+    b, s = step.block, step.sizes
+    less = step.first_saves_less if first else 0.0
+    stream, read = s.part * s.stream, s.whole * s.operand
+    cast = np.where(s.casts, read, 0.0)
+    timeline.take("temporary", cast)
+    remade = np.where(again, step.saved_bytes - less - _checkpoint_bytes(step), 0.0)
+    timeline.pass_over("activations", remade)
+    timeline.take("weight copies", np.where(again, step.block_copies(first=first), 0.0))
+    timeline.moment("temporary", np.where(again, step.forward_bytes, 0.0))
+    # What the last product made was kept, and is not computed again.
+    cached = np.where(again & (share_of(step.columns, "selective") > 0), b.output, 0.0)
+    timeline.pass_over("activations", cached)
+    starts = first and not step.has(*_QKV, "out")
+    if starts and not step.has("gate", "up"):
+        down = step.matrix("down")
+        read = step.shared_bytes("down")
+        _add_linear(timeline, step, down, made=cast, read=read, has_gradient=False)
+    else:
+        _add_mlp(timeline, step, cast)
+    if not starts:
+        _add_norm(timeline, step, stream, read)
+        timeline.take("temporary", cast)
+        _add_attention(timeline, step, cast, first=first)
+        if not first:
+            _add_norm(timeline, step, stream, read)
+    timeline.drop("activations", b.dropped + cached)
+
+
+def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
+    """Add the MLP, whose output's gradient is `cast` bytes where it is not the stream's."""
+    b, inner = step.block, step.block.inner
+    down, up = step.matrix("down"), step.matrix("up")
+    _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
+    if b.gated:
+        timeline.take("temporary", 2 * inner)
+        timeline.drop("activations", 2 * inner)
+        timeline.drop("temporary", inner)
+        _add_linear(timeline, step, up, made=inner)
+        timeline.take("temporary", inner)
+        timeline.drop("activations", inner)
+        timeline.drop("temporary", inner)
+        up, joins = step.matrix("gate"), True
+    else:
+        timeline.take("temporary", inner)
+        timeline.drop("activations", inner)
+        timeline.drop("temporary", inner)
+        joins = False
+    read = step.shared_bytes("gate", "up")
+    _add_linear(timeline, step, up, made=inner, read=read, joins=joins)
+
+
+def _add_attention(
+    timeline: MemoryTimeline, step: AdapterMemory, cast: Floats, *, first: bool
+) -> None:
+    """Add attention; in the first block its queries, keys and values read what has no gradient."""
+    b, s = step.block, step.sizes
+    out = step.matrix("out")
+    begins = first and not step.has(*_QKV)  # what is mixed has no gradient
+    _add_linear(timeline, step, out, made=cast, has_gradient=not begins)
+    if begins:
+        timeline.drop("activations", b.mixed)
+        return
+    mixed = step.read_bytes(out)
+    heads = b.queries + 2 * b.keys
+    timeline.take("temporary", heads)
+    _add_workspace(timeline, step)
+    timeline.drop("activations", step.attention)
+    timeline.drop("temporary", mixed)
+    if step.outline.learned_positions == 0:
+        wide = FP32 / s.operand
+        turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
+        timeline.moment("temporary", np.maximum(turned, 0))
+    joins = False
+    for name in ("v", "k", "q"):
+        matrix = step.matrix(name)
+        read = step.shared_bytes(*_QKV) if name == "q" else np.zeros_like(cast)
+        _add_linear(
+            timeline, step, matrix, made=step.made_bytes(matrix), read=read, joins=joins,
+            has_gradient=not first,
+        )  # fmt: skip
+        joins = not first
+
+
+def _add_linear(
+    timeline: MemoryTimeline,
+    step: AdapterMemory,
+    matrix: Matrix,
+    *,
+    made: Floats,
+    read: Floats | float = 0.0,
+    joins: bool = False,
+    has_gradient: bool = True,
+) -> None:
+    """Add a linear layer's backward: B, the frozen matrix, then A.
+
+    `made` bytes of its output's gradient go with it, and `read` of the input that adapters keep.
+    The gradient of its input stays, if it `has_gradient`; `joins`: there is such a one, to which it
+    is added.
+    """
+    into = step.read_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
+    rank = step.settings.rank
+    if matrix.adapted:
+        _add_gradient(timeline, step, rank * matrix.outputs)
+        timeline.drop("activations", step.low)
+        timeline.take("temporary", step.low)
+    unpacked: Floats | float = 0.0
+    if step.packs and has_gradient:
+        unpacked = matrix.elements * step.sizes.operand
+        scales = nf4_scale_bytes(matrix.elements)
+        timeline.moment("temporary", unpacked + 2 * scales)
+    timeline.take("temporary", unpacked + into)
+    timeline.drop("temporary", unpacked + made)
+    timeline.drop("weight copies", step.copy_bytes(matrix, has_gradient))
+    if joins:
+        timeline.moment("temporary", into)
+        timeline.drop("temporary", into)
+    if matrix.adapted:
+        _add_gradient(timeline, step, rank * matrix.inputs)
+        timeline.take("temporary", into)
+        timeline.drop("activations", read)
+        timeline.drop("temporary", step.low)
+        if step.settings.dropout:
+            timeline.moment("temporary", into)
+            timeline.drop("activations", step.dropped_bytes(matrix))
+        timeline.moment("temporary", into)
+        timeline.drop("temporary", into)
+    else:
+        timeline.drop("activations", read)
+
+
+def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
+    """Add the gradient of a norm's input, made of its output's, which joins the stream's."""
+    timeline.pass_over("temporary", stream - read)
+    timeline.take("temporary", stream)
+    timeline.drop("activations", step.block.residual + step.block.norm)
+    timeline.drop("temporary", stream)
+    timeline.moment("temporary", stream)
+    timeline.drop("temporary", stream)
+
+
+def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
+    """Add what attention's backward has for itself.
+
+    FlashAttention has sums of queries' gradients in fp32 (Dao, arXiv 2307.08691, §3); the package's
+    own on a CPU in bf16 (`nn.attention`) has those of keys and values, and of a block of queries
+    their probabilities three times and what these are made of.
+    """
+    one, c, b = step.outline.stacks[0].attention, step.columns, step.block
+    assert one is not None
+    if step.device == "cuda":
+        unit = 32 if one.head_dim <= 128 else 64
+        width = -(-one.head_dim // unit) * unit + 1
+        length = np.ceil(step.seq_len / 128) * 128
+        nbytes = FP32 * c.micro_batch * one.heads * length * width
+        repeated = 2 * b.queries if one.kv_heads != one.heads else 0
+        timeline.moment("temporary", nbytes + repeated)
+        return
+    item = step.sizes.operand
+    rows = min(_SCORE_ROWS, step.seq_len)
+    head = one.heads // one.kv_heads * rows * step.seq_len * item
+    heads = np.clip(_SCORE_BYTES // head, 1, one.kv_heads)
+    entries = np.clip(_SCORE_BYTES // (head * one.kv_heads), 1, c.micro_batch)
+    wide = FP32 / item if step.seq_len > _SCORE_ROWS else 1.0
+    sums = 2 * b.keys * (wide - 1)
+    share = heads * entries / (one.kv_heads * c.micro_batch)
+    parts = share * (3 * b.queries * rows / step.seq_len + 4 * b.keys)
+    nbytes = 3 * head * heads * entries + parts + sums
+    own = c.precision_in(*COMPUTES_IN_BF16)
+    timeline.moment("temporary", np.where(own, nbytes, 0.0))
+
+
+def _add_optimizer(timeline: MemoryTimeline, step: AdapterMemory) -> None:
+    """Add what a step of the optimizer makes for itself."""
+    timeline.clear("activations", "temporary", "weight copies", "unsharded", "communication")
+    c, s = step.columns, step.sizes
+    elements = step.outline.layers * step.trained_elements / step.shards
+    largest = max(rows * columns for rows, columns in step.adapter_shapes) / step.shards
+    masters = c.precision_in("bf16-master") & ~c.holds_masters()
+    piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * largest), FP32 * elements)
+    timeline.moment("temporary", np.where(masters, piece, 0.0))
+    widened = c.precision_in("fp16-master") & ~step.gathers
+    timeline.take("gradients", np.where(widened, FP32 * elements, 0.0))
+    item = np.maximum(s.weight, FP32)
+    in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[c.optimizer].T
+    rounds = c.precision_in("bf16-pure")
+    chosen = np.where(c.precision_in(*PURE), np.where(rounds, in_bf16, in_fp16), in_fp32)
+    timeline.moment("temporary", chosen * largest * item)
+    timeline.moment("temporary", _COPIES[c.optimizer] * elements * item)

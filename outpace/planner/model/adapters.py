@@ -1,0 +1,138 @@
+"""Low-rank adapters as a plan trains them, and the matrices of a block that they are on."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from outpace.records.errors import BadInputError
+from outpace.records.outline import Outline
+from outpace.records.plan import Base, LoraTarget, Plan, Strategy
+
+# A plan's settings of adapters.
+ADAPTER_NAMES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base")
+# Strategies whose memory with adapters is known (`planner.memory.adapters`).
+ADAPTER_STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero3", "hsdp")
+# Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values a byte, a scale of
+# 8 bits for 64 of them, one of 32 for 256 scales, what these have in common and their 256 levels.
+_BLOCK, _SCALES_BLOCK, _MATRIX_BYTES = 64, 256, 4 + 4 * 256
+NF4_BYTES = 0.5 + 1 / _BLOCK + 4 / (_BLOCK * _SCALES_BLOCK)  # of a value of a large matrix
+
+
+class Matrix(NamedTuple):
+    """A matrix of a block, and whether it has an adapter."""
+
+    name: LoraTarget
+    inputs: int
+    outputs: int
+    adapted: bool
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of the matrix, without a bias."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Adapters that a plan trains, all weights being frozen in the format `base`.
+
+    Fields are a plan's, without `lora_` before their names.
+    """
+
+    rank: int
+    targets: tuple[LoraTarget, ...] = ("all",)
+    base: Base = "fp32"
+    dropout: float = 0.0
+    alpha: float | None = None
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> Self | None:
+        """Return the adapters of a plan; None if it trains all weights."""
+        if plan.lora_rank is None:
+            return None
+        return cls(plan.lora_rank, plan.lora_targets, plan.base, plan.lora_dropout, plan.lora_alpha)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self | None:
+        """Return the adapters that settings with a plan's names ask for; None if none do."""
+        if values.get("lora_rank") is None:
+            return None
+        return cls(
+            values["lora_rank"],
+            values.get("lora_targets", ("all",)),
+            values.get("base", "fp32"),
+            values.get("lora_dropout", 0.0),
+            values.get("lora_alpha"),
+        )
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the settings of a plan that trains these."""
+        return {
+            "lora_rank": self.rank,
+            "lora_targets": self.targets,
+            "base": self.base,
+            "lora_dropout": self.dropout,
+            "lora_alpha": self.alpha,
+        }
+
+    @property
+    def title(self) -> str:
+        """Return the adapters in a few words."""
+        on = "" if "all" in self.targets else f" on {', '.join(self.targets)}"
+        return f"{'QLoRA' if self.base == 'nf4' else 'LoRA'} {self.rank}{on}"
+
+    def matrices(self, outline: Outline) -> list[Matrix]:
+        """Return the matrices of a block. Raises BadInputError for a target that it lacks."""
+        attention, mlp = outline.stacks[0].attention, outline.stacks[0].mlp
+        assert attention is not None and mlp is not None
+        hidden, queries = outline.hidden, attention.heads * attention.head_dim
+        keys = attention.kv_heads * attention.head_dim
+        sizes: dict[LoraTarget, tuple[int, int]] = {
+            "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys),
+            "out": (queries, hidden),
+            **({"gate": (hidden, mlp.width)} if mlp.gated else {}),
+            "up": (hidden, mlp.width), "down": (mlp.width, hidden),
+        }  # fmt: skip
+        for name in self.targets:
+            if name != "all" and name not in sizes:
+                raise BadInputError(
+                    f"lora_targets {name}: the MLP of {outline.name} has no {name}. Use some of "
+                    f"{', '.join(sizes)}, or all."
+                )
+        every = "all" in self.targets
+        return [Matrix(name, *sizes[name], every or name in self.targets) for name in sizes]
+
+    def trained_parameters(self, outline: Outline) -> int:
+        """Return the number of parameters of all adapters."""
+        each = sum(m.inputs + m.outputs for m in self.matrices(outline) if m.adapted)
+        return outline.layers * self.rank * each
+
+
+def nf4_bytes(elements: int) -> int:
+    """Return the bytes of a matrix in 4 bits, with its scales."""
+    scales = math.ceil(elements / _BLOCK)
+    return math.ceil(elements / 2) + scales + 4 * math.ceil(scales / _SCALES_BLOCK) + _MATRIX_BYTES
+
+
+def nf4_scale_bytes(elements: int) -> int:
+    """Return the bytes of a matrix's scales in fp32, which unpacking makes of those of 8 bits."""
+    return 4 * math.ceil(elements / _BLOCK)
+
+
+def require_adaptable(outline: Outline) -> None:
+    """Raise BadInputError for a model whose adapters the planner does not know."""
+    why = outline.untrained
+    if why is None and (outline.head_products or outline.experts):
+        why = "its head or its experts are of a kind whose adapters the planner does not know"
+    stack = outline.stacks[0]
+    plain = stack.attention is not None and stack.mlp is not None and not stack.other
+    latent = stack.attention is not None and stack.attention.kv_rank is not None
+    if why is None and (not plain or latent or stack.cross_attention is not None):
+        why = "its blocks are of a kind whose adapters the planner does not know"
+    if why is not None:
+        raise BadInputError(
+            f"lora_rank: {outline.name} cannot be planned with adapters: {why}. Leave lora_rank "
+            "out to plan the training of all weights."
+        )
