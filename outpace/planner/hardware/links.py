@@ -187,12 +187,11 @@ class Fabric:
     def send_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the time of a message to the next of `size` ranks `stride` apart, all sending.
 
-        Where they lie on several nodes, the slowest goes between two of these, over cards that it
-        shares with those beside it.
+        Where they lie on several nodes, the slowest goes between two of these, by a device's share
+        of its node's cards.
         """
         leaves = size * stride > self.per_node
-        card = self.across_bytes_per_s / np.minimum(stride, self.per_node)
-        rate = np.where(leaves, np.minimum(card, self.pair_bytes_per_s), self.pair_bytes_per_s)
+        rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
         last = [one for one in self.protocols if not one.by_size][-1]
         found: Floats = last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
         return found

@@ -106,7 +106,7 @@ def _table() -> Table:
 def _needs_table(answered: NetworkReport) -> Table:
     table = _table()
     table.add_column("plan", no_wrap=True)
-    for head in ( "computing", "sent per device", "leaves\na node", "least a\ndevice",
+    for head in ( "computing", "sent per\ndevice", "leaves\na node", "least a\ndevice",
                  "least\na node", "cheapest\nenough"):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
     for need in answered.needs:
