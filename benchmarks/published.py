@@ -350,6 +350,8 @@ def software(row: Row) -> SoftwareStack:
         return recipe_stack(found, outline(row), row["source"], row["gpu"], row["precision"])
     if "DeepEP" in row["framework"]:
         return found.model_copy(update={"dispatcher": "deepep"})
+    if "CUDA graphs" in row["notes"]:  # NVIDIA's recipes of MLPerf: LAYER_CUDA_GRAPH
+        return found.model_copy(update={"graphs": True})
     # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
     # kernels from unsloth: norms, rotations, activations, the loss.
     changes: dict[str, str] = {}

@@ -96,12 +96,31 @@ _GB200 = ProductCurve(
     source=_TABLES.format("GB200 10 %, fp8 5.1 %")
     + _SUSTAINED.format("GB200", "10 %, fp8 4.6 %"),
 )  # fmt: skip
-# Of B300's and GB300's products none was measured for long: as on B200, 0.595 of 0.74.
-_GB300 = ProductCurve(
-    share=0.81, share_fp8=0.763, half_tile=1.0, quarter_tile=0.581, fill=72, fixed_s=2.3e-6,
-    sustained=0.81 * 0.595 / 0.74, sustained_fp8=0.763 * 0.57 / 0.73,
-    source=_TABLES.format("GB300 6.9 %, B300 7.8 %, fp8 4.1 %") + "; sustained as on B200",
-)  # fmt: skip
+
+
+# Dynamic power grows with the clock and the square of the voltage, which follows the clock: with
+# its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital design", 1992).
+_POWER_LAW = 1 / 3
+_B200_POWER_W = 1000
+
+
+def _blackwell_ultra(power_w: float) -> ProductCurve:
+    """Return the curve of B300 or GB300, of whose products none was measured for long.
+
+    A board sustains what B200's does of its short products' rate, at its own limit of power.
+    """
+    more = (power_w / _B200_POWER_W) ** _POWER_LAW
+    share, share_fp8 = 0.81, 0.763
+    return ProductCurve(
+        share=share, share_fp8=share_fp8, half_tile=1.0, quarter_tile=0.581, fill=72,
+        fixed_s=2.3e-6, sustained=share * min(1.0, _B200.sustained / _B200.share * more),
+        sustained_fp8=share_fp8 * min(1.0, _B200.sustained_fp8 / _B200.share_fp8 * more),
+        source=_TABLES.format("GB300 6.9 %, B300 7.8 %, fp8 4.1 %")
+        + f"; sustained as on B200 by the third root of the power, {power_w:.0f} of 1000 W",
+    )  # fmt: skip
+
+
+_B300, _GB300 = _blackwell_ultra(1100), _blackwell_ultra(1400)
 # L40S and the RTX cards: no product was measured for a second; L40S is at its 350 W in short ones.
 _ADA = ProductCurve(
     share=0.835, share_fp8=0.57, half_tile=0.938, quarter_tile=1.0, fill=412, fixed_s=1.1e-6,
@@ -148,7 +167,7 @@ PRODUCTS: Mapping[Architecture, ProductCurve] = MappingProxyType(
 )
 # Of chips that were measured themselves, by how names begin.
 _PRODUCTS_OF: Mapping[str, ProductCurve] = MappingProxyType(
-    {"GB200": _GB200, "GB300": _GB300, "B300": _GB300}
+    {"GB200": _GB200, "GB300": _GB300, "B300": _B300}
 )
 
 # Kernels of attention: FlashAttention by generation, and cuDNN's.
@@ -486,16 +505,11 @@ def product_curve(accelerator: Accelerator) -> ProductCurve:
 
 # H100's and H200's board, at whose limit of power products are sustained as above.
 _SXM_PEAK, _SXM_POWER_W = 989.5e12, 700
-_POWER_LAW = 1 / 3
 
 
 def power_share(accelerator: Accelerator) -> float:
     """Return the sustained rate of a board with a lower power limit, relative to the same chip at
     700 W.
-
-    Dynamic power grows with the clock and the square of the voltage, and the voltage follows the
-    clock, so it grows with the third power of the clock (Chandrakasan, Sheng & Brodersen,
-    "Low-power CMOS digital design", 1992).
     """
     same = accelerator.peak.flops_per_s.get("bf16") == _SXM_PEAK
     if not same or accelerator.power_w >= _SXM_POWER_W:

@@ -37,6 +37,8 @@ class SoftwareStack(Record):
     another micro-batch where it `overlaps_dispatch`. `graphs`: passes are replayed as CUDA graphs.
     `sums_by_stages`: of interleaved stages each sums its gradients, and gathers its parameters,
     beside the passes of the others. `experts` is how their products are computed.
+    `gathers_for_adapters`: where a product overlaps the gather of its input from ranks of tensor
+    parallelism, an adapter on it gathers that input for itself.
     """
 
     name: str
@@ -52,6 +54,7 @@ class SoftwareStack(Record):
     graphs: bool = False
     sums_by_stages: bool = False
     experts: Experts = "grouped"
+    gathers_for_adapters: bool = False
     source: str
 
 
@@ -71,13 +74,16 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     ),
     SoftwareStack(
         name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
+        gathers_for_adapters=True,
         source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts (weights' "
         "in a step's first micro-batch, is_first_microbatch) and attention (cuDNN's), "
         "bias_swiglu_fusion, bias_dropout_fusion; gradients are reduced and parameters gathered by "
         "buckets beside computing (--overlap-grad-reduce, --overlap-param-gather); transformer/moe/"
         "token_dispatcher.py: --moe-token-dispatcher-type alltoall, as its guide of MoE advises; "
         "pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving: param_sync_"
-        "func of a stage at the first micro-batch of the one before, grad_sync_func at its last",
+        "func of a stage at the first micro-batch of the one before, grad_sync_func at its last; "
+        "NeMo, nemo/collections/nlp/modules/common/megatron/adapters/mcore_mixins.py: return_"
+        "layernorm_output_gathered but where ub_overlap_ag, for which adapters gather themselves",
     ),
     SoftwareStack(
         name="megatron-lm", fuses_dropout=True,

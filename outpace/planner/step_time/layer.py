@@ -105,6 +105,16 @@ _PADDED_TO = 64
 # 3929da2).
 _WHOLE = 0.25
 _EAGER_LOSS = (3, 6)  # times the bytes of a logit, and of a number in fp32
+# Bytes of a number that an expert gives, where Megatron-Core adds its bias (d98e8a64,
+# transformer/moe/experts.py, _apply_bias): the bias times the router's fp32 weight (4 written), the
+# sum (2 + 4 read, 4 written), experts joined (4 + 4), cast (4 + 2). Backwards both casts (2 + 4,
+# 4 + 2), experts joined (2 + 2), and each factor's product and sum (4 + 4 + 4).
+_EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
+# Operators of Megatron-Core's experts beyond those that any layer of experts has (d98e8a64,
+# transformer/moe): of 71 its router has 11 and its balancing loss 12 (router.py, moe_utils.py),
+# counts by experts and ranks 14, with 5 copies to the host, orders and all-to-alls with tokens and
+# with their weights 13 (token_dispatcher.py), experts and their activation 16 (experts.py).
+_MEGATRON_OPERATORS = 71.0 - 20
 # Operators of scattermoe beyond those that any layer of experts has (fms-acceleration 876e2ed,
 # plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): its sort, the blocks that experts'
 # tokens are padded to, three products with their buffers; where ranks share experts out, counts
@@ -157,9 +167,11 @@ def layer(
         calls, more = calls + launched[0] * count, launched[1] * count
     by_experts, by_experts_back = _expert_operators(stack, cells)
     calls, more = calls + by_experts, more + by_experts_back
-    scaled = _float8(device, cells) * _SCALING_OPERATORS * len([*weights(stack, outline.hidden)])
+    engine = cells.elementwise == "fused"  # whose casts are kernels, and which compiles nothing
+    each = 1 if engine else _SCALING_OPERATORS
+    scaled = _float8(device, cells) * each * len([*weights(stack, outline.hidden)])
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
-    tight = cells.compiled > 0
+    tight = (cells.compiled > 0) & (not engine)
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
     return LayerWork(
         forward_s=forward,
@@ -237,8 +249,10 @@ def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> F
 def _expert_operators(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
     """Return operators of a layer's experts beyond `_operators`, forwards and backwards."""
     none = np.zeros_like(cells.ep)
-    if stack.mlp is None or not stack.mlp.experts or cells.experts == "grouped":
+    if stack.mlp is None or not stack.mlp.experts:
         return none, none
+    if cells.experts == "grouped":
+        return none + (_MEGATRON_OPERATORS if cells.elementwise == "fused" else 0.0), none
     if cells.experts == "triton":
         return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
     products = 2 * stack.mlp.experts / cells.ep  # up, with its gate, and down
@@ -388,17 +402,22 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
     of tp that have whole experts have each their part of the tokens. Where copies of a token are
     sent, what arrives is ordered by ranks, and is put in the order of a rank's experts, and back
     (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
-    all-to-all).
+    all-to-all). Megatron-Core adds biases of experts' results by operators.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
         zero = np.zeros_like(cells.tp)
         return zero, zero
-    width = outline.hidden * cells.item * cells.etp / cells.tp
+    own = outline.hidden * cells.etp / cells.tp
+    width = own * cells.item
     sorts = np.zeros_like(cells.tp)
     if cells.dispatcher == "alltoall":
         sorts = np.where((cells.ep > 1) & (mlp.experts > cells.ep), 4.0 * mlp.active, 0.0)
-    return width * (2 + 2 * mlp.active + sorts), width * (2 + 3 * mlp.active + sorts)
+    ahead, back = width * (2 + 2 * mlp.active + sorts), width * (2 + 3 * mlp.active + sorts)
+    if mlp.bias and cells.elementwise == "fused":
+        ahead = ahead + own * mlp.active * _EXPERT_BIAS[0]
+        back = back + own * mlp.active * _EXPERT_BIAS[1]
+    return ahead, back
 
 
 def _compiled_traffic(

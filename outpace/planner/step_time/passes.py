@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 
 from outpace.catalog import efficiency
+from outpace.planner.model.outline import weights
 from outpace.planner.plan_batch import MODES, Floats
 from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
 from outpace.planner.step_time.setup import PassTime, StepTimeSetup
@@ -27,8 +28,9 @@ class Passes(StepTimeSetup):
                          self.q.attention)  # fmt: skip
             w = LayerWork(**{f.name: self.spread(getattr(work, f.name)) for f in fields(work)})
             sums = self._sums(stack)
-            forwards.append(self._forward(w, sums))
-            backwards.append(self._backward(w, sums))
+            whole = self._adapter_inputs(stack)
+            forwards.append(self._forward(w, sums, whole))
+            backwards.append(self._backward(w, sums, whole))
         return forwards, backwards
 
     def _sums(self, stack: Stack) -> Floats:
@@ -39,15 +41,26 @@ class Passes(StepTimeSetup):
             cut = (self.c.etp == self.c.tp).astype(float)
         return float(stack.attention is not None) + cut
 
-    def _forward(self, w: LayerWork, sums: Floats) -> PassTime:
+    def _adapter_inputs(self, stack: Stack) -> Floats:
+        """Return how many adapters gather their inputs from tp's ranks for themselves."""
+        adapters, none = self.q.adapters, np.zeros(len(self.c))
+        if adapters is None or not self.q.stack.gathers_for_adapters:
+            return none
+        own = weights(stack, self.outline.hidden)
+        names = [weight.name for weight in own if weight.cut == "outputs"]
+        count = sum(adapters.targets[name].number for name in names if name in adapters.targets)
+        return np.where(self.c.sequence_parallel & self.c.async_tp, float(count), none)
+
+    def _forward(self, w: LayerWork, sums: Floats, whole: Floats) -> PassTime:
         tensor_s, calls = self._tensor(sums, w.products_s)
+        tensor_s, calls = tensor_s + whole * self._halves()[0], calls + whole
         host_s = self._launched_s(w.forward_operators + calls)
         none = np.zeros_like(w.forward_s)
         return PassTime(
             w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self.alone
         )
 
-    def _backward(self, w: LayerWork, sums: Floats) -> PassTime:
+    def _backward(self, w: LayerWork, sums: Floats, whole: Floats) -> PassTime:
         """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
 
         What "selective" computes again moves memory, as norms and activations do; of products it
@@ -62,9 +75,11 @@ class Passes(StepTimeSetup):
         again_s = again_s + some * w.products_s
         again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
         again_tensor_s, calls = self._tensor(sums, w.products_s)
+        gather_s, scatter_s = self._halves()
+        again_tensor_s, calls = again_tensor_s + whole * gather_s, calls + whole
         # Frozen weights have no gradients of their own.
         own = 2.0 if self.q.adapters is None else 1.0
-        tensor_s, _ = self._tensor(sums, own * w.products_s)
+        tensor_s = self._tensor(sums, own * w.products_s)[0] + whole * scatter_s
         launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
         return PassTime(
             w.backward_s + again_s,
@@ -90,16 +105,22 @@ class Passes(StepTimeSetup):
         """
         c = self.c
         nbytes = self.tokens * self.outline.hidden * self.item
-        near = np.ones_like(c.tp)
-        whole = self.fabric.sum_s(nbytes, c.tp, near)
-        halves = self.fabric.gather_s(nbytes, c.tp, near)
-        halves = halves + self.fabric.scatter_s(nbytes, c.tp, near)
+        whole = self.fabric.sum_s(nbytes, c.tp, np.ones_like(c.tp))
+        gather_s, scatter_s = self._halves()
+        halves = gather_s + scatter_s
         calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
         all_to_all_s = sums * np.where(c.sequence_parallel, halves, whole)
         exposed_s = np.where(
             c.async_tp, self.exposed_s(all_to_all_s, products_s, c.tp.astype(float)), all_to_all_s
         )
         return exposed_s, sums * calls
+
+    def _halves(self) -> tuple[Floats, Floats]:
+        """Return seconds to gather a micro-batch's hidden states over tp, and to sum and spread."""
+        nbytes = self.tokens * self.outline.hidden * self.item
+        near = np.ones_like(self.c.tp)
+        gather_s = self.fabric.gather_s(nbytes, self.c.tp, near)
+        return gather_s, self.fabric.scatter_s(nbytes, self.c.tp, near)
 
     def end_passes(self) -> tuple[PassTime, PassTime, PassTime, PassTime]:
         """Return embedding and head, forward and backward."""

@@ -5,7 +5,13 @@ from importlib.resources import files
 
 import pytest
 
-from outpace.planner.calibration.prediction_interval import LEVEL, interval, kind_name
+from outpace.planner.calibration.prediction_interval import (
+    LEAST_COVERAGE,
+    LEVEL,
+    Interval,
+    interval,
+    kind_name,
+)
 
 TABLE = json.loads(files("outpace.catalog").joinpath("residuals.json").read_text())
 
@@ -59,9 +65,12 @@ def test_why_a_kind_has_none_of_its_own():
 
 
 def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
-    covers = TABLE["kinds"][kind_name(None, True)]["coverage"]
-    found = interval(False, False, "blackwell", True)
-    assert covers < 0.85 and found.level == round(covers, 2)
-    assert "90 %" not in found.note
-    assert f"alone contained {covers * 100:.0f} % of a source's steps" in found.note
-    assert "The 90 % interval is based on " in interval(False, False, "hopper", False).note
+    for name, row in TABLE["kinds"].items():
+        architecture, model = name.split(", ")
+        chip = None if architecture == "any chip" else architecture
+        found = interval(False, False, chip, model == "experts")
+        enough = row["coverage"] >= LEAST_COVERAGE
+        assert found.level == (LEVEL if enough else round(row["coverage"], 2)), name
+        assert ("The 90 % interval is based on " in found.note) == enough
+    told = Interval(0.9, 2.6, "102 published steps", 0.83).note
+    assert "90 %" not in told and "alone contained 83 % of a source's steps" in told

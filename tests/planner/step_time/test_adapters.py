@@ -8,6 +8,7 @@ import pytest
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS
 from outpace.catalog.nodes import find_node
+from outpace.catalog.stacks import STACKS
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
@@ -121,6 +122,20 @@ def test_products_of_adapters_in_fp32_have_tiles_of_32():
     frozen = 2 * tokens * 2 * 16 * 2 * 1024 * 4096 / RATE
     edges = 16 * 2 * tokens * (2 * 32 + 8) * (1024 + 4096)
     assert found - frozen == pytest.approx(edges / rate, rel=1e-3)
+
+
+def test_adapters_gather_their_inputs_where_the_products_gather_is_overlapped():
+    """NeMo: return_layernorm_output_gathered, unless TP communication overlap is used."""
+    megatron = STACKS["megatron"]
+    question = StepTimeQuestion(
+        BLOCKS, 512, FLAT, WIRED, other_program=True, adapters=ON_UP, stack=megatron
+    )
+    shared = replace(question, stack=megatron.model_copy(update={"gathers_for_adapters": False}))
+    plan = {"strategy": "tp", "tp": 4, "sequence_parallel": True, "micro_batch": 8}
+    own, other = (step(one, async_tp=True, **plan)["tensor_s"] for one in (question, shared))
+    whole = 8 * 512 * 1024 * 2
+    assert own - other == pytest.approx(16 * 2 * whole * 3 / 4 / 100e9)
+    assert step(question, **plan) == step(shared, **plan)
 
 
 def test_parameters_are_those_that_trainers_print():

@@ -239,6 +239,33 @@ def test_experts_one_after_another_put_gradients_of_slices_together():
     assert loop.backward_operators[0] - grouped.backward_operators[0] == 2 * 32 * (3 + 7)
 
 
+def test_biases_of_experts_are_added_apart_from_their_products_in_megatron():
+    slow = replace(FLAT, memory_bytes_per_s=1e12, best_flops_per_s={"bf16": 1e40})
+
+    def work(bias, elementwise):
+        mlp = Mlp(width=512, experts=32, active=4, bias=bias)
+        model = Outline(name="experts", hidden=1024, stacks=(Stack(layers=1, mlp=mlp, norms=0),),
+                        vocab=0, max_positions=64)  # fmt: skip
+        shape = replace(cells(samples=8), elementwise=elementwise)
+        return layer(slow, model, model.stacks[0], shape, 64, "fused")
+
+    more = [
+        [getattr(work(True, name), part)[0] - getattr(work(False, name), part)[0]
+         for part in ("forward_s", "backward_s")]
+        for name in ("kernels", "fused")
+    ]  # fmt: skip
+    rows = 8 * 64 * 4 * 1024
+    assert more[1][0] - more[0][0] == pytest.approx(28 * rows / 1e12)
+    assert more[1][1] - more[0][1] == pytest.approx(40 * rows / 1e12)
+
+
+def test_megatrons_router_and_dispatcher_are_operators_of_their_own():
+    own, megatron = (
+        experts_work(FLAT, elementwise=name).forward_operators[0] for name in ("kernels", "fused")
+    )
+    assert megatron - own == 71 - 20
+
+
 def test_tritons_experts_take_as_much_longer_as_was_measured():
     device = replace(FLAT, triton_experts=1.5)
     grouped, triton = (experts_work(device, experts=name) for name in ("grouped", "triton"))
