@@ -379,7 +379,11 @@ def _join_products(
     for product, many in rows.items():
         grown = longer.get(product, 0) - many
         if 0 < grown <= many and grown % length == 0 and (grown == many or product.weighted):
-            made.append(product.model_copy(update={"count": grown // length}))
+            times = grown // length
+            weights = sum(one.count for one in short if product.weighted and _key(one) == product)
+            uses = times // weights if weights and times % weights == 0 else 1
+            update = {"count": times // uses, "uses": uses}
+            made.append(product.model_copy(update=update))
         else:
             made += [one for one in short if one.positions is not None and _key(one) == product]
     return tuple(made)

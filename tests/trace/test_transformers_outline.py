@@ -72,6 +72,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "mamba2": {**_SSM, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 32},
     "falcon_h1": {**_WIDTHS, **_LONG, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
                   "mamba_d_state": 8, "mamba_chunk_size": 32},
+    # A table of relative positions that each head multiplies by.
+    "inkling2_text": {**_EXPERTS, "unpadded_vocab_size": 60, "num_key_value_heads": 4,
+                      "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8,
+                      "sliding_window_size": 16, "d_rel": 4, "rel_extent": 16,
+                      "n_layers_per_attn_res_block": 2},
     "bart": {"vocab_size": 61, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3,
              "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
              "decoder_ffn_dim": 40, "max_position_embeddings": SEQ_LEN, "pad_token_id": None,
