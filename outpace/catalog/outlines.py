@@ -1,4 +1,4 @@
-"""Outlines of published models that outpace plans for and does not train.
+"""Outlines of published models that outpace can plan for but not train.
 
 As transformers builds them from the config.json of the source, layer for layer.
 """

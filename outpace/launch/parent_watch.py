@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that one ended.
+"""End of a process together with the process that started it, however that one ended.
 
 After `kill -9` of a launcher, nothing tells its ranks. The kernel can (PR_SET_PDEATHSIG), but only
 on Linux, and it takes the end of the thread that started a process for that of its parent. The

@@ -1,4 +1,4 @@
-"""Extra state of a module's parts (`get_extra_state`), in a form that files store whole.
+"""Extra state of a module's parts (`get_extra_state`), in a form that files can store.
 
 Without it, DCP would write the entries of a dict one by one, and read only those that a newly built
 module has too.

@@ -1,4 +1,4 @@
-"""Saved tensors of a linear product, replaced by functions that make them again.
+"""Saved tensors of a linear product, replaced by functions that compute them again.
 
 `torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor saved within it. Here
 only one tensor is replaced, after the product.

@@ -1,4 +1,4 @@
-"""Parts of torch that load its compiler, which takes a second, only to leave it out or ask it.
+"""Parts of torch that would load its compiler, which takes a second, only to disable or query it.
 
 They ask it to leave some of their methods alone, which is what it does with none of a run's where
 nothing is compiled. What torch would keep of its answer is written down instead.

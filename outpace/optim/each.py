@@ -1,4 +1,4 @@
-"""A step of an optimizer that treats every parameter by itself."""
+"""A step of an optimizer that updates every parameter separately."""
 
 from collections.abc import Callable
 from typing import Any

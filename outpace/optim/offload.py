@@ -1,4 +1,4 @@
-"""An optimizer with its state in host memory or on a disk, stepped by the CPU.
+"""An optimizer whose state is in host memory or on a disk, and whose step runs on the CPU.
 
 Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay with the host,
 gradients come down and new weights go up. Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857,

@@ -1,4 +1,4 @@
-"""Parameters that are stepped as one.
+"""Parameters that are updated together.
 
 Launching a step takes the host as long for few values as for many.
 """

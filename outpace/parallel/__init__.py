@@ -1,4 +1,4 @@
-"""One file per strategy; `apply(request)` lays an objective out on the ranks of a plan."""
+"""Strategies, one file each; `apply(request)` lays an objective out on the ranks of a plan."""
 
 from importlib import import_module
 

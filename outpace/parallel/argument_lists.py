@@ -1,4 +1,4 @@
-"""Lists and dicts that a user's forward hands to blocks are the caller's own, under `fully_shard`.
+"""Identity of lists and dicts that a user's forward passes to blocks, under `fully_shard`.
 
 Its hooks rebuild the arguments of a unit around inputs that have a gradient: what a block
 appends to a list that it is given would be lost to the caller.

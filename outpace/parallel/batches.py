@@ -1,4 +1,4 @@
-"""Batches of any form, cut by their samples."""
+"""Batches of any structure, cut by their samples."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass

@@ -1,4 +1,4 @@
-"""Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) where a batch is cut into parts.
+"""Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) for batches that are cut into parts.
 
 Over replicas, statistics are those of a replica's own samples, as under DistributedDataParallel,
 or of all replicas' samples together. In a pipeline they are each micro-batch's while training, and

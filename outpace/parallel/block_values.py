@@ -1,4 +1,4 @@
-"""Values that a user's blocks leave on themselves, such as an auxiliary loss in `self.aux`.
+"""Values that a user's blocks store on themselves, such as an auxiliary loss in `self.aux`.
 
 What reads them, the model's forward or the loss, may be on another stage of a pipeline. A look at
 the first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of

@@ -1,4 +1,4 @@
-"""Pipelines of a custom model, cut at blocks that are named or found.
+"""Pipelines of a custom model, cut at given or detected blocks.
 
 Stages are in custom_stage.py, the inspection by the first batch in pipeline_inspection.py. This
 module cuts the model, and sends between stages what the schedule asks for.

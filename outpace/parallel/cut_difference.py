@@ -1,4 +1,4 @@
-"""Difference of a batch's loss and that of its parts: what ranks and micro-batches change.
+"""Difference between a batch's loss and that of its parts, caused by ranks and micro-batches.
 
 A loss that is no mean over samples, or samples that see each other (batch normalisation, negatives
 in a batch), make one process over the whole batch train otherwise than several.

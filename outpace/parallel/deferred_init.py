@@ -1,4 +1,4 @@
-"""Weights of a model that was laid out while it had none, so that no rank ever holds them all.
+"""Weights for a model that was laid out on meta, so that no rank ever holds all of them.
 
 A rank takes the memory of its own parts and fills these from whole tensors, one at a time. What it
 needs beside its parts is the memory of the largest parameter.

@@ -1,4 +1,4 @@
-"""The look at the first global batch: a strategy against the plain module, before any step.
+"""Check of the first global batch: a strategy compared with the plain module, before any step.
 
 A copy of the user's module, taken before it is laid out, runs forward and backward on the same
 samples, cut as the plan cuts them; every rank takes a part of the pieces. Then the layout does the

@@ -1,4 +1,4 @@
-"""Modules whose parameters `fully_shard` splits, and the collectives of their ranks.
+"""Modules whose parameters `fully_shard` shards, and the collectives of their ranks.
 
 In mixed precision parameters are gathered in the 16 bits that products read and gradients reduced
 in fp32, as `records.precisions.SHARD_DTYPES` says; shards, and what is added up of their gradients,

@@ -1,4 +1,4 @@
-"""Gradients of several parameters in one buffer, so that they cross the wire as one message.
+"""Gradients of several parameters in one buffer, so that they are sent as one message.
 
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799, §4, "tensor fusion": many small messages cost
 more than one large one.

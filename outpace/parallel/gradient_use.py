@@ -1,4 +1,4 @@
-"""Parameters that get a gradient on any rank, where ranks may use different ones.
+"""Parameters that get a gradient on some rank, if ranks may use different parameters.
 
 Experts without tokens, branches and dropped layers leave a rank without a gradient for parameters
 that others have one for. A strategy then puts zeros in their place, so that all ranks reduce the

@@ -1,4 +1,4 @@
-"""Horovod itself, where it is installed, in the place of the built-in ring.
+"""Horovod, where it is installed, in place of the built-in ring.
 
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799. Gradients go into buffers as under `ring`, and
 each full buffer to `horovod.torch.allreduce_async_`, which chooses the algorithm (a ring over MPI

@@ -1,4 +1,4 @@
-"""State that a user's module or loss keeps from step to step, and that no checkpoint holds.
+"""State that a user's module or loss keeps from step to step but no checkpoint contains.
 
 Running means, counters, recurrent state and generators in plain attributes, in buffers that are not
 saved, in globals and in what functions enclose: a resumed run and an exported model begin without,

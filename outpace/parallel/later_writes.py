@@ -1,4 +1,4 @@
-"""Forwards that first write to parameters in a later step, when the look is over.
+"""Forwards that first write to parameters in a later step, after the check of the first batch.
 
 An embedding with max_norm in a branch that is taken later, or weights that are clipped from some
 step on, would train otherwise under most strategies without a word. A tensor's `_version` tells

@@ -1,4 +1,4 @@
-"""Layouts: what a strategy makes of an objective on the ranks of a plan."""
+"""Layouts: the result of applying a strategy to an objective on the ranks of a plan."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Difference of samples of several ranks in one batch, and of each rank's by themselves.
+"""Difference between samples of several ranks in one batch and the same samples separately.
 
 What a module decides for the whole batch (a route or a detach by the first sample, a mask over all,
 a gradient that is clipped or centred) changes with the cut, and often in gradients alone. Parts of

@@ -1,4 +1,4 @@
-"""Strategies by which a user's module cannot be cut, told without laying it out."""
+"""Strategies that a user's module rules out by its structure, found without laying it out."""
 
 from outpace.interop.custom_model import CustomModel
 from outpace.parallel.custom_pipeline import stages_of

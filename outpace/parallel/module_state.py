@@ -1,4 +1,4 @@
-"""The state of a user's module that a look must leave as it was: what forwards and losses change.
+"""State of a user's module that forwards and losses change and that a check must restore.
 
 That is gradients, buffers, attributes (counters, lists, tensors, what is inside of objects of the
 user's own classes), what its functions use outside of it (outer_state.py), training modes, and the

@@ -1,4 +1,4 @@
-"""3d: any product of dp_replicate × dp_shard × cp × tp × pp, applied in one visible order.
+"""3d: any product of dp_replicate × dp_shard × cp × tp × pp, applied in one explicit order.
 
 Matrices are split first, then sequences, then layers; what is left on a rank is sharded or
 replicated over the ranks that read other samples or other parts of sequences (Narayanan et al.,

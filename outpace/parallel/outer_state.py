@@ -1,4 +1,4 @@
-"""Variables outside of a user's module that functions of it and its loss use, and may hold state.
+"""Variables outside of a user's module that its functions and its loss use, and may change.
 
 Globals of the user's files that code names, attributes of the user's classes and functions,
 variables that functions have enclosed, and default arguments. Of files of installed packages

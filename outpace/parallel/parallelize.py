@@ -1,4 +1,4 @@
-"""Lay a custom model out by a plan, for the user's training loop: `outpace.parallelize`."""
+"""Layout of a custom model for the user's training loop: `outpace.parallelize`."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""The plain forward and backward of a user's module, against which strategies are compared."""
+"""The plain forward and backward of a user's module, with which strategies are compared."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence

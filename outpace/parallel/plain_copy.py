@@ -1,4 +1,4 @@
-"""The plain copy of a user's module that was laid out: its structure, with the layout's values."""
+"""A plain copy of a user's module after its layout: its structure, with the layout's values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Ranks of a user's own loop end with one sentence, where one of them refuses.
+"""Refusals in a user's own loop: all ranks end with one sentence if one of them refuses.
 
 The others wait for it in a collective, which fails when it has left. They find the sentence in the
 store where the ranks met. That is so on gloo, where a collective fails when a peer has gone. On

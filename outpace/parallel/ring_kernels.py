@@ -1,4 +1,4 @@
-"""Attention to the keys of one turn of the ring: kernels that give their log-sum-exp, and take it.
+"""Attention to the keys of one turn of the ring, with kernels that return and accept a log-sum-exp.
 
 A turn's output is softmax over its own keys; with the logarithm of the softmax's denominator it can
 be merged with those of other turns. Backward, a kernel is given the output and the log-sum-exp of

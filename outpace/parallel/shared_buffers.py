@@ -1,4 +1,4 @@
-"""One rule for the buffers of a user's module on data-parallel ranks: rank 0's count.
+"""Buffers of a user's module on data-parallel ranks, of which rank 0's are used.
 
 Every step, evaluation and checkpoint begins with rank 0's, as under DistributedDataParallel, so
 that a run does not depend on when it is evaluated or saved, and a checkpoint has what any rank

@@ -1,4 +1,4 @@
-"""Activation checkpoints of a custom model's forward, in a stage of a pipeline."""
+"""Activation checkpointing in a custom model's forward, in a stage of a pipeline."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Random numbers of a pipeline's stages: by stage and micro-batch, in whatever order they run.
+"""Random numbers of a pipeline's stages, by stage and micro-batch, in any order of execution.
 
 Where a stage of a custom model takes a micro-batch over, generators are seeded by the step's key of
 its rank, the stage's number and the micro-batch's. The plain module, told the keys, draws the same,

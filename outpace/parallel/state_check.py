@@ -1,4 +1,4 @@
-"""The look before step 1 on one process: state that no checkpoint holds is said, with its names."""
+"""Check before step 1 on one process: report state that no checkpoint contains, with its names."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Tensors of several ranks: copies of the same values, messages made of many."""
+"""Tensors on several ranks: copies of the same values, and messages made of many tensors."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""One order of collectives for units of a user's module that not every rank calls.
+"""A common order of collectives for units of a user's module that not every rank calls.
 
 A unit's parameters are gathered when its forward is called, and its gradients scattered after its
 backward. Ranks that drop a layer, or take another branch, would gather one unit while others gather

@@ -1,4 +1,4 @@
-"""Collectives in a user's forward or loss, where not all ranks run it at once."""
+"""Collectives in a user's forward or loss, if not all ranks run it at the same time."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Parameters that a user's loss goes through, whole, where ranks hold shards of them.
+"""Whole parameters for a user's loss that accesses them while ranks hold shards.
 
 A penalty such as `sum(p.square().sum() for p in module.parameters())` outside of the module's
 forward would be given shards. It is given whole tensors, gathered as they are asked for, whose

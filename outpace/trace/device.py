@@ -1,4 +1,4 @@
-"""Memory behaviour of a CUDA device that the CPU's kernels do not have, as stated rules.
+"""Memory behaviour of a CUDA device that the CPU's kernels lack, as explicit rules.
 
 The trace runs the CPU's operators. On CUDA the same tensors are saved by fused attention (inputs,
 output, a log-sum-exp of fp32 for each query), and autocast's lists cast the operators of outpace's

@@ -1,4 +1,4 @@
-"""The first two steps of a training run, watched."""
+"""The first two steps of a training run, traced."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""The file that torch's distributed checkpoints end with, and what their errors say."""
+"""The metadata file of torch's distributed checkpoints, and the messages of its errors."""
 
 import pickle
 import traceback

@@ -1,4 +1,4 @@
-"""The queue of work of a device: points in it, and figures that are copied from it.
+"""The work queue of a device: marks in it, and figures that are copied from the device.
 
 A GPU computes behind the host that gives it work. A host that reads a tensor waits until the device
 has done all work up to now; so figures are copied to the host behind the work that makes them, and

@@ -1,4 +1,4 @@
-"""Guards of a run: signals, random numbers without state, the same bits each time."""
+"""Guards of a run: signals, random numbers without state, deterministic kernels."""
 
 import gc
 import os

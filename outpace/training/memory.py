@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and what allocators keep without need."""
+"""Memory of this process: its peak, and memory that allocators cache."""
 
 import ctypes
 import resource

@@ -1,4 +1,4 @@
-"""Files that are written and read past the system's cache, where a file system can (O_DIRECT).
+"""Files that are written and read without the page cache, if the file system allows it (O_DIRECT).
 
 What passes through the cache takes memory of its own size, page by page, from whatever computes
 beside it, and a virtual machine may be slow to give it (docs/development/log.md).

@@ -1,4 +1,4 @@
-"""A run's tensors as torch's distributed checkpoint (DCP) takes, writes and reads them.
+"""A run's tensors in the form in which torch's distributed checkpoint (DCP) writes and reads them.
 
 Apart from `checkpoint`, which says when and where: loading DCP takes half a second, which a
 run that saves nothing, or not yet, does not wait for.

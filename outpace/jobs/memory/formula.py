@@ -1,4 +1,4 @@
-"""Memory by the planner's formula, of models that outpace plans for and does not train."""
+"""Memory by the planner's formula, for models that outpace can plan for but not train."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

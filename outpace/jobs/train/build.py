@@ -1,4 +1,4 @@
-"""The live parts of a job on one rank: model, optimizer, checkpoints, data and loop."""
+"""The live objects of a job on one rank: model, optimizer, checkpoints, data and loop."""
 
 import time
 from collections.abc import Callable, Mapping

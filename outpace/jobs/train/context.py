@@ -1,4 +1,4 @@
-"""The surroundings of a run, and all that is settled before its first step."""
+"""The context of a run, and everything that is decided before its first step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`outpace train --memory`: the memory that was predicted for a run, beside what it used.
+"""`outpace train --memory`: the predicted memory of a run next to its measured memory.
 
 One step is traced tensor by tensor; the whole run is measured by its allocator and process.
 """

@@ -1,4 +1,4 @@
-"""Versions and commits that have to be equal for results to be equal."""
+"""Versions and commits that must be equal for results to be equal."""
 
 import hashlib
 import platform

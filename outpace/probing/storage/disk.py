@@ -1,4 +1,4 @@
-"""A nameless file of random pages, each of which says which it is, read and written past the cache.
+"""An unlinked file of self-identifying random pages, read and written without the page cache.
 
 With O_DIRECT what is timed is the disk: the kernel neither keeps pages nor writes them later. A
 disk's own cache, a controller's or a hypervisor's may still be in between.
