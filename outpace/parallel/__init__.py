@@ -57,7 +57,9 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -> None:
-    """New groups, and those of a mesh, would have torch's timeout, not the default group's."""
+    """Apply the default group's timeout to new groups, including those of a mesh, which would have
+    torch's.
+    """
     if not groups:
         return
     assert dist.group.WORLD is not None
@@ -76,7 +78,7 @@ def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | Non
 
 
 def _split_backward_refusal(strategy: Strategy, device: torch.device) -> str | None:
-    """Explain why this torch cannot run a zero-bubble schedule on a CPU; None where it can."""
+    """Explain why this torch cannot run a zero-bubble schedule on a CPU; None if it can."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None or not schedule.splits_backward or device.type != "cpu":
         return None

@@ -40,7 +40,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _refill(old: Any, new: Any) -> Any:
-    """The old list or dict, with what is in the new one."""
+    """Return the old list or dict with the contents of the new one."""
     if old is new or type(old) is not type(new):
         return new
     if isinstance(old, list) and len(old) == len(new):

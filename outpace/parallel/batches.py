@@ -141,7 +141,9 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Mappings of other classes (transformers' BatchEncoding) as what pytrees know."""
+    """Convert mappings of other classes (transformers' BatchEncoding) to ones that pytrees
+    support.
+    """
     plain = dict(batch) if isinstance(batch, Mapping) else batch
     for leaf in tree_leaves(plain):
         if is_dataclass(leaf) and not isinstance(leaf, type):
@@ -151,7 +153,7 @@ def _plain(batch: Batch) -> Batch:
 
 
 def _let_pytrees_know(kind: type) -> None:
-    """A dataclass is a structure of its fields from now on, for all of torch."""
+    """Register a dataclass as a pytree of its fields, for all of torch."""
     names = [one.name for one in fields(kind)]
 
     def rebuild(values: Iterable[Any], _: Any) -> Any:

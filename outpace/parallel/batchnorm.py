@@ -83,7 +83,7 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """A batch normalisation that was another class before, so nothing is made here."""
+    """A batch normalisation converted from another class, so nothing is allocated here."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -218,10 +218,11 @@ class NormaliseAcrossRanks(torch.autograd.Function):
 
 
 def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Number of values, mean and biased variance by channel, over all ranks' `x`.
+    """Return the number of values, mean and biased variance per channel, over all ranks' `x`.
 
-    Each rank's come here whole and are put together about the common mean: sums of squares less
-    the mean's square would cancel. A row of zeros for each other rank makes the sum a gathering.
+    Each rank's statistics are gathered and combined around the common mean, because sums of squares
+    minus the mean's square would cancel. A row of zeros for each other rank turns the sum into a
+    gather.
     """
     count, mean_C, squares_C = _statistics(x)
     said = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])

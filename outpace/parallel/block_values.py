@@ -73,7 +73,7 @@ def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
 
 
 def _state(value: Any) -> tuple[Any, ...]:
-    """Return what differs after a value was changed in place, as a list that was appended to."""
+    """Return a form that differs after an in-place change, such as an append to a list."""
     if isinstance(value, Tensor | list | tuple | dict):
         return tuple(
             (leaf, leaf._version, fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)

@@ -135,9 +135,9 @@ class Projection:
         return self._project_from(_flat(values), 0, part_of(whole, parameter).flatten())
 
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
-        """Return the product of the values that follow the first `begin` of a gradient.
+        """Return the product for the values after the first `begin` of a gradient.
 
-        By `weights`, one for each value, where they are given.
+        If `weights` are given, they are used, one for each value.
         """
         if weights is not None:
             return torch.dot(values.double(), weights.double())
@@ -249,7 +249,9 @@ class LayoutComparison:
         return None
 
     def _zeros_alone(self) -> list[str]:
-        """Return the parameters with a gradient on a pipeline's stage, and none in one process."""
+        """Return the parameters that have a gradient on a pipeline's stage but none in one
+        process.
+        """
         if not self._in_stages:
             return []
         made = self._plain[3 + len(self._names) :]

@@ -172,7 +172,7 @@ class _Shape:
 
 @dataclass
 class _Work:
-    """A pass that is being captured: what its forward leaves to its backward."""
+    """A pass that is being captured, with the tensors that its forward leaves to its backward."""
 
     loss: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
@@ -228,9 +228,9 @@ class GraphedLayout(Layout):
         return super().evaluate(batch, hooks)
 
     def _pass(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
-        """A forward and backward: replayed, captured, or kernel by kernel.
+        """Run a forward and backward: replayed, captured, or kernel by kernel.
 
-        `held` is the first of the gradients that it adds to; None where it makes them.
+        `held` is the first existing gradient to which it adds; None if it creates them.
         """
         key = self._key(batch, held) if self._works else None
         if key is None:
@@ -250,9 +250,9 @@ class GraphedLayout(Layout):
             return super()._forward_backward(batch, hooks)
 
     def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
-        """Return what identifies a graph; None where passes are not to be captured.
+        """Return the key of a graph; None if passes must not be captured.
 
-        Whoever watches operators sees none of a graph's.
+        Modes that observe operators would not see those of a graph.
         """
         if torch._C._len_torch_dispatch_stack() > 0 or not isinstance(batch, Mapping):
             return None
@@ -266,20 +266,22 @@ class GraphedLayout(Layout):
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
 
     def _addresses(self) -> list[int]:
-        """Return where parameters lie; a graph reads there, wherever they lie later."""
+        """Return the addresses of parameters, because a graph always reads the same ones."""
         return [parameter.data_ptr() for parameter in self._parameters()]
 
     def _held_gradient(self) -> Tensor | None:
-        """The first of the gradients that are there before a pass."""
+        """Return the first gradient that exists before a pass."""
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
-        """Whether gradients lie where a graph left them, so that another can add to them there."""
+        """Return whether gradients are where a graph left them, so that another graph can add to
+        them there.
+        """
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 
     def _run_refusing_waits(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run a step's first pass; if it waits for the device, give up graphs and run it again."""
+        """Run a step's first pass; if it waits for the device, disable graphs and run it again."""
         try:
             with self._recorder.refuse_waits():
                 return super()._forward_backward(batch, hooks)
@@ -331,7 +333,7 @@ class GraphedLayout(Layout):
         )
 
     def _give_up(self, why: Exception | str) -> None:
-        """Continue without graphs, and free what they hold."""
+        """Continue without graphs, and free their memory."""
         self._works = False
         self._shapes.clear()
         self._recorder.release()

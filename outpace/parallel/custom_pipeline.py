@@ -156,7 +156,9 @@ class CustomPipeline(SpreadLayout):
         )
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
-        """The ranks of the first and the last stage, where they are two and share parameters."""
+        """Create a group of the ranks of the first and the last stage, if they are two and share
+        parameters.
+        """
         ends = {self._ranks_of[0], self._ranks_of[-1]}
         trained = [parameter for parameter in rest.values() if parameter.requires_grad]
         if len(ends) == 1 or not trained:
@@ -218,7 +220,7 @@ class CustomPipeline(SpreadLayout):
         return totals
 
     def _run_passes(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
-        """Run the schedule on each batch, and add up the `totals`."""
+        """Run the schedule on each batch, and sum the `totals`."""
         count = self._plan.pp_microbatches
         for place, batch in enumerate(batches):
             parts = cut(batch, count)
@@ -260,12 +262,14 @@ class CustomPipeline(SpreadLayout):
         return self._schedule
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """Return what the backward starts from on the last stage, and add to the totals."""
+        """Return the value from which the backward starts on the last stage, and add to the
+        totals.
+        """
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
     def _stage(self, number: int) -> CustomPipelineStage:
-        """Build a stage with the forms of its inputs and outputs, which an inspection has shown."""
+        """Build a stage with the forms of its inputs and outputs, as found by an inspection."""
         stage = self._stages[number]
         inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
         totals = [torch.empty(2, dtype=self._look.loss_dtype)]
@@ -291,7 +295,7 @@ class CustomPipeline(SpreadLayout):
         return totals
 
     def _pass_on(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """A micro-batch through this rank's stages."""
+        """Run a micro-batch through this rank's stages."""
         output: Message | Tensor | None = None
         ranks = self._ranks_of
         for number, stage in self._stages.items():
@@ -311,12 +315,14 @@ class CustomPipeline(SpreadLayout):
         return self._zero_totals()
 
     def _zero_totals(self) -> Tensor:
-        """The totals of an evaluation where nothing was counted."""
+        """Return the totals of an evaluation that counted nothing."""
         sums = getattr(self.objective, "sums", ())
         return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
 
     def _add_up_rest(self) -> None:
-        """Gradients of what is outside of the blocks come from the first and the last stage."""
+        """Sum the gradients of parameters outside of the blocks over the first and the last
+        stage.
+        """
         if self._shared is None:
             return
         for bucket in self._buckets:
@@ -364,7 +370,7 @@ class CustomPipeline(SpreadLayout):
         return self._meta_model
 
     def _first_of(self, value: Any, owner: int) -> Any:
-        """Return, on the first rank, what the owner has, which is no tensor."""
+        """Return, on the first rank, a value of the owner that is not a tensor."""
         given = [value]
         if self._rank == owner != 0:
             dist.send_object_list(given, group=self._group, group_dst=0)
@@ -373,7 +379,7 @@ class CustomPipeline(SpreadLayout):
         return given[0]
 
     def _owner(self, name: str) -> int:
-        """The rank that has a parameter or buffer; the first of two."""
+        """Return the rank that has a parameter or buffer; the first of two."""
         if name in self._look.buffers:
             return self._ranks_of[-1]
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
@@ -386,10 +392,10 @@ _group_as_torch = _backward.get_param_groups
 
 
 def _group_parameters(*graph: Any) -> list[dict[str, Any]]:
-    """Group parameters as torch's split backward does, so that no node is in two groups.
+    """Group parameters like torch's split backward, but so that no node is in two groups.
 
-    Where a parameter is used in several places, torch's own groups may overlap, by the order of a
-    set: then a gradient is computed twice, or of a graph that is gone.
+    If a parameter is used in several places, torch's own groups may overlap, depending on the order
+    of a set. Then a gradient is computed twice, or from a graph that has been freed.
     """
     merged: list[dict[str, Any]] = []
     for group in _group_as_torch(*graph):
@@ -449,7 +455,7 @@ def _find_stage_blocks(model: nn.Module) -> list[str]:
 
 
 def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[nn.Module]) -> None:
-    """Refuse what would be on two stages, or normalised by what is not there."""
+    """Refuse parameters that would be on two stages, and normalisation over absent values."""
     where: dict[int, int] = {}
     everything = [id(p) for p in parameters_outside(model, blocks).values()]
     numbered = iter(blocks)

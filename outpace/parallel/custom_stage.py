@@ -176,7 +176,7 @@ class CustomStage(nn.Module):
         return tuple(output.flat())
 
     def _require_alike(self, message: Message) -> None:
-        """Raises BadInputError where values are of another structure than at the look."""
+        """Raise BadInputError if values have another structure than during the inspection."""
         seen = self.given
         assert seen is not None
         for key, (form, tensors) in message.values.items():
@@ -257,13 +257,13 @@ class CustomStage(nn.Module):
                 set_value(parts, key, torch.tensor(math.nan))
 
     def _rest(self) -> dict[str, nn.Module]:
-        """The modules outside of blocks."""
+        """Return the modules outside of blocks."""
         inside = {part for parts in self._parts for part in parts.values()}
         model: nn.Module = self.objective.model  # type: ignore[assignment]
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed(self, number: int) -> None:
-        """Seed in a look, and note what was drawn since the last time."""
+        """Seed the generators in an inspection, and record what was drawn since the last time."""
         if not self._looks:
             return
         self._note_draws()
@@ -278,7 +278,7 @@ class CustomStage(nn.Module):
             self._draws.note()
 
     def _seed_draws(self, micro_batch: int | None) -> None:
-        """Seed for what this stage draws of a micro-batch, in training."""
+        """Seed the random numbers of this stage for a micro-batch, in training."""
         if self._draws is not None and micro_batch is not None:
             self._draws.seed(self._number, micro_batch)
 
@@ -329,7 +329,7 @@ class CustomStage(nn.Module):
         return output
 
     def _cut_off(self, number: int, output: Any) -> Any:
-        """Detach a block's output, and what it leaves for this stage to read, from the graph."""
+        """Detach a block's output, and the values it stores for this stage, from the graph."""
         parts = self._parts[number]
         for key in () if self.taken is None else self.taken.values:
             if key[0] in parts:
@@ -340,7 +340,7 @@ class CustomStage(nn.Module):
     def _visit_in_backward(
         self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a block in a backward, which recomputes a checkpoint of the user's forward."""
+        """Run a block in a backward that recomputes a checkpoint of the user's forward."""
         self.recomputes = True
         assert self._recomputing is not None
         if number in self.mine:
@@ -350,7 +350,7 @@ class CustomStage(nn.Module):
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return and leave what a block of another stage would: what was received, else NaN."""
+        """Return and store what a block of another stage would: the received values, or NaN."""
         if number + 1 == self.mine.start:
             now = self._recomputing
             self._seed_draws(self._micro_batch if now is None else now)
@@ -404,9 +404,10 @@ def copy_structure(module: nn.Module) -> nn.Module:
 
 
 class _DetachableCopy(torch.autograd.Function):
-    """The same values in a tensor of its own, which a split backward may detach in place.
+    """A copy of a tensor that a split backward may detach in place.
 
-    What is left may be a view, a parameter, or what an earlier operation keeps for its gradient.
+    The original may be a view, a parameter, or a tensor that an earlier operation keeps for its
+    gradient.
     """
 
     @staticmethod
@@ -419,7 +420,7 @@ class _DetachableCopy(torch.autograd.Function):
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """A tensor in the order of its memory, by itself in the graph."""
+    """Return a contiguous tensor that is a separate node of the graph."""
     tensor = tensor.contiguous()
     if not tensor.requires_grad:
         return tensor
@@ -428,7 +429,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 
 def _form_of(leaf: Any) -> Any:
-    """A tensor without memory; other things than numbers and names are left out."""
+    """Return a value with tensors on meta; only numbers and names are kept besides these."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None
@@ -442,7 +443,7 @@ def _nan_of(device: torch.device, leaf: Any) -> Any:
 
 
 def _nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """NaN in the form of a block's first input."""
+    """Return NaN in the form of a block's first input."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
     return given.new_full(given.shape, math.nan, dtype=_float_dtype(given.dtype))
 
@@ -452,9 +453,9 @@ def _float_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
-    """Put NaN, or 0 for whole numbers, without memory, in the place of other parameters.
+    """Replace other parameters by NaN, or by 0 for integers, without memory.
 
-    They stay parameters, so that a loss that goes through all of them is NaN too.
+    They stay parameters, so that a loss over all of them is NaN too.
     """
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():

@@ -103,7 +103,7 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
 
 
 def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve the user's layouts, all of which have to fit."""
+    """Resolve the user's layouts, all of which must apply."""
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
     for pattern, layout in table.items():
@@ -127,8 +127,8 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
 def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
     """Resolve a transformers model's plan, without modules of which a part cannot be split.
 
-    The parts of one module belong together: what one splits, the next expects. Embeddings and
-    heads, whose inputs and outputs are whole, stand for themselves.
+    The parts of one module belong together, because each expects the previous one to be split.
+    Embeddings and heads, whose inputs and outputs are whole, are independent.
     """
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
@@ -162,7 +162,7 @@ def _parent_name(name: str) -> str:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """`*` stands for one part of a name, or within one."""
+    """Match a name with a pattern; `*` stands for one component of a name, or for a part of one."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -170,7 +170,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _splittable(
     name: str, module: nn.Module, layout: str, ranks: int, holders: Counter[int]
 ) -> bool:
-    """Whether to split a matrix. Raises BadInputError where it was to be and cannot."""
+    """Return whether to split a matrix. Raises BadInputError if it should be split but cannot."""
     if layout not in _STYLES:
         raise BadInputError(f"{name} has layout {layout!r}, which outpace does not know")
     wanted = nn.Embedding if layout == "embedding_rowwise" else nn.Linear
@@ -194,7 +194,7 @@ def _splittable(
 
 
 def _check_heads(model: nn.Module, ranks: int) -> None:
-    """A transformers model's heads have to be shared evenly, too."""
+    """Require that a transformers model's heads can be divided evenly."""
     names = ("num_attention_heads", "num_key_value_heads", "heads", "kv_heads")
     for holder, name in itertools.product(("config", "spec"), names):
         heads = getattr(getattr(model, holder, None), name, None)

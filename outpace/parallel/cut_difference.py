@@ -119,7 +119,7 @@ def find_read_buffers(
 def _find_read(
     mean_of: _MeanOf, plain: nn.Module, moved: Mapping[str, Tensor], few: Batch
 ) -> Names:
-    """Return which of the buffers that a piece has moved give a few samples another loss."""
+    """Return those buffers changed by a piece that affect the loss of a few samples."""
     if not moved:
         return ()
     held = dict(model_of(plain).named_buffers())
@@ -145,9 +145,9 @@ def _find_read(
 def _compare_buffers(
     plain: nn.Module, first: FirstPiece, hooks: StepHooks, tolerance: float
 ) -> Names:
-    """Return the floating-point buffers that the first piece moves otherwise than its halves.
+    """Return the floating-point buffers that the first piece changes differently than its halves.
 
-    Counters of calls are moved once by the one, and twice by the other.
+    Counters of calls change once with the piece, and twice with its halves.
     """
     if first.drops or samples_in(first.piece) % 2:
         return ()
@@ -167,9 +167,9 @@ def _compare_buffers(
 
 
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare the first piece with its halves; None where it cannot be halved.
+    """Compare the first piece with its halves; None if it cannot be halved.
 
-    Where its loss is not known, half of it with its quarters, which takes no longer.
+    If its loss is unknown, compare half of it with its quarters, which takes no longer.
     """
     piece, mean, halves = first.piece, first.mean, first.halves
     if samples_in(piece) % 2:
@@ -190,7 +190,7 @@ def _mean(*totals: Totals) -> float:
 def _compare_pair(
     mean_of: _MeanOf, first: FirstPiece, passes: Sequence[Batch], micro_batches: int
 ) -> float | None:
-    """Compare a pipeline's first two pieces with both in one; None where there are none."""
+    """Compare a pipeline's first two pieces with both combined; None if there are none."""
     samples, size = samples_in(passes[0]), 2 * samples_in(first.piece)
     if micro_batches == 1 or samples % size:
         return None
@@ -200,9 +200,9 @@ def _compare_pair(
 
 
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
-    """Compare the first two of several passes with both in one; None where there are none.
+    """Compare the first two of several passes with both combined; None if there are none.
 
-    Of a sample each, or of an odd number, which have no halves.
+    For passes with one sample, or with an odd number, which have no halves.
     """
     if plan.pp_microbatches > 1 or len(passes) == 1:
         return None
@@ -213,7 +213,7 @@ def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> fl
 
 
 def _mean_of(plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch]) -> float:
-    """Return the mean loss of several pieces. Nothing is dropped, and all is as it was."""
+    """Return the mean loss of several pieces. Dropout is disabled, and everything is restored."""
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     dropping = without_dropout(plain) if drops else nullcontext()

@@ -152,9 +152,10 @@ class Replicas(Layout):
     def _backward(self, loss: Tensor, hooks: StepHooks) -> None:
         """Run the backward, and mark the wait for collectives at its end as communication.
 
-        When all gradients are computed autograd calls what was queued, in order: first the mark,
-        then what DDP queued with its last bucket, which waits for the collectives (on a GPU by its
-        stream). torch's own account, DDP's logging data, is a sample of a step long ago.
+        When all gradients are computed, autograd calls the queued callbacks in order: first the
+        mark, then what DDP queued with its last bucket, which waits for the collectives (on a GPU
+        through its stream). torch's own record, DDP's logging data, is a sample of a much earlier
+        step.
         """
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)
@@ -166,7 +167,9 @@ class Replicas(Layout):
         hooks.mark("communication")
 
     def _finish_buckets(self) -> None:
-        """Give DDP zeros for what this backward did not reach, which its buckets wait for."""
+        """Give DDP zeros for parameters that this backward did not reach, for which its buckets
+        wait.
+        """
         try:
             self.module._check_reducer_finalized()
             return
@@ -177,7 +180,9 @@ class Replicas(Layout):
         torch.autograd.backward(lacking, [torch.zeros_like(p) for p in lacking])
 
     def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
-        """Whether the last backward added to this gradient; an earlier one may have made it."""
+        """Return whether the last backward added to this gradient, which an earlier one may have
+        created.
+        """
         before = self._before.get(parameter)
         if parameter.grad is None or before is None:
             return parameter.grad is not None
@@ -185,7 +190,7 @@ class Replicas(Layout):
 
 
 def _call_after_backward(call: Callable[[], None]) -> None:
-    """Have autograd call this at the end of the current backward."""
+    """Make autograd call this at the end of the current backward."""
     Variable._execution_engine.queue_callback(call)
 
 
@@ -207,12 +212,12 @@ def _wrap(request: LayoutRequest) -> DistributedDataParallel:
 
 
 def _free_before_group(wrapped: DistributedDataParallel) -> None:
-    """Have the module give up its reducer before its process group.
+    """Make the module release its reducer before its process group.
 
     A reducer that is its group's last owner, as after `destroy_process_group`, ends gloo's threads
-    while it holds Python's lock, for which such a thread may wait to let go of a tensor: the
-    process hangs as it ends (torch 2.13). Groups that Python owns last end without the lock. What a
-    module holds it gives up in the order in which that was put there.
+    while it holds Python's lock. Such a thread may need that lock to release a tensor, so the
+    process hangs at exit (torch 2.13). Groups whose last owner is Python end without the lock. A
+    module releases its attributes in the order in which they were set.
     """
     held = wrapped.__dict__
     held["process_group"] = held.pop("process_group")

@@ -75,10 +75,10 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _take_memory(objective: nn.Module, device: torch.device) -> None:
-    """Allocate memory for all parameters, of no particular values.
+    """Allocate uninitialised memory for all parameters.
 
-    `fully_shard` and tensor parallelism know how to move their own. Plain ones are replaced, as a
-    module would do it, but for fake tensors too.
+    `fully_shard` and tensor parallelism can move their own. Plain parameters are replaced as a
+    module would do it, but also for fake tensors.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for module in objective.modules():

@@ -79,7 +79,7 @@ class DataParallel(Layout):
         return totals
 
     def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's output, and on rank 0 the totals and the gradient of all outputs."""
+        """Return this rank's output, and on rank 0 the totals and the gradient of all outputs."""
         self._replicate()
         part = self._scatter(batch)
         hooks.mark("communication")
@@ -98,7 +98,9 @@ class DataParallel(Layout):
     def _loss(
         self, outputs: Tensor, targets: Tensor, hooks: StepHooks
     ) -> tuple[Tensor, Tensor | None]:
-        """Totals, and the gradient of the outputs where gradients are wanted. On rank 0."""
+        """Return the totals and, if gradients are needed, the gradient of the outputs. On rank
+        0.
+        """
         outputs.requires_grad_(torch.is_grad_enabled())
         with hooks.cast():
             loss_sum, count = self.objective.loss_from_hidden(outputs, targets)
@@ -110,7 +112,7 @@ class DataParallel(Layout):
 
     @torch.no_grad()
     def _replicate(self) -> None:
-        """Give all ranks rank 0's weights, in one message for each dtype."""
+        """Send rank 0's weights to all ranks, in one message per dtype."""
         for alike in by_dtype([*self.objective.parameters(), *self.objective.buffers()]):
             message = concatenate(alike)
             dist.broadcast(message, 0)
@@ -118,7 +120,9 @@ class DataParallel(Layout):
                 spread(message, alike)
 
     def _scatter(self, batch: Batch) -> dict[str, Tensor]:
-        """This rank's micro-batch, without targets: bytes, as its tensors differ in dtype."""
+        """Return this rank's micro-batch without targets, sent as bytes because its tensors differ
+        in dtype.
+        """
         form = self._agree_on_form(batch)
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
@@ -129,7 +133,7 @@ class DataParallel(Layout):
         }
 
     def _agree_on_form(self, batch: Batch) -> Form:
-        """Return the micro-batches' form, told by rank 0. Raises BadInputError for another."""
+        """Return the micro-batches' form, sent by rank 0. Raises BadInputError for another form."""
         form = self._form_of(batch) if self._first else None
         if self._form is None:
             said = [form]
@@ -165,7 +169,7 @@ class DataParallel(Layout):
         ]
 
     def _gather(self, output: Tensor) -> Tensor | None:
-        """All ranks' outputs, on rank 0."""
+        """Return all ranks' outputs on rank 0."""
         output = output.contiguous()
         if not self._first:
             dist.gather(output, None, 0)
@@ -175,7 +179,7 @@ class DataParallel(Layout):
         return whole
 
     def _scatter_gradient(self, gradient: Tensor | None, output: Tensor) -> Tensor:
-        """The part of rank 0's `gradient` that belongs to this rank's output."""
+        """Return the part of rank 0's `gradient` that belongs to this rank's output."""
         mine = torch.empty_like(output, memory_format=torch.contiguous_format)
         parts = None if gradient is None else list(gradient.contiguous().chunk(self._ranks))
         dist.scatter(mine, parts, 0)

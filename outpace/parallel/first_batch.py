@@ -170,9 +170,10 @@ class FirstBatch:
         allowed: ComparisonLimits,
         reuse: bool,
     ) -> tuple[tuple[str, str] | None, Tensor | None]:
-        """Run the layout, and return what differs and the likely cause, None where nothing does.
+        """Run the layout, and return the first difference and its likely cause, or None.
 
-        And the first step's totals, if this was it. Collective. Raises BadInputError.
+        Also returns the first step's totals, if this was the first step. Collective. Raises
+        BadInputError.
         """
         device = layout._device()
         watch = MovedParameters(layout.named_parameters())
@@ -200,9 +201,9 @@ class FirstBatch:
         return wrong, totals if kept else None
 
     def _tell_differences(self, found: PlainSums, allowed: ComparisonLimits, count: int) -> None:
-        """Say what is right, and yet not what one process over the whole batch computes.
+        """Report differences from one process over the whole batch that are not errors.
 
-        `count` are the micro-batches of a step.
+        `count` is the number of micro-batches in a step.
         """
         apart = max(report.cut.loss for report in found.reports)
         mixed = found.mixed
@@ -224,10 +225,11 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
-        """Return the buffers that parts of the batch move otherwise, and the loss depends on.
+        """Return the buffers that parts of the batch change differently, and on which the loss
+        depends.
 
-        That is any of them where a rank has several micro-batches, of which each reads what those
-        before have left, and not what one process has for all samples.
+        If a rank has several micro-batches, this is any such buffer, because each micro-batch reads
+        what the previous ones left, which one process over all samples does not.
         """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
@@ -237,11 +239,11 @@ class FirstBatch:
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
 
     def _require_alike(self, found: PlainSums) -> None:
-        """Refuse writes to parameters of which ranks hold parts, or that ranks do differently.
+        """Refuse writes to parameters that are sharded, or that ranks change differently.
 
-        That is also what has changed nothing yet: an embedding with max_norm will, at a later
-        step. And parameters that the forward makes, and buffers that a backward moves. Raises
-        BadInputError on all ranks.
+        This includes writes that have changed nothing yet, such as those of an embedding with
+        max_norm, as well as parameters that the forward creates, and buffers that a backward
+        changes. Raises BadInputError on all ranks.
         """
         reports = found.reports
         made = next((report.made for report in reports if report.made), None)
@@ -269,7 +271,9 @@ class FirstBatch:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
 
     def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
-        """Refuse state in attributes that depends on samples, of which ranks have their own."""
+        """Refuse state in attributes that depends on samples, since each rank has its own
+        samples.
+        """
         least = halves_tolerance(self._plan, allowed)
         if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
             ways_out = WAYS_OUT[self._by_command]
@@ -284,13 +288,13 @@ class FirstBatch:
         watch: MovedParameters,
         plain: PlainSums,
     ) -> tuple[Tensor, bool]:
-        """Run the layout as `_run_layout`; `watch` notes what changes. Raises BadInputError.
+        """Run the layout like `_run_layout`; `watch` records what changes. Raises BadInputError.
 
-        Operators are watched where the plain module's have written to parameters of any rank: else
-        counters of writes tell, which cost nothing.
+        Operators are observed only if those of the plain module have written to parameters of some
+        rank. Otherwise, the version counters suffice, which cost nothing.
 
-        Micro-batches that are under way at once may need what another one has changed, or written
-        to all the same (max_norm, where no row is too long yet).
+        Micro-batches in flight at the same time may need a value that another one has changed, or
+        has written to without a change (max_norm, while no row is too long).
         """
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)
@@ -310,7 +314,7 @@ class FirstBatch:
 
     @property
     def _offloads(self) -> bool:
-        """Whether the layout itself writes to parameters between forwards."""
+        """Return whether the layout itself writes to parameters between forwards."""
         return self._plan.offload_parameters != "none"
 
     def _require_same(
@@ -321,9 +325,9 @@ class FirstBatch:
         allowed: ComparisonLimits,
         again: bool,
     ) -> bool:
-        """Refuse a layout in which the forward changes parameters otherwise. Collective.
+        """Refuse a layout in which the forward changes parameters differently. Collective.
 
-        Returns whether the step is to be computed `again` on any rank. Raises BadInputError.
+        Returns whether the step has to be computed `again` on any rank. Raises BadInputError.
         """
         moved, moved_too = plain.moved, watch.changes()
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
@@ -352,7 +356,7 @@ class FirstBatch:
         held: Mapping[str, Tensor],
         allowed: ComparisonLimits,
     ) -> list[str]:
-        """Return the parameters of this rank without the values that the plain module's got."""
+        """Return this rank's parameters whose new values differ from the plain module's."""
         wrong = []
         for name in {*moved, *moved_too} & held.keys():
             wanted, found = moved.get(name), held[name]
@@ -365,7 +369,7 @@ class FirstBatch:
         return wrong
 
     def _explain_repeated_writes(self, names: Sequence[str], count: int) -> str:
-        """Return what to know of a forward that writes to parameters in each micro-batch."""
+        """Return a message about a forward that writes to parameters in each micro-batch."""
         return (
             f"the forward writes to {first_names(names)}, and this plan runs it {count} times a "
             "step, one process over the whole batch once: what moves each time it is written (a "
@@ -388,23 +392,23 @@ class FirstBatch:
         return f"{said} {WAYS_OUT[self._by_command]}"
 
     def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
-        """Return the factor of gradients beside what the collective divides them by."""
+        """Return the additional factor of gradients besides the collective's divisor."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)
         return float(hooks.scale(one)) / layout.averages
 
     def _on_no_rank(self, holders: Sequence[ModuleDtypes]) -> str | None:
-        """Name the module's tensors that no rank has; None where there is none."""
+        """Name the module's tensors that no rank has; None if there are none."""
         model, held = self._plain.model, set().union(*(one.dtypes for one in holders))
         named = (*model.named_parameters(), *model.named_buffers())
         lost = [name for name, _ in named if name not in held]
         return f"no rank has {first_names(lost)} of the module" if lost else None
 
     def _too_large(self, layout: Layout) -> str | None:
-        """Explain why the weights that this rank lacks do not fit; None where they do.
+        """Explain why the weights that this rank lacks do not fit; None if they do.
 
-        Of gradients there is never more than one at a time.
+        There is never more than one gradient at a time.
         """
         if self._plan.data_rank(self._ranks.rank) is None:
             return None  # which has no samples to run it on
@@ -425,9 +429,10 @@ class FirstBatch:
     def _run_layout(
         self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks, run: Run
     ) -> tuple[Tensor, bool]:
-        """Sums of loss and count of this rank, as the layout has them; leaves gradients.
+        """Return this rank's sums of loss and count in the layout, and leave its gradients.
 
-        And whether the step is to be computed again, for here it was another one. Collective.
+        Also returns whether the step has to be computed again, because this run was not the
+        training step. Collective.
         """
         averages, compiled = layout.averages, self._plan.compile
         if self._plan.precision in SCALED:
@@ -444,7 +449,9 @@ class FirstBatch:
     def _sums(
         self, layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float
     ) -> Tensor:
-        """This rank's shares of products and squares of gradients, and 1 for each: (3, names)."""
+        """Return this rank's shares of products and squares of gradients, and 1 for each: (3,
+        names).
+        """
         named = dict(layout.named_parameters()) if layout.has_sums else {}
         sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
         for number, name in enumerate(plain.names):
@@ -498,7 +505,7 @@ class FirstBatch:
 
 
 def _explain_gradient_cut(mixed: MixedDifference) -> str:
-    """Return what to know of gradients that change with the cut where the loss does not."""
+    """Return a message about gradients that depend on the cut although the loss does not."""
     return (
         f"the gradient of the first batch changes when {_BY_THEMSELVES}, as ranks and "
         f"micro-batches cut it, though the loss does not: that of {first_names(mixed.names)} by "
@@ -510,7 +517,7 @@ def _explain_gradient_cut(mixed: MixedDifference) -> str:
 
 
 def _explain_moved_buffers(names: Sequence[str]) -> str:
-    """Return what to know of running averages that no rank has of all samples."""
+    """Return a message about running averages that no rank has over all samples."""
     what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
     return (
         f"the forward moves {first_names(names)}, {what} on which the "
@@ -522,7 +529,9 @@ def _explain_moved_buffers(names: Sequence[str]) -> str:
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
-    """Return names of several fingerprints; or, but for `holders_alone`, of none on some rank."""
+    """Return names with several fingerprints or, except for `holders_alone`, with none on some
+    rank.
+    """
     names = sorted(set().union(*prints))
     return [
         name

@@ -100,9 +100,10 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
 
 
 def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The modules of each block, but for those of blocks within it, and those outside of all.
+    """Return the modules of each block, without those of nested blocks, and the modules outside of
+    all blocks.
 
-    In the order that they have in the module, which is alike on all ranks.
+    They are in the module's order, which is the same on all ranks.
     """
     within = {block: set(block.modules()) for block in blocks}
     units = []

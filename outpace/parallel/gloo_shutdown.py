@@ -21,7 +21,7 @@ def register_gloo_shutdown() -> None:
 
 
 def _rest() -> None:
-    """Give Python's lock away until those threads have slept for a few looks in a row."""
+    """Release Python's lock until those threads have been asleep in several consecutive checks."""
     quiet, until = 0, time.monotonic() + _LIMIT_S
     while quiet < _LOOKS and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # who waited for the lock is awake from here on
@@ -29,7 +29,9 @@ def _rest() -> None:
 
 
 def _busy() -> bool:
-    """Whether one of gloo's threads runs, or would if it had a core; False but on Linux."""
+    """Return whether one of gloo's threads runs, or would if it had a core; False except on
+    Linux.
+    """
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = status.read_text().partition("(")[2].rpartition(")")

@@ -72,7 +72,7 @@ class GradientUse:
         self._warn_of_unused([name for name, on_any, mine in pairs if on_any and not mine])
 
     def _warn_of_unused(self, lacking: Sequence[str]) -> None:
-        """Say once what this rank left out and others used."""
+        """Warn once about parameters that this rank did not use but others did."""
         if not lacking or self._has_warned:
             return
         self._has_warned = True

@@ -79,7 +79,7 @@ class KeptState:
 
 
 class _FirstForwardError(Exception):
-    """A forward fails with nothing before it, as training's will."""
+    """A forward that fails without a previous one, as the first one of training will."""
 
 
 def find_kept_state(
@@ -131,9 +131,9 @@ def find_kept_state(
 def _choose_samples(
     piece: Batch, other: Batch | None, halved: bool
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield samples and others that come before them, few where the module can do with few.
+    """Yield samples, and other samples to run before them; only a few if the module supports that.
 
-    `halved`: halves are the first.
+    `halved`: yield the halves first.
     """
     samples = samples_in(piece)
     if halved:
@@ -154,7 +154,7 @@ def _choose_samples(
 
 
 class _Comparison:
-    """Losses of one objective, after other samples and after none."""
+    """Losses of one objective, with and without other samples before."""
 
     def __init__(
         self,
@@ -176,7 +176,9 @@ class _Comparison:
         self._is_first = False
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
-        """Find out; what ranks would differ by of `whole`. Raises what the module raises."""
+        """Search for state; `whole` gives the samples by which ranks would differ. Raises the
+        module's errors.
+        """
         begin = kept_attributes(self._plain)
         fresh, kept = self._loss_after(None, batch)
         after, kept_after = self._loss_after(other, batch)
@@ -202,7 +204,9 @@ class _Comparison:
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
     def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
-        """Return by how much the same forwards differ; where rounding may be all, by both again."""
+        """Return by how much identical forwards differ; if it may be only rounding, compare both
+        again.
+        """
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
             return noise
@@ -210,14 +214,14 @@ class _Comparison:
         return max(noise, difference(self._loss_after(other, batch)[0], after))
 
     def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
-        """Return what other samples leave, of which the next ones leave nothing."""
+        """Return the values that other samples change and that the next ones do not restore."""
         with self._without_effects():
             self._mean(other)
             left = kept_attributes(self._plain)
         return {n for n in {*begin, *left} if begin.get(n) != left.get(n)}
 
     def _loss_after(self, other: Batch | None, batch: Batch) -> tuple[float, dict[str, Any]]:
-        """Return the mean loss of a batch, after another one, and what is kept then."""
+        """Return the mean loss of a batch after another one, and the state kept then."""
         with self._without_effects():
             drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
             if other is not None:
@@ -229,7 +233,7 @@ class _Comparison:
     def _find_later_by_few(
         self, changed: set[str], batch: Batch, fresh: float
     ) -> tuple[str, ...] | None:
-        """Return as `_find_later` by the first of the samples, where the module can do with few."""
+        """Run `_find_later` with the first of the samples, if the module supports few."""
         if samples_in(batch) > _FEW:
             few = take_first(batch, _FEW)
             with suppress(Exception):  # normalisation of a few samples, say
@@ -237,10 +241,10 @@ class _Comparison:
         return self._find_later(changed, batch, fresh)
 
     def _find_later(self, changed: set[str], batch: Batch, fresh: float) -> tuple[str, ...] | None:
-        """Return what of the changed names matters some steps later; None if nothing does.
+        """Return which of the changed names matter some steps later; None if nothing does.
 
-        By some forwards in a row, and by what counters are much later, all of them at once. Of
-        several ranks the first does the one, and others a part of the other each.
+        This runs several forwards in a row, and sets all counters to much later values at once.
+        With several ranks, the first does the former, and the others do a part of the latter each.
         """
         number, ranks = self._share
         calls = 0 if number else self._count_calls(batch, fresh)
@@ -260,7 +264,7 @@ class _Comparison:
         return None
 
     def _count_calls(self, batch: Batch, fresh: float) -> int:
-        """Return after how many forwards of itself a batch has another loss; 0 if it never has."""
+        """Return after how many of its own forwards a batch has another loss; 0 if it never has."""
         losses = self._losses_in_a_row(batch)
         for calls, loss in enumerate(losses):
             if difference(loss, fresh) > _ROUNDING:
@@ -282,7 +286,7 @@ class _Comparison:
     def _matters(
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
-        """Whether a batch has another loss with the counters of these names changed."""
+        """Return whether a batch has another loss with changed counters of these names."""
         with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
                 return False
@@ -300,16 +304,16 @@ class _Comparison:
         return tuple(n for n in sorted(names) if self._matters([n], change, batch, fresh))
 
     def _is_idle(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
-        """Whether it is a counter, and the loss is the same with other calls counted."""
+        """Return whether it is a counter whose value does not affect the loss."""
         with self._without_effects():
             counts = change_counters(self._plain, name, partial(add, calls))
         return counts and not self._matters([name], partial(add, calls), batch, fresh)
 
     def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
-        """Return how far a batch's loss after itself is from that after other samples.
+        """Return the difference between a batch's loss after itself and after other samples.
 
-        That is half of its own; of one sample two others. State of single samples, which has other
-        shapes then, is none of others'.
+        The other samples are half of its own or, for a single sample, two others. State of single
+        samples, whose shapes then differ, is not shared with others.
         """
         samples = samples_in(batch)
         if samples == 1 and more is None:
@@ -323,7 +327,9 @@ class _Comparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Return the shapes in what is kept after another batch, and a batch's loss after that."""
+        """Return the shapes in the state kept after another batch, and a batch's loss after
+        that.
+        """
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
@@ -333,7 +339,7 @@ class _Comparison:
 
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
-        """Meanwhile nothing is dropped, and writes are watched; afterwards all is as it was."""
+        """Disable dropout and observe writes inside the context; restore everything afterwards."""
         self._is_first = True
         with ExitStack() as stack:
             if self._drops:
@@ -346,7 +352,7 @@ class _Comparison:
             yield
 
     def _mean(self, batch: Batch) -> float:
-        """Mean loss of a forward that leaves what a checkpoint holds as it was."""
+        """Return the mean loss of a forward that leaves the contents of a checkpoint unchanged."""
         put_back = self._put_back_saved()
         is_first, self._is_first = self._is_first, False
         with torch.enable_grad(), self._given.cast():
@@ -363,7 +369,7 @@ class _Comparison:
         return totals[0] / totals[1] if totals[1] else math.nan
 
     def _put_back_saved(self) -> Callable[[], None]:
-        """Return what lets saved buffers, and extra state where it counts, be as they are now."""
+        """Return a function that restores saved buffers, and extra state if it counts."""
         held = [
             (part._buffers, buffer, tensor, None if tensor is None else tensor.detach().clone())
             for name, part in self._plain.named_modules()
@@ -537,5 +543,5 @@ def name_attributes(names: Sequence[str]) -> str:
 
 
 def _strip_model(name: str) -> str:
-    """An attribute's name as the user knows it: an objective has a model and a loss."""
+    """Return an attribute's name as the user knows it: an objective has a model and a loss."""
     return name.removeprefix("model.")

@@ -88,7 +88,7 @@ class LaterWrites:
         return totals
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters, and what is gathered of those that are spread."""
+        """Return this rank's parameters, and the gathered tensors of those that are sharded."""
         names: dict[Any, str] = {}
         for name, parameter in self._layout.named_parameters():
             names[parameter] = name
@@ -102,7 +102,7 @@ class LaterWrites:
                         yield names[one.sharded_param], gathered
 
     def _find_writes(self) -> bool:
-        """Whether this step has written to parameters in a way that is to be judged."""
+        """Return whether this step has written to parameters in a way that has to be judged."""
         pairs = zip(self._held, self._before, strict=True)
         written = {name for (name, tensor), before in pairs if tensor._version != before}
         if self._seen is not None:
@@ -112,7 +112,9 @@ class LaterWrites:
         return bool(self._written)
 
     def _judge(self) -> None:
-        """Refuse what was written, unless all ranks have written the same. Collective, if so."""
+        """Refuse the writes, unless all ranks have written the same. Collective if there are
+        any.
+        """
         names = sorted(self._written)
         if self._use is None or not self._use.all_wrote:
             raise self._refusal(names)
@@ -142,7 +144,7 @@ class LaterWrites:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the names of tensors whose memory an operator writes to, but for collectives."""
+    """Records the names of tensors to whose memory an operator writes, except collectives."""
 
     supports_higher_order_operators = True
 
@@ -158,7 +160,7 @@ class _Writes(TorchDispatchMode):
         self._names: set[str] = set()
 
     def find_names(self) -> set[str]:
-        """Return the names so far, with those of tensors that have other memory (p.data = …)."""
+        """Return the names so far, including those of tensors with replaced memory (p.data = …)."""
         for name, tensor, storage in self._tensors:
             if _storage(local(tensor)) != storage._cdata:
                 self._names.add(name)
@@ -178,7 +180,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _gathers() -> bool:
-    """Whether it is `fully_shard` that runs an operator, which fills what it gathers."""
+    """Return whether `fully_shard` runs an operator to fill what it gathers."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back  # of the mode
@@ -190,5 +192,5 @@ def _gathers() -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the same number for a tensor's memory after it was given up and taken again."""
+    """Return an identifier of a tensor's memory that survives freeing and reallocation."""
     return int(tensor.untyped_storage()._cdata)

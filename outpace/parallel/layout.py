@@ -67,7 +67,7 @@ class LayoutRequest:
 
 
 def _total_dtype(device: torch.device) -> torch.dtype:
-    """float64, which Metal does not have."""
+    """Return float64, or a narrower dtype on Metal, which lacks it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -117,7 +117,9 @@ class Layout:
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters. In a step to walk over all modules takes longer than to clip."""
+        """Return this rank's parameters. Walking over all modules in each step would take longer
+        than clipping.
+        """
         if self._known is None:
             self._known = [parameter for _, parameter in self.named_parameters()]
         return self._known
@@ -333,12 +335,12 @@ class Layout:
 
 
 def _held_by_fully_shard(module: nn.Module) -> set[Tensor]:
-    """The parameters that `fully_shard` has split, where it is loaded at all."""
+    """Return the parameters that `fully_shard` has sharded, if it is loaded at all."""
     return {p for part in _fsdp_modules(module) for p in part.parameters()}
 
 
 def _fsdp_modules(module: nn.Module) -> list[Any]:
-    """The parts that `fully_shard` was given, where it is loaded at all."""
+    """Return the modules to which `fully_shard` was applied, if it is loaded at all."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []

@@ -116,7 +116,7 @@ class MixedSamples:
         return found
 
     def _add(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
-        """Run the samples of two ranks, together or each by itself."""
+        """Run the samples of two ranks, together or separately."""
         parts = [take_first(_move(pickle.loads(one), self._device), count) for one in pair]
         if together:
             joined = concatenate(*parts)

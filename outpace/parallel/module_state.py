@@ -36,7 +36,7 @@ Undo = Callable[[], None]
 
 
 class _Values(NamedTuple):
-    """A tensor or an array, in a form that compares."""
+    """A tensor or an array, in a comparable form."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -113,7 +113,7 @@ def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[in
 
 
 def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add a value, or what an object of the user's own class holds, to `found`."""
+    """Add a value, or the contents of an object of the user's own class, to `found`."""
     value = value.__self__ if isinstance(value, MethodType) else value
     if not (isinstance(value, nn.Module) or _is_user_object(value)):
         found[path] = _comparable(value, seen)
@@ -123,7 +123,7 @@ def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) ->
 
 
 def _comparable(value: Any, seen: set[int]) -> Any:
-    """Return what is equal for equal contents of a value."""
+    """Return a form of a value that is equal for equal contents."""
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return repr(value)
     if isinstance(value, nn.Parameter):
@@ -147,9 +147,9 @@ def _comparable(value: Any, seen: set[int]) -> Any:
 
 
 def _sample_of(value: Any) -> Any:
-    """Return a tensor or an array, of a large one numbers that lie evenly in it.
+    """Return a tensor or an array; for a large one, evenly spaced numbers in it.
 
-    By odd steps: they are in all columns of a table of 2^n columns.
+    The step is odd, so that the numbers are in all columns of a table with 2^n columns.
     """
     size = value.numel() if isinstance(value, Tensor) else value.size
     if size <= _MOST_NUMBERS or (isinstance(value, Tensor) and value.layout != torch.strided):
@@ -158,7 +158,7 @@ def _sample_of(value: Any) -> Any:
 
 
 def _is_constant(array: Any) -> bool:
-    """Whether an array is data that nothing writes to: of a mapped file, or read-only."""
+    """Return whether an array is never written to: of a mapped file, or read-only."""
     return isinstance(array, np.memmap) or not array.flags.writeable
 
 
@@ -231,7 +231,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
-    """Return `_comparable` of what lies in a container, where objects have no name."""
+    """Return `_comparable` of an item in a container, where objects have no name."""
     if not (isinstance(value, nn.Module) or _is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:
@@ -254,7 +254,9 @@ def undo_draws(module: nn.Module) -> Undo:
 
 
 def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Undo]:
-    """Return functions that restore all that a module's buffers, attributes and functions reach."""
+    """Return functions that restore everything that a module's buffers, attributes and functions
+    reach.
+    """
     places = find_places(module)
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     seen: dict[int, Any] = {id(p): p for p in module.parameters()}  # held, so that ids stay theirs
@@ -272,7 +274,7 @@ def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Und
 
 
 def _children_of(value: Any) -> Iterable[Any]:
-    """Return the values in a value that may change."""
+    """Return the values inside a value that may change."""
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]
@@ -286,7 +288,7 @@ def _children_of(value: Any) -> Iterable[Any]:
 
 
 def _undo_value(value: Any) -> Undo | None:
-    """Return what restores a value; None for a value that does not change in place."""
+    """Return a function that restores a value; None for a value that does not change in place."""
     if isinstance(value, nn.Module):
         return _undo_module(value)
     if isinstance(value, Tensor):
@@ -309,7 +311,7 @@ def _undo_value(value: Any) -> Undo | None:
 
 
 def _is_user_object(value: Any) -> bool:
-    """Whether it is an object of a class that is not of one of the libraries beneath."""
+    """Return whether an object's class is not from one of the underlying libraries."""
     if isinstance(value, type | ModuleType) or hasattr(value, "__code__"):
         return False
     library = type(value).__module__.partition(".")[0]
@@ -340,7 +342,7 @@ def _undo_module(module: nn.Module) -> Undo:
 
 
 def _undo_tensor(tensor: Tensor) -> Undo | None:
-    """Values are written only where they have changed: who watches versions sees no change else."""
+    """Write values only if they have changed, so that version counters show no other change."""
     if tensor.is_meta or tensor.is_inference():
         return None
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)
@@ -355,7 +357,7 @@ def _undo_tensor(tensor: Tensor) -> Undo | None:
 
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:
-    """Whether a tensor has other values, though its version is the same."""
+    """Return whether a tensor has other values although its version is the same."""
     some, some_before = fingerprint(_sample_of(tensor)), fingerprint(_sample_of(values))
     if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
         return some != some_before

@@ -66,7 +66,7 @@ class MovedParameters(TorchDispatchMode):
                     self._before[name] = held, held.clone()
 
     def _note_replaced(self) -> None:
-        """Note whose values were replaced (p.data = …), which no operator does."""
+        """Record parameters whose values were replaced (p.data = …), which no operator does."""
         for name, (tensor, held) in self._tensors.items():
             if not is_spread(tensor) and _memory(tensor) != _memory(held):
                 self.replaced.add(name)
@@ -84,7 +84,7 @@ class MovedParameters(TorchDispatchMode):
         return [n for n, v in self._versions.items() if now[n] != v and n not in self.written]
 
     def _count_writes(self) -> dict[str, int]:
-        """Count writes to tensors as given, and to the parts of those that are spread."""
+        """Count writes to tensors as given, and to the local parts of sharded ones."""
         return {
             name: held._version + tensor._version
             for name, (tensor, held) in self._tensors.items()

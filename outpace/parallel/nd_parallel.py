@@ -108,12 +108,12 @@ def _ring(mesh: DeviceMesh) -> SequenceRing:
 
 
 def _replicas(plan: Plan) -> int:
-    """The ranks over which the same parameters' gradients are averaged."""
+    """Return the ranks over which the same parameters' gradients are averaged."""
     return plan.dp_replicate * plan.dp_shard * plan.cp
 
 
 def _gathers_parameters(request: LayoutRequest) -> bool:
-    """Whether parameters are gathered: from other ranks, or from host memory."""
+    """Return whether parameters are gathered, from other ranks or from host memory."""
     return _replicas(request.plan) > 1 or gathers(request.plan, request.device)
 
 
@@ -123,7 +123,7 @@ def _whole_depth(
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """All layers on this rank."""
+    """Return all layers as the part of this rank."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     if _gathers_parameters(request):
         shard(
@@ -147,7 +147,7 @@ def _pipeline(
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """This rank's stages, each a unit of its own for sharding."""
+    """Return this rank's stages, each a separate unit for sharding."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     stages = cut(plan, objective.model)
     inner = PipelineLayout(
@@ -176,14 +176,16 @@ def _pipeline(
 
 
 def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """A stage's output as no view of a DTensor's part, of which sharded modules warn."""
+    """Copy a stage's output, so that it is not a view of a DTensor's part, about which sharded
+    modules warn.
+    """
     return output.clone()
 
 
 def _share(
     part: PartOfSequence | None, split_over: SplitObjective | None, batch: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """This rank's part of a batch, with positions where a stage sees a part of the sequence."""
+    """Return this rank's part of a batch, with positions if a stage sees a part of the sequence."""
     if part is not None:
         batch = part.part_of(batch)
     if split_over is not None:
@@ -196,7 +198,7 @@ def _share(
 def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that shards parameters (dp_shard and cp), with its replicas.
 
-    The ranks of a sequence are to gradients what the ranks of a batch are. Replicas of shards are
+    For gradients, the ranks of a sequence are like the ranks of a batch. Replicas of shards are
     averaged.
     """
     shards = mesh["dp_shard", "cp"]._flatten("shard")

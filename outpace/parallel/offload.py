@@ -107,7 +107,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
 
 
 def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
-    """Map each parameter to what `fully_shard` keeps of it."""
+    """Map each parameter to the state that `fully_shard` keeps for it."""
     from torch.distributed.fsdp import FSDPModule
 
     states = [m._get_fsdp_state() for m in layout.objective.modules() if isinstance(m, FSDPModule)]
@@ -116,7 +116,7 @@ def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
 
 
 def _read_ahead(layout: Layout, scratch: Scratch) -> None:
-    """Prefetch the block that comes next, forward and backward; release the one that is done."""
+    """Prefetch the next block in forward and backward; release the one that is done."""
     blocks = _blocks(layout.model)
     lies = {name: scratch.region_of(local(p)) for name, p in layout.named_parameters()}
     names = {id(module): name for name, module in layout.model.named_modules()}

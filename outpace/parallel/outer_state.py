@@ -59,7 +59,7 @@ def find_places(module: nn.Module) -> list[OuterVariable]:
 
 
 class _Walk:
-    """Goes from code to the code that it names."""
+    """Walk from code to the code that it refers to."""
 
     def __init__(self) -> None:
         self.places: list[OuterVariable] = []
@@ -67,7 +67,7 @@ class _Walk:
         self._variables: set[tuple[int, str]] = set()
 
     def add(self, value: Any) -> None:
-        """Walk over a function, a class, or what is called like a function."""
+        """Walk over a function, a class, or an object that is called like a function."""
         value = value.func if isinstance(value, partial) else value
         if isinstance(value, MethodType):
             self.add(type(value.__self__))
@@ -113,7 +113,7 @@ class _Walk:
             self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
-        """Add a global that code names; of a module of the user's, what the code names in it."""
+        """Add a global that code refers to; for a user's module, what the code refers to in it."""
         if (id(namespace), name) in self._variables:
             return
         if name not in namespace and hasattr(builtins, name):
@@ -168,14 +168,14 @@ def _functions_of(one: type) -> Iterator[FunctionType]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a value is something that is called, or belongs to a class, rather than data."""
+    """Return whether a value is called, or belongs to a class, and is not data."""
     described = isinstance(value, staticmethod | classmethod | property)
     return described or isinstance(value, FunctionType | MethodType | type | ModuleType | partial)
 
 
 @cache
 def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """Return the names that code, and the code within it, uses as globals, not as attributes."""
+    """Return the names that code, and nested code, uses as globals, not as attributes."""
     used = [one.argval for one in dis.get_instructions(code) if one.opname in _GLOBALS]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return tuple(dict.fromkeys([*used, *(name for names in inner for name in names)]))
@@ -206,7 +206,7 @@ def _same(value: Any) -> Any:
 
 
 def _keep(value: Any) -> None:
-    """Leave a default argument, which no call replaces."""
+    """Do nothing for a default argument, which no call replaces."""
 
 
 @cache

@@ -141,7 +141,7 @@ class ParallelModule:
         return self.layout.named_parameters()
 
     def _passes(self, batch: Batch) -> list[Batch]:
-        """Cut a batch into what goes through the model, or the pipeline, at once."""
+        """Cut a batch into parts that go through the model, or the pipeline, at once."""
         size, held = self.plan.samples_per_pass, samples_in(batch)
         if held % size:
             raise BadInputError(
@@ -283,7 +283,7 @@ def refused_strategy(strategy: str) -> str | None:
 
 
 def _check(module: nn.Module, plan: Plan) -> None:
-    """Refuse what would go wrong later, or be left out without a word."""
+    """Refuse requests that would fail later or be ignored silently."""
     why_not = refused_strategy(plan.strategy)
     if why_not is not None:
         raise BadInputError(f"parallelize does not support strategy {plan.strategy}: {why_not}.")
@@ -326,7 +326,9 @@ def launched_world_size() -> int:
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
-    """This process's place among the plan's ranks. Starts torch.distributed where it is not."""
+    """Return this process's position among the plan's ranks. Initialises torch.distributed if
+    necessary.
+    """
     started = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if plan.world_size == 1 and started == 1 and mesh is None:
         if plan.strategy != "single":
@@ -356,7 +358,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
 
 
 def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
-    """A mesh must be the plan's: its axes by name and size, over all ranks in order."""
+    """Require that a mesh is the plan's: its axes by name and size, over all ranks in order."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=False))
     wanted = {axis: getattr(plan, axis) for axis in AXES}

@@ -64,16 +64,16 @@ reduce_scatter_directly = operator(_reduce_scatter_directly, _reduce_scatter_dir
 
 
 class _Span(ctypes.Structure):
-    """iovec of <sys/uio.h>."""
+    """The struct iovec of <sys/uio.h>."""
 
     _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class _Notice(ctypes.Structure):
-    """Notice to other ranks: how many moves this rank has made, and where its buffer lies.
+    """Notice to other ranks: how many moves this rank has made, and where its buffer is.
 
-    `token` tells a notice from other memory: a process's number may mean another process elsewhere.
-    `kind` says which collective its buffer is for.
+    `token` distinguishes a notice from other memory, because a process id may refer to another
+    process elsewhere. `kind` is the collective for which its buffer is used.
     """
 
     _fields_ = (
@@ -83,7 +83,9 @@ class _Notice(ctypes.Structure):
 
 
 def _lasting_notice() -> _Notice:
-    """Make a notice with its own token, never freed: others may read it once more at the end."""
+    """Create a notice with its own token that is never freed, because others may read it once more
+    at the end.
+    """
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
@@ -91,7 +93,7 @@ def _lasting_notice() -> _Notice:
 
 @dataclass(frozen=True)
 class _Peer:
-    """A rank of this host: its process, and which notice lies where there."""
+    """A rank on this host: its process, and the address of its notice there."""
 
     rank: int
     pid: int
@@ -100,7 +102,7 @@ class _Peer:
 
 
 def _reader() -> _Copy | None:
-    """Copies from the memory of a process; None where there is no such."""
+    """Return a function that copies from the memory of a process; None if there is no such call."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -124,7 +126,9 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Let the other processes of the launcher read this one, where Yama lets only parents."""
+    """Allow the launcher's other processes to read this one, if Yama allows only parents to do
+    so.
+    """
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -211,7 +215,7 @@ class PeerMemoryGroup:
             raise
 
     def _share_buffer(self, buffer: Tensor, kind: int = 0) -> None:
-        """Let others read this buffer, and find theirs."""
+        """Publish this buffer to other ranks, and find theirs."""
         self._notice.buffer = buffer.data_ptr()
         self._notice.kind = (kind << _LENGTH_BITS) + buffer.nbytes
         others = self._move()
@@ -250,9 +254,10 @@ class PeerMemoryGroup:
             start += part.nbytes
 
     def _move(self) -> dict[int, int]:
-        """Let others know that the next move is made, and wait until they have made it, too.
+        """Tell other ranks that the next move is made, and wait until they have made it too.
 
-        Returns the kinds of their collectives, which after a last move may already be their next.
+        Returns the kinds of their collectives, which after the last move may already be the next
+        ones.
         """
         kinds = {}
         self._notice.moves += 1

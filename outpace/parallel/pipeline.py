@@ -120,7 +120,9 @@ class PipelineLayout(SpreadLayout):
         self._shape: torch.Size | None = None
 
     def _other_end(self, tied: bool) -> int | None:
-        """The rank that has the same embedding as this one, first stage or last; mostly none."""
+        """Return the rank that has the same embedding as this one, on the first or the last stage;
+        often none.
+        """
         first, last = self._ranks_of[0], self._ranks_of[-1]
         if not tied or first == last or self._rank not in (first, last):
             return None
@@ -154,7 +156,7 @@ class PipelineLayout(SpreadLayout):
         return self._schedule
 
     def _hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        """Return the shape of what goes from stage to stage for `tokens` (B, S)."""
+        """Return the shape of the tensors sent between stages for `tokens` (B, S)."""
         split = self._plan.tp if self._plan.sequence_parallel else 1
         return len(tokens), tokens.shape[1] // split, self._meta_model.spec.hidden
 
@@ -175,11 +177,15 @@ class PipelineLayout(SpreadLayout):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Dtype of hidden states between blocks, whatever the products' is."""
+        """Return the dtype of hidden states between blocks, which does not depend on that of the
+        products.
+        """
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return what the backward starts from on the last stage, and add to the totals."""
+        """Return the value from which the backward starts on the last stage, and add to the
+        totals.
+        """
         given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_from_hidden(hidden, targets)
@@ -189,7 +195,7 @@ class PipelineLayout(SpreadLayout):
         return scaled
 
     def _sum_tied_gradients(self) -> None:
-        """The embedding's gradient is its own, on the first stage, and the head's, on the last."""
+        """Sum the embedding's gradient on the first stage and the head's on the last one."""
         if self._twin is None:
             return
         gradient = self.model.get_parameter("embed.tokens.weight").grad
@@ -225,7 +231,9 @@ class PipelineLayout(SpreadLayout):
     def _pass_on(
         self, batch: Batch, hooks: StepHooks, sent: list[tuple[dist.Work, Tensor]]
     ) -> Tensor:
-        """A micro-batch through this rank's stages; what is `sent` must stay until it is there."""
+        """Run a micro-batch through this rank's stages; tensors in `sent` must be kept until they
+        arrive.
+        """
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
         for stage, module in self.modules.items():
@@ -275,7 +283,7 @@ class PipelineLayout(SpreadLayout):
         return self._meta_model
 
     def _owners(self) -> dict[str, int]:
-        """The rank that has each parameter; the first of them, for one that two have."""
+        """Return the rank that has each parameter; the first one if two have it."""
         owners: dict[str, int] = {}
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             for name in take_part(self._meta_model, part).state_dict():
@@ -283,7 +291,7 @@ class PipelineLayout(SpreadLayout):
         return owners
 
     def _at_first(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
-        """A tensor that `owner` holds, on the first rank; None on the others."""
+        """Return a tensor of `owner` on the first rank; None on the others."""
         if self._rank == 0 == owner:
             return held
         if self._rank == owner:
@@ -306,7 +314,9 @@ def _merge_parts(parts: Sequence[Part]) -> Part:
 
 
 def _context(batch: Batch) -> dict[str, Tensor]:
-    """Return what the blocks need of a batch, by the names of the transformer's arguments."""
+    """Return the parts of a batch that the blocks need, by the names of the transformer's
+    arguments.
+    """
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
         held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut as they are

@@ -117,7 +117,7 @@ class PipelineInspection:
 
     @contextmanager
     def _preserve_training_state(self) -> Iterator[None]:
-        """Leave the model and its random numbers as they were."""
+        """Restore the model and its random numbers at the end."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(without_reentry(always=True))
@@ -134,7 +134,9 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """The micro-batch through this rank's stages; after a refusal nothing but its absence."""
+        """Run the micro-batch through this rank's stages; after a refusal, only its absence is
+        passed on.
+        """
         output: Message | Tensor | None = None
         error: Exception | None = None
         ranks = self._ranks_of
@@ -170,7 +172,7 @@ class PipelineInspection:
     def _look_at(
         self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
-        """Look at a stage, whatever its values."""
+        """Inspect a stage, whatever its values are."""
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
@@ -184,7 +186,7 @@ class PipelineInspection:
     def _require_known(
         self, number: int, taken: Message | None, output: "Message | Tensor"
     ) -> None:
-        """Raises BadInputError where a stage makes NaN of what is none."""
+        """Raise BadInputError if a stage turns valid input into NaN."""
         made = [output[:1]] if isinstance(output, Tensor) else output.tensors
         if any(map(is_nan, made)) and not (taken and any(map(is_nan, taken.tensors))):
             blocks = ", ".join(self._names[n] for n in self._parts[number])
@@ -199,7 +201,7 @@ class PipelineInspection:
     def _gather_findings(
         self, found: dict[int, StageFindings], error: Exception | None
     ) -> dict[int, StageFindings]:
-        """Gather the findings of all stages. Raises on every rank where one has an error."""
+        """Gather the findings of all stages. Raises on every rank if one has an error."""
         said = None if error is None else f"{error}"
         if error is not None and not isinstance(error, BadInputError):
             said = (
@@ -219,7 +221,7 @@ class PipelineInspection:
     def _compare(
         self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
     ) -> None:
-        """Refuse a pipeline whose loss is not that of one process. Raises BadInputError."""
+        """Refuse a pipeline whose loss differs from that of one process. Raises BadInputError."""
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:
@@ -246,7 +248,7 @@ class PipelineInspection:
             raise BadInputError(refusal)
 
     def _broadcast_from_last(self, said: Any) -> Any:
-        """Broadcast what the last stage's rank says."""
+        """Broadcast the answer of the last stage's rank."""
         told = [said]
         dist.broadcast_object_list(told, group=self._group, group_src=self._ranks_of[-1])
         return told[0]
@@ -258,7 +260,9 @@ class PipelineInspection:
         return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _whole(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
-        """The totals of one process, of each rank's parameters; None where its forward fails."""
+        """Return the totals of one process, from each rank's parameters; None if its forward
+        fails.
+        """
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -284,9 +288,9 @@ class PipelineInspection:
         return found
 
     def _received_tensors(self, number: int) -> list["_Held"]:
-        """A block's parameters and buffers, from the rank that runs it.
+        """Return a block's parameters and buffers, received from the rank that runs it.
 
-        That one says which there are, for a forward may replace its buffers by others.
+        That rank says which ones there are, because a forward may replace its buffers by others.
         """
         source = self._owner(number)
         if source == self._rank:
@@ -322,9 +326,10 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Let stages know what travels, from the stage that leaves it to the last that reads it.
+        """Tell stages which values are sent, from the stage that stores them to the last one that
+        reads them.
 
-        Returns why one of this rank's cannot send it.
+        Returns why one of this rank's stages cannot send them.
         """
         unsendable: BadInputError | None = None
         ends = {key: max((s for s in seen if key in seen[s].read), default=0)
@@ -350,10 +355,10 @@ class PipelineInspection:
         return unsendable
 
     def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
-        """Let each stage have its own of the buffers outside of blocks that move.
+        """Give each stage its own copy of changing buffers outside of blocks.
 
-        The last stage's count, for it computes all that is outside of blocks; stages in the middle
-        compute it of parameters that are NaN.
+        Those of the last stage count, because it computes everything outside of blocks; stages in
+        the middle compute it from parameters that are NaN.
         """
         last = len(self._parts) - 1
         moved = {key: number for number in sorted(seen) for key in seen[number].moved}
@@ -419,12 +424,12 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
 
 
 def _means(*totals: Tensor) -> list[float]:
-    """The mean losses of sums and counts."""
+    """Return the mean losses for sums and counts."""
     return [float(one[0] / one[1]) for one in (made.detach().double() for made in totals)]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the difference of two mean losses; 0 where one process has no finite one."""
+    """Return the difference of two mean losses; 0 if that of one process is not finite."""
     return difference(*_means(one, other))
 
 
@@ -448,9 +453,9 @@ def _say_inside(name: str) -> str:
 
 
 def _find_lent_parameter(totals: Tensor) -> str | None:
-    """Find a lent parameter in a loss's graph, from which blocks' outputs are cut off.
+    """Find a lent parameter in the graph of a loss from which blocks' outputs are detached.
 
-    Such a loss depends on it by another way than what its block returns and leaves.
+    Such a loss depends on it in another way than through what its block returns and stores.
     """
     waiting, done = [totals.grad_fn], set()
     while waiting:
@@ -469,7 +474,7 @@ _Held = tuple[str, str, Tensor]  # the name of a module in a block, an attribute
 
 
 def _tensors_of(block: nn.Module) -> list[_Held]:
-    """A block's parameters and buffers."""
+    """Return a block's parameters and buffers."""
     return [
         (place, name, tensor)
         for place, part in block.named_modules()
@@ -483,7 +488,7 @@ def _tensors_of(block: nn.Module) -> list[_Held]:
 def _borrow_tensors(
     name: str, parts: Mapping[str, nn.Module], lent: Sequence[_Held]
 ) -> Iterator[None]:
-    """Let a block of this name have these parameters and buffers for a while."""
+    """Give a block of this name these parameters and buffers inside the context."""
     inside = dict(next(iter(parts.values())).named_modules())
     before = {part: dict(part._buffers) for part in inside.values()}
     parameters: list[tuple[nn.Module, str, Any]] = []
@@ -508,7 +513,7 @@ def _borrow_tensors(
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, of any dtype."""
+    """Return the memory of a contiguous tensor of any dtype."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
 
 

@@ -60,14 +60,14 @@ class NoDropout(TorchFunctionMode):
 
 
 def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call (input, p, training) drops anything."""
+    """Return whether a call (input, p, training) drops anything."""
     rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
     return bool(rate) and bool(training)
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """The parts of a module that drop: the attribute that says how many, and its value."""
+    """Return the dropout modules of a module: the attribute with the rate, and its value."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             yield part, "p", part.p

@@ -125,7 +125,7 @@ _Alike = dict[Any, list[tuple[int, Tensor]]]
 
 
 def _gather(split: _Alike) -> Iterator[tuple[int, Tensor]]:
-    """Whole tensors of those whose rows are split. Collective."""
+    """Gather tensors whose rows are split. Collective."""
     for alike in split.values():
         for some in _messages(alike):
             wholes = gather_rows([one for _, one in some])
@@ -133,7 +133,7 @@ def _gather(split: _Alike) -> Iterator[tuple[int, Tensor]]:
 
 
 def _send(sent: _Alike, rank: int) -> None:
-    """Fill tensors with the values that their owners have. Collective."""
+    """Fill tensors with their owners' values. Collective."""
     for (owner, dtype), alike in sent.items():
         for some in _messages(alike):
             into = [one for _, one in some]
@@ -147,7 +147,7 @@ def _send(sent: _Alike, rank: int) -> None:
 
 
 def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Tensors by as many as make a message."""
+    """Yield groups of tensors, each as large as a message may be."""
     some: list[tuple[int, Tensor]] = []
     for one in alike:
         some.append(one)
@@ -169,6 +169,6 @@ def held_tensors(layout: Layout) -> ModuleDtypes:
 
 
 def _tensors_of(layout: Layout) -> dict[str, Tensor]:
-    """This rank's parameters and buffers."""
+    """Return this rank's parameters and buffers."""
     held: dict[str, Tensor] = {n: p.detach() for n, p in layout.named_parameters()}
     return held | {n: b.detach() for n, b in layout.model.named_buffers()}

@@ -259,18 +259,18 @@ class PlainPass:
         return self._copy, self._trained
 
     def _let_recompute(self, model: nn.Module) -> None:
-        """Let a copy recompute as the run, which has no memory for more. Once."""
+        """Make the copy recompute like the run, which has no memory for more. Called once."""
         if not self._recomputes:
             named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
             apply_checkpointing(model, "full", named)
             self._recomputes = True
 
     def _first_of(self, found: "PlainSums", state: KeptState, in_order: bool) -> FirstPiece | None:
-        """Return this rank's first piece, as it is to be compared with its parts.
+        """Return this rank's first piece, in the form for comparing it with its parts.
 
-        Of ranks with the same samples others than the first compare half of theirs with quarters:
-        halves may by chance have as many targets each, and then show nothing. `in_order`: their
-        loss is one after other pieces.
+        Among ranks with the same samples, all but the first compare half of theirs with quarters:
+        halves may happen to have equally many targets, and then show nothing. `in_order`: their
+        loss is computed after other pieces.
         """
         if found.first is None:
             return None
@@ -282,10 +282,10 @@ class PlainPass:
         return FirstPiece(piece, mean, state.halves, found.drops, found.buffers)
 
     def _choose_piece(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
-        """Return the micro-batch of which this rank gives samples, and its number among ranks.
+        """Return the micro-batch from which this rank gives samples, and its index among ranks.
 
-        None where the plan does not cut, or others give some of the same. Where all ranks have the
-        same samples, their micro-batches lie apart.
+        None if the plan does not cut, or if others give some of the same. If all ranks have the
+        same samples, they use different micro-batches.
         """
         share = self._plan.data_rank(self._ranks.rank)
         if share is None or not passes or not self._is_cut(passes):
@@ -304,7 +304,7 @@ class PlainPass:
 
     @property
     def _place(self) -> int:
-        """Number of this rank among those with the same samples."""
+        """Return this rank's index among those with the same samples."""
         if self.ranks_per_share == 1:
             return 0
         rank, plan = self._ranks.rank, self._plan
@@ -332,7 +332,7 @@ class PlainPass:
             )  # fmt: skip
 
     def _guard_forwards(self) -> AbstractContextManager[object]:
-        """Return what is entered around forwards that not all ranks run at once."""
+        """Return the context for forwards that not all ranks run at once."""
         alone = self.ranks_per_share == 1
         return nullcontext() if alone else NoCollectives(self._plan.strategy)
 
@@ -341,9 +341,9 @@ class PlainPass:
         return self._plan.data_parallel * self._plan.pp_microbatches * len(passes) > 1
 
     def _needs_order(self, state: KeptState) -> bool:
-        """Return whether a piece needs those before it, as some rank has found. Collective.
+        """Return whether a piece needs the previous ones, as some rank has found. Collective.
 
-        For buffers, counters, or generators of its own.
+        This is the case for buffers, counters, or generators of the module's own.
         """
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, state.is_any or state.writes)
@@ -352,9 +352,9 @@ class PlainPass:
     def _find_other(
         self, piece: Batch | None, passes: Sequence[Batch], device: torch.device
     ) -> Batch | None:
-        """Return samples that are not in a rank's first piece: its next one, or another rank's.
+        """Return samples outside of a rank's first piece: from its next one, or from another rank.
 
-        Other ranks send theirs where it is a single sample. Collective.
+        Other ranks send theirs if the piece is a single sample. Collective.
         """
         sent = None
         if piece is not None and samples_in(piece) == 1:
@@ -381,10 +381,11 @@ class PlainPass:
         draws: PlainDraws | None,
         keeps: bool = False,
     ) -> str | None:
-        """Add up this rank's part of the `pieces`, as of `_pieces`; why that cannot be, or None.
+        """Add up this rank's part of the `pieces` from `_pieces`; return why that is impossible, or
+        None.
 
-        `draws` lets ranks with the same samples draw what the layout will; without it they drop
-        nothing. `keeps`: note whether attributes change.
+        `draws` makes ranks with the same samples draw what the layout will; without it, dropout is
+        disabled. `keeps`: record whether attributes change.
         """
         model, device = model_of(plain), found.sums.device
         for name, parameter in model.named_parameters():
@@ -423,9 +424,10 @@ class PlainPass:
     def _explain_failure(
         self, plain: nn.Module, reason: str, passes: Sequence[Batch], hooks: StepHooks
     ) -> PlainFailure:
-        """Tell whether the module fails because tensors of a batch are not cut alike. Collective.
+        """Check whether the module fails because tensors of a batch are not cut alike. Collective.
 
-        So it is if the copy runs on the whole batch. What that cannot be asked of may be so.
+        That is the case if the copy runs on the whole batch. If this cannot be tried, it may be the
+        case.
         """
         if reason.startswith(COLLECTIVE):
             return PlainFailure(reason, by_cut=True)
@@ -443,7 +445,7 @@ class PlainPass:
         return PlainFailure(f"{reason}: {lengths.removesuffix('.')}", by_cut=known == {True})
 
     def _gather_whole(self, passes: Sequence[Batch]) -> Batch | None:
-        """Return the global batch, on the CPU; None where it cannot be put together. Collective."""
+        """Return the global batch on the CPU; None if it cannot be concatenated. Collective."""
         sent = None
         with suppress(Exception):  # of a class that cannot be sent
             sent = pickle.dumps([_on_cpu(batch) for batch in passes])
@@ -459,9 +461,9 @@ class PlainPass:
         return whole
 
     def _pieces(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
-        """The micro-batches of this rank, as one process would take them: number, batch and True.
+        """Return this rank's micro-batches as one process would take them: number, batch and True.
 
-        `in_order`: among them those of ranks with the same samples, with False.
+        `in_order`: include those of ranks with the same samples, with False.
         """
         plan, number = self._plan, 0
         for batch in passes:
@@ -482,7 +484,7 @@ def _run_backward(
     count: Tensor,
     versions: Mapping[str, Any],
 ) -> None:
-    """Run a piece's backward and count it; note the buffers that it moves.
+    """Run a piece's backward and count it; record the buffers that it changes.
 
     `versions` are those of buffers before all pieces.
     """
@@ -592,7 +594,7 @@ def _on_cpu(batch: Batch) -> Batch:
 
 
 def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
-    """Whether a forward over a batch comes to its end; None where there is no memory for it."""
+    """Return whether a forward over a batch completes; None if there is not enough memory."""
     model = model_of(plain)
     device = next(model.parameters()).device
     batch = tree_map(partial(_move, device=device), batch)
@@ -612,7 +614,7 @@ def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
 
 
 def _failure(error: Exception) -> str:
-    """Return why the plain forward and backward did not come to their end."""
+    """Return why the plain forward and backward did not complete."""
     if isinstance(error, CollectiveError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):

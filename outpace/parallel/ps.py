@@ -140,7 +140,7 @@ class Worker(Role):
         return totals
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
-        """Each with the server that adds it up."""
+        """Yield each buffer with the server that sums it."""
         pairs = zip(self._servers, self._fused, strict=True)
         return [(server, fused.buffer) for server, share in pairs for fused in share]
 
@@ -153,7 +153,7 @@ class Worker(Role):
                 fused.assign_gradients()
 
     def _broadcast(self, message: Tensor) -> None:
-        """Give the worker's other devices what its first has received."""
+        """Send the worker's other devices what its first one has received."""
         if self._group is not None:
             dist.broadcast(message, group=self._group, group_src=0)
 
@@ -244,7 +244,7 @@ def _wait(works: Iterable[Any]) -> None:
 
 
 def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
-    """The devices of each worker, where they are several. All ranks make all groups."""
+    """Return the devices of each worker, if there are several. All ranks create all groups."""
     each = plan.worker_devices
     if each == 1:
         return {}
