@@ -115,8 +115,8 @@ def _require_left(run: Path) -> None:
     (past,) = mark_running([read(run)])
     if past.row.state == "going on":
         raise BadInputError(
-            f"a process of this host still trains in {run}, from a time when this was ended by "
-            "force. End it first."
+            f"a process on this host still trains in {run}, left from an earlier start of this "
+            "command that was killed. End it first."
         )
 
 

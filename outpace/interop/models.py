@@ -137,7 +137,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
         require_small_files(model)
         raise BadInputError(
             f"the run {path} holds no finished model (in {model}). It is written when the run "
-            "reaches its last step, and again from the newest checkpoint where it is missing: "
+            "reaches its last step. To write a missing one from the newest checkpoint, resume: "
             + resume_command(path)
             + _newest_step(path)
         )

@@ -430,9 +430,9 @@ def _read_trainer_state(path: Path) -> LoggedRun:
     ends = [place for place, row in enumerate(rows) if "train_runtime" in row]
     if not ends:
         raise BadInputError(
-            f"{path}: the run was not finished when this was written, and Trainer times no single "
-            "steps. Give the trainer_state.json of the output folder, which is written at the end, "
-            "or the console's output."
+            f"{path}: the run was not finished when this was written, and Trainer does not time "
+            "single steps. Give the trainer_state.json of the output folder, which is written at "
+            "the end, or the console's output."
         )
     last = rows[ends[-1]]
     runtime = _seconds(last, "train_runtime", path)

@@ -73,7 +73,7 @@ class StaticRendezvousHandler(RendezvousHandler):
                 return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
             except DistError:
                 raise RendezvousConnectionError(
-                    f"cannot reach {self._host}, port {self._port}, where all meet, within "
+                    f"cannot reach {self._host}, port {self._port}, the rendezvous, within "
                     f"{_CONNECT.total_seconds():.0f} s; there may be a firewall in between"
                 ) from None
         try:

@@ -64,8 +64,8 @@ def fp32_products(precision: Precision, device: torch.device) -> Iterator[None]:
         return
     if device.type != "cuda":
         raise BadInputError(
-            f"--precision tf32 is how tensor cores of a CUDA device multiply fp32 numbers; the "
-            f"device is {device.type}, which computes fp32 as it is. Use --precision fp32."
+            f"--precision tf32 needs the tensor cores of a CUDA device, but the device is "
+            f"{device.type}, which computes in full fp32. Use --precision fp32."
         )
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"

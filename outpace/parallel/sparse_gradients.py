@@ -9,8 +9,8 @@ from outpace.records.strategies import TRAITS, Strategy
 def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None) -> None:
     """Raise BadInputError for a trained embedding with sparse=True.
 
-    `strategy`: of the user's own loop, whose optimizer may accept sparse gradients. None: for
-    outpace's steps, whose clipping and optimizers do not.
+    `strategy` is set for a user's own loop, whose optimizer may accept sparse gradients. It is None
+    for outpace's steps, whose clipping and optimizers do not.
     """
     if strategy is not None and TRAITS[strategy].takes_sparse_gradients:
         return

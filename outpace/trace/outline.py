@@ -95,7 +95,7 @@ class ModuleTracing:
         return self._outline(name, stacks, before, after, width)
 
     def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
-        """Paths of the parts that this one stands for, its first one first."""
+        """Paths of the parts that this one represents, with its own first."""
         return (part.path,)
 
     def settings(self, path: str, module: nn.Module) -> Any:

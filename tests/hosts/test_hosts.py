@@ -102,7 +102,7 @@ def test_a_host_that_does_not_reach_the_port_is_to_blame(cluster, tmp_path):
             "train", *TINY, "--steps", 4, "--hosts", BOTH, "--out", "run", cwd=tmp_path
         )
     assert code != 0
-    assert "host-b: " in errors and "where all meet, within" in errors
+    assert "host-b: " in errors and "the rendezvous, within" in errors
     assert "host-a: stopped" not in errors
     assert ended_everywhere(cluster, tmp_path)
 

@@ -127,5 +127,5 @@ def test_tf32_is_set_for_a_run_on_cuda_alone_and_put_back():
     with fp32_products("fp32", torch.device("cpu")):
         assert torch.backends.cuda.matmul.fp32_precision == before
     refused = fp32_products("tf32", torch.device("cpu"))
-    with pytest.raises(BadInputError, match="the device is cpu, which computes fp32 as it is"):
+    with pytest.raises(BadInputError, match="the device is cpu, which computes in full fp32"):
         refused.__enter__()

@@ -260,7 +260,7 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the fraction of the shorter of a product and a transfer that the longer hides, by
+    """Return how much of a product and a transfer overlap, as a fraction of the shorter, by
     direction.
     """
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
