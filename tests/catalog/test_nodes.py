@@ -122,7 +122,7 @@ def test_a_mesh_of_few_devices_has_the_links_between_them(name, links):
         ("rtx-4070:16GB", "rtx-4070 is sold with 12 GB"),
         ("gh200", "sold with 96 GB or 144 GB"),
         ("8xa100", "a100 is sold with 40 GB or 80 GB on boards. Say which, as in a100:80GB"),
-        ("h100:70gb", "h100 is sold with 64 GB or 80 GB or 94 GB on boards"),
+        ("h100:70gb", "h100 is sold with 64 GB, 80 GB or 94 GB on boards"),
         ("64xH100-80GB", "machine '64xH100-80GB': .*: --machine 8xh100:80gb --nodes 8"),
         ("gpu:a100:8", "a100 is sold with 40 GB or 80 GB"),
         ("64xh100", "one host and how many of them: --machine 8xh100 --nodes 8"),

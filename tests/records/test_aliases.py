@@ -12,7 +12,7 @@ from outpace.cli.main import main
 from outpace.records import aliases
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.optimizers import OptimizerName
-from outpace.records.plan import Strategy
+from outpace.records.plan import LoraTarget, Strategy
 from outpace.records.precisions import Precision
 from outpace.records.settings import TrainSettings
 
@@ -99,6 +99,7 @@ def test_every_name_proposed_exists():
         assert {name.partition(" ")[0] for name in meaning.names} <= settings
     chips = {name.casefold().replace(" ", "-") for name in ACCELERATORS}
     values = {*map(str, (*get_args(Strategy), *get_args(OptimizerName), *get_args(Precision))),
+              *get_args(LoraTarget),
               *FORMATS, *NODES, *chips, "nf4", "cosine", "constant", "wsd", "tensorboard", "wandb",
               "cuda", "mps"}  # fmt: skip
     for meaning in aliases._VALUES.values():
