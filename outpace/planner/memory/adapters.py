@@ -260,7 +260,9 @@ class AdapterMemory:
         b = self.block
         less = b.residual + b.norm
         if self.has(*_QKV):
-            return less
+            adapted = sum(m.adapted for m in self.matrices if m.name in _QKV)
+            masks = adapted * self.sizes.whole * self.mask  # whose gradient is not asked for
+            return less + (masks if self.settings.dropout else 0.0)
         if self.has("out"):  # reads what is mixed, and keeps it itself
             return less + self.attention - b.mixed
         gate = b.gated and self.matrix("gate").adapted
