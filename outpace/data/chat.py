@@ -233,8 +233,9 @@ class ChatFormat:
         if spans[-1] is None:
             raise BadInputError(
                 f"{where}: what the assistant says cannot be found: the tokenizer's chat template "
-                "does not begin a conversation with what it makes of its beginning. Use a template "
-                "with {% generation %} blocks, or set chat_template in the tokenizer's folder."
+                "renders the beginning of a conversation differently once more follows. Use a "
+                "template with {% generation %} blocks, or set chat_template in the tokenizer's "
+                "folder."
             )
         return RenderedConversation(text, (spans[-1],), answers[-1:], whole=False)
 

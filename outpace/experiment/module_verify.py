@@ -290,8 +290,8 @@ class _Bench:
         if facts.draws:
             raise BadInputError(
                 f"{type(self._trial.custom.module).__name__} draws random numbers in its forward, "
-                "dropout apart, and no two ways to cut a batch draw alike. Draw from the batch "
-                "(a number of each sample), or verify with the drawing switched off."
+                "other than dropout, so each way to cut a batch draws different ones. Derive them "
+                "from the batch (a number for each sample), or disable them to verify."
             )
         if self._trial.double and not facts.narrow:
             allowed = DOUBLE

@@ -81,7 +81,7 @@ def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | 
             if loops
             else f"exactly {laid_out.stages_per_rank}. Use interleaved or loopedbfs for more"
         )
-        raise BadInputError(f"{schedule} with {number} stages on a rank: it has {allowed}")
+        raise BadInputError(f"{schedule} with {number} stages on a rank: it needs {allowed}")
     why_not = refusal(schedule, pp=ranks, microbatches=microbatches)
     if why_not is not None:
         raise BadInputError(why_not)

@@ -137,10 +137,10 @@ def test_what_dualpipev_may_do_together_is_what_torch_pairs(ranks):
         (("zb", 2, 0), "at least one rank and one micro-batch, but got 2 and 0"),
         (("mp", 2, 2), "mp has one micro-batch in flight"),
         (("1f1b", 4, 3), "1f1b needs a micro-batch for each of 4 stages"),
-        (("1f1b", 4, 4, 2), "1f1b with 2 stages on a rank: it has exactly 1. Use interleaved"),
+        (("1f1b", 4, 4, 2), "1f1b with 2 stages on a rank: it needs exactly 1. Use interleaved"),
         (("interleaved", 3, 7), "does not divide into 2 rounds. Use 6"),
-        (("loopedbfs", 3, 7, 0), "loopedbfs with 0 stages on a rank: it has at least 1$"),
-        (("zbv", 2, 4, 3), "zbv with 3 stages on a rank: it has exactly 2"),
+        (("loopedbfs", 3, 7, 0), "loopedbfs with 0 stages on a rank: it needs at least 1$"),
+        (("zbv", 2, 4, 3), "zbv with 3 stages on a rank: it needs exactly 2"),
         (("dualpipev", 2, 3), "dualpipev needs a micro-batch for each of 4 stages"),
     ],
 )
