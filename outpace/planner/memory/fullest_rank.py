@@ -1,6 +1,6 @@
 """Pipeline ranks that may need the most memory, for many plans at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -8,8 +8,10 @@ import numpy as np
 from outpace.planner.model.outline import head_in_layers
 from outpace.planner.pipeline.in_flight import Rank, ranks_of, single_rank
 from outpace.planner.pipeline.stages import balance, even
-from outpace.planner.plan_batch import MODES, SCHEDULE_NAMES, Floats, Ints, PlanBatch
+from outpace.planner.plan_batch import MODES, SCHEDULE_NAMES, Bools, Floats, Ints, PlanBatch
 from outpace.records.outline import Outline
+
+_FLAGS = {name for name, kind in Rank.__annotations__.items() if kind is bool}
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Place:
     layers: Floats
     chunk_layers: Floats
     stages: Floats
-    first: Floats
-    last: Floats
+    first: Bools
+    last: Bools
     chunks: Floats
     later_chunks: Floats
     losses: Floats
@@ -29,12 +31,12 @@ class Place:
     inputs_done: Floats
     waiting: Floats
     again: Floats
-    first_again: Floats
-    last_again: Floats
+    first_again: Bools
+    last_again: Bools
 
     def select(self, rows: Ints) -> "Place":
         """Return the ranks of some of the plans."""
-        return Place(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        return Place(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def places(outline: Outline, columns: PlanBatch) -> list[Place]:
@@ -46,9 +48,20 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
     head = head_in_layers(outline)
     found = [_ranks(outline.layers, head, *map(int, row)) for row in unique]
     return [
-        Place(*np.array([r[min(n, len(r) - 1)] for r in found], float)[place.reshape(-1)].T)
+        _place([r[min(n, len(r) - 1)] for r in found], place.reshape(-1))
         for n in range(max(map(len, found)))
     ]
+
+
+def _place(ranks: list[Rank], rows: Ints) -> Place:
+    """Return the rank of each plan, which is the one at its place in `ranks`."""
+    columns = np.array(ranks, float)[rows].T
+    return Place(
+        *(
+            column.astype(bool) if name in _FLAGS else column
+            for name, column in zip(Rank._fields, columns, strict=True)
+        )
+    )
 
 
 def recompute_interval(columns: PlanBatch, layers: int) -> Ints:

@@ -1,10 +1,11 @@
 """Memory of the last norm, the head and the loss, whole or in chunks, forward and backward."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.planner.memory.fullest_rank import Place
+from outpace.planner.memory.gradients import add_gradient, added_bytes
+from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
@@ -32,259 +33,305 @@ _LOW_HEAD_ROWS = 2048
 
 @dataclass(frozen=True)
 class _Head:
-    """Head of a rank: `here` where it has one, of `elements`; `rows` tokens come to it.
+    """Head of a rank that has one, of `elements`: `rows` tokens come to it.
 
     `more` micro-batches wait for their backward; `last` bytes of a buffer go as it begins.
+    `copied`: products read a copy of it, cast or padded.
     """
 
-    here: Floats
+    setup: MemorySetup
     rows: Floats
     vocab: Floats
     elements: Floats
     more: Floats
     last: Floats
-
-    def select(self, plans: Bools) -> "_Head":
-        """Return the head of these plans alone."""
-        return replace(self, here=self.here * plans, last=self.last * plans)
+    copied: Bools
 
 
-class Loss(MemorySetup):
-    """Memory from the last hidden state to its gradient."""
+def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add the last norm, the head and the loss, of micro-batches whose backward is not done.
 
-    def _loss(self, timeline: MemoryTimeline, place: Place, losses: Floats) -> None:
-        """The last norm and the head; what is left of it is the gradient of the last hidden state.
+    What is left of it is the gradient of the last hidden state.
+    """
+    setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
+    place, hidden = rank.place, rank.setup.outline.hidden
+    with_head = timeline.select(place.last)
+    losses = np.where(rank.later, place.later_losses, place.losses)
+    many = np.where(setup.dp, c.dp_replicate, 1)
+    rows = s.tokens * many
+    # What the norm before the head keeps, and its transform where there is one.
+    stream = s.part * s.stream
+    norm = np.where(setup.block.composed, setup.block.norm, 0.0)
+    before = stream + norm + _transform_bytes(setup)
+    kept = np.maximum(losses, 1) * before
+    outputs = np.where(many > 1, rows * hidden * s.stream, 0.0)
+    # Where weights stay gathered, the last block's buffer goes as the backward begins.
+    last = np.where(setup.sharding.regathers, 0.0, setup.unit)
+    with_head.pass_over("activations", kept)
+    timeline.pass_over("activations", outputs)
+    if place.last.any():
+        _add_logits(with_head, setup, rows, np.maximum(losses - 1, 0), last)
+    timeline.select(~place.last).drop("communication", last)
+    timeline.drop("activations", outputs)
+    add_gradient(with_head, rank.gradient, _vocab(setup) * hidden)
+    timeline.pass_over("temporary", tied_head_bytes(rank))
+    with_head.drop("activations", kept - (np.maximum(losses, 1) - 1) * before)
+    # From here on there is the gradient of the stream.
+    timeline.take("temporary", stream)
 
-        `losses` micro-batches have been through it whose backward is not done.
-        """
-        c, s = self.columns, self.s
-        here = place.last
-        many = np.where(self.dp, c.dp_replicate, 1)  # rank 0 has all ranks' outputs
-        rows = s.tokens * many
-        vocab = np.ceil(self.outline.outputs / c.tp)
-        stream = s.part * s.stream
-        # What the norm before the head keeps, and its transform where there is one.
-        before = stream + self.block.norm * self.block.composed + self._head_transform()
-        kept_before = np.maximum(losses, 1) * before * here
-        timeline.pass_over("activations", kept_before)
-        timeline.pass_over("activations", (many > 1) * rows * self.outline.hidden * s.stream)
-        head = vocab * self.outline.hidden
-        chunked = self._uses_chunks(rows, vocab)
-        more = np.maximum(losses - 1, 0) * here
-        # Where weights stay gathered, the last block's buffer goes as the backward begins.
-        last = self.fsdp * self.used * self.elements * ~self.regathers
-        low, accelerated = self._low() & ~chunked, self._uses_head_loss()
-        at = _Head(here, rows, vocab, head, more, last)
-        self._low_logits(timeline, at.select(low))
-        self._whole_logits(timeline, at.select(~chunked & ~low & ~accelerated))
-        self._in_chunks(timeline, at.select(chunked & ~accelerated))
+
+def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add what a head's split gradient is made from: the gradient of logits, and the copy."""
+    setup, s, vocab = rank.setup, rank.setup.sizes, _vocab(rank.setup)
+    here = timeline.select(rank.place.last & ~_uses_chunks(setup, s.tokens, vocab))
+    here.pass_over("temporary", s.tokens * vocab * s.operand)
+    if not _uses_head_loss(setup):
+        copy = vocab * setup.outline.hidden * s.operand
+        here.pass_over("weight copies", np.where(s.operand < setup.sharding.item, copy, 0.0))
+
+
+def tied_head_bytes(rank: RankSetup) -> Floats:
+    """Return bytes of a tied head's gradient that waits for the embedding's.
+
+    It does where it is not kept as such.
+    """
+    setup, place, c = rank.setup, rank.place, rank.setup.columns
+    both = place.first & place.last & setup.outline.tied & ~setup.dp & (c.pp == 1)
+    waits = both & ~setup.sharding.gathers & ~rank.allocates_gradients
+    return np.where(waits, setup.ends.embedding * added_bytes(setup), 0.0)
+
+
+def _add_logits(
+    timeline: MemoryTimeline, setup: MemorySetup, rows: Floats, more: Floats, last: Floats
+) -> None:
+    """Add the head and the loss by the way that each plan takes."""
+    item, hidden, vocab = setup.sharding.item, setup.outline.hidden, _vocab(setup)
+    cast = setup.sizes.operand < item
+    chunked = _uses_chunks(setup, rows, vocab)
+    if _uses_head_loss(setup):
         padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
-        at = replace(at, vocab=padded, elements=padded * self.outline.hidden)
-        whole = accelerated & ~chunked & self._keeps_logits(rows, padded)
-        copied = (self.s.operand < self.used) | (padded != vocab)
-        self._logits_in_place(timeline, at.select(whole), copied)
-        self._chunks_in_place(timeline, at.select(accelerated & ~whole), copied)
-        timeline.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
-        self._gradient(timeline, here * head)
-        timeline.pass_over("temporary", self._tied_waits(place))
-        timeline.drop("activations", kept_before - (np.maximum(losses, 1) - 1) * before * here)
-        # From here on there is the gradient of the stream.
-        timeline.take("temporary", stream)
+        copied = cast | (padded != vocab)
+        head = _Head(setup, rows, padded, padded * hidden, more, last, copied)
+        whole = ~chunked & _keeps_logits(setup, rows, padded)
+        ways = [(whole, _add_logits_in_place), (~whole, _add_chunks_in_place)]
+    else:
+        head = _Head(setup, rows, vocab, vocab * hidden, more, last, cast)
+        low = _takes_bf16_logits(setup)
+        ways = [
+            (low & ~chunked, _add_bf16_logits),
+            (~chunked & ~low, _add_whole_logits),
+            (chunked, _add_chunks),
+        ]
+    for plans, add in ways:
+        if plans.any():
+            add(timeline.select(plans), head)
 
-    def _head_waits(self, place: Place) -> tuple[Floats, Floats]:
-        """Return what the head's split gradient is made from: of logits, the copy."""
-        s, c = self.s, self.columns
-        vocab = np.ceil(self.outline.outputs / c.tp)
-        here = place.last * ~self._uses_chunks(s.tokens, vocab)
-        copy = here * vocab * self.outline.hidden * s.operand * (s.operand < self.used)
-        return here * s.tokens * vocab * s.operand, copy * ~self._uses_head_loss()
 
-    def _tied_waits(self, place: Place) -> Floats:
-        """A tied head's gradient, which waits for the embedding's where it is not kept as such."""
-        both = place.first * place.last * float(self.outline.tied)
-        both = both * ~self.dp * (self.columns.pp == 1)
-        stays = (1 - self.there) * (1 - self.in_backward)
-        waits: Floats = both * (1 - self.fsdp) * (1 - stays) * self.ends.embedding
-        return waits * self._added_bytes()
+def _vocab(setup: MemorySetup) -> Floats:
+    """Return the columns of logits on a rank."""
+    vocab: Floats = np.ceil(setup.outline.outputs / setup.columns.tp)
+    return vocab
 
-    def _head_transform(self) -> Floats:
-        """BERT's product, activation and norm before the head."""
-        if not self.outline.head_products:
-            return np.zeros(len(self.columns.pp))
-        s = self.s
-        return 2 * s.whole * s.operand + s.casts * s.whole * s.operand
 
-    def _uses_chunks(self, rows: Floats, vocab: Floats) -> Bools:
-        c = self.columns
+def _transform_bytes(setup: MemorySetup) -> Floats | float:
+    """Return what BERT's product, activation and norm before the head keep."""
+    if not setup.outline.head_products:
+        return 0.0
+    read = setup.sizes.whole * setup.sizes.operand
+    return 2 * read + np.where(setup.sizes.casts, read, 0.0)
+
+
+def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
+    """Return which losses take logits in chunks: where asked for, or where they are large."""
+    c = setup.columns
+    if _uses_head_loss(setup):
+        large = ~_fits(setup, rows, vocab)
+    else:
         large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
-        large = np.where(self._low(), rows > self._low_rows(vocab), large)
-        large = np.where(self._uses_head_loss(), ~self._fits(rows, vocab), large)
-        asked: Bools = ((large & ~self._splits()) | c.chunked_loss) & (c.tp == 1)
-        return asked & self.traits.chunks_loss
+        large = np.where(_takes_bf16_logits(setup), rows > _whole_bf16_rows(vocab), large)
+    chunks: Bools = ((large & ~_splits_backward(setup)) | c.chunked_loss) & (c.tp == 1)
+    return chunks & setup.question.traits.chunks_loss
 
-    def _uses_head_loss(self) -> Bools:
-        """Return which losses are `nn.head_loss`: outpace's own, on an accelerator."""
-        own = self.traits.chunks_loss and self.device == "cuda"
-        return np.full(len(self.columns.pp), own)
 
-    def _fits(self, rows: Floats, vocab: Floats) -> Bools:
-        """Whether all logits are made at once by their size."""
-        padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
-        fits: Bools = rows * padded * self.s.operand <= _WHOLE_BYTES
-        return fits
+def _uses_head_loss(setup: MemorySetup) -> bool:
+    """Return whether the loss is `nn.head_loss`: outpace's own, on an accelerator."""
+    return setup.question.traits.chunks_loss and setup.question.device == "cuda"
 
-    def _keeps_logits(self, rows: Floats, padded: Floats) -> Bools:
-        """Whether logits are there between forward and backward; else the forward ends them."""
-        c = self.columns
-        between: Bools = self._splits() | (c.tp > 1) | (c.compile & self._fits(rows, padded))
-        return between
 
-    def _loss_block(self, rows: Floats, padded: Floats) -> Floats:
-        """Logits in fp32 beside the logits; compiled passes have none."""
-        most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(padded, 1))))
-        block: Floats = FP32 * np.minimum(rows, most) * padded * ~self.columns.compile
-        return block
+def _fits(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
+    """Whether all logits are made at once by their size."""
+    padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
+    fits: Bools = rows * padded * setup.sizes.operand <= _WHOLE_BYTES
+    return fits
 
-    def _logits_in_place(self, timeline: MemoryTimeline, at: _Head, copied: Bools) -> None:
-        """All logits, over which the backward writes their gradient."""
-        s, here, rows = self.s, at.here, at.rows
-        states = here * rows * self.outline.hidden
-        logits = here * rows * at.vocab * s.operand
-        kept = logits + states * s.operand * (s.operand < s.stream) + here * rows * _KEPT_OF_TOKEN
-        copy = here * at.elements * s.operand * copied
-        block = here * self._loss_block(rows, at.vocab)
-        timeline.pass_over("activations", at.more * kept)
-        timeline.pass_over("weight copies", (1 + at.more) * copy)
-        timeline.moment("temporary", kept + block + states * s.stream * s.casts)
-        timeline.take("activations", kept)
-        timeline.drop("communication", at.last)
-        timeline.moment("temporary", np.maximum(block, states * (s.operand + s.stream * s.casts)))
-        timeline.drop("weight copies", copy)
-        timeline.moment("temporary", states * s.stream + here * at.elements * self.used)
-        timeline.drop("activations", kept)
 
-    def _chunks_in_place(self, timeline: MemoryTimeline, at: _Head, copied: Bools) -> None:
-        """All logits or some rows of them, whose gradient the forward multiplies."""
-        s, here, rows = self.s, at.here, at.rows
-        row_bytes = np.maximum(at.vocab, 1) * s.operand
-        most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
-        most = np.maximum(_CHUNK_ROWS_ACCELERATOR, most)
-        chunks = np.ceil(rows / most)
-        chunk = np.ceil(rows / np.maximum(chunks, 1) / _PADDED_TO) * _PADDED_TO
-        chunk = np.where(self._fits(rows, at.vocab), rows, chunk)
-        chunk = np.where(self.columns.chunked_loss, _CHUNK_ROWS_ACCELERATOR, chunk)
-        chunk = np.minimum(chunk, rows)
-        hidden = self.outline.hidden
-        states_grad = here * rows * hidden * s.stream
-        weights_grad = here * at.elements * FP32
-        logits = here * chunk * row_bytes + here * chunk * hidden * s.operand * (
-            s.operand < s.stream
-        )
-        copy = here * at.elements * s.operand * copied
-        # Cast for the softmax, and the softmax.
-        block = here * self._loss_block(chunk, at.vocab) * np.where(s.operand < FP32, 2, 1)
-        block = block + weights_grad * (rows > chunk)
-        product = weights_grad + here * chunk * hidden * s.operand * (s.operand < s.stream)
-        timeline.pass_over("activations", (1 + at.more) * states_grad + at.more * weights_grad)
-        output = here * rows * hidden * s.stream
-        timeline.moment("temporary", logits + copy + output + np.maximum(block, product))
-        timeline.pass_over("activations", weights_grad)
-        timeline.drop("communication", at.last)
-        timeline.moment("temporary", here * at.elements * self.used * (self.used < FP32))
-        timeline.drop("activations", states_grad + weights_grad)
+def _keeps_logits(setup: MemorySetup, rows: Floats, padded: Floats) -> Bools:
+    """Whether logits are there between forward and backward; else the forward ends them."""
+    c = setup.columns
+    between: Bools = _splits_backward(setup) | (c.tp > 1) | (c.compile & _fits(setup, rows, padded))
+    return between
 
-    def _splits(self) -> Bools:
-        return self.columns.schedule_in("zb", "zbv", "dualpipev")
 
-    def _low(self) -> Bools:
-        """Return whose products are of bf16 on a CPU, where logits' gradient takes their place."""
-        c = self.columns
-        own = c.precision_in(*COMPUTES_IN_BF16) & ~self._splits() & (c.tp == 1)
-        here: Bools = own & self.traits.chunks_loss & (self.device == "cpu")
-        return here
+def _loss_block(head: _Head, rows: Floats) -> Floats:
+    """Return bytes of logits in fp32 beside the logits; compiled passes have none."""
+    most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(head.vocab, 1))))
+    block = FP32 * np.minimum(rows, most) * head.vocab
+    return np.where(head.setup.columns.compile, 0.0, block)
 
-    def _low_rows(self, vocab: Floats) -> Floats:
-        """Return the number of tokens of which all logits are held."""
-        rows: Floats = np.maximum(_CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
-        return rows
 
-    def _low_block(self, vocab: Floats, rows: Floats) -> Floats:
-        """Return the tokens whose softmax is made at a time."""
-        most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
-        block: Floats = np.minimum(np.maximum(1, most), rows)
-        return block
+def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
+    """Add all logits, over which the backward writes their gradient."""
+    s, rows = head.setup.sizes, head.rows
+    states = rows * head.setup.outline.hidden
+    cast = np.where(s.operand < s.stream, states * s.operand, 0.0)
+    kept = rows * head.vocab * s.operand + cast + rows * _KEPT_OF_TOKEN
+    copy = np.where(head.copied, head.elements * s.operand, 0.0)
+    block = _loss_block(head, rows)
+    output = np.where(s.casts, states * s.stream, 0.0)
+    timeline.pass_over("activations", head.more * kept)
+    timeline.pass_over("weight copies", (1 + head.more) * copy)
+    timeline.moment("temporary", kept + block + output)
+    timeline.take("activations", kept)
+    timeline.drop("communication", head.last)
+    within = states * (s.operand + np.where(s.casts, s.stream, 0.0))
+    timeline.moment("temporary", np.maximum(block, within))
+    timeline.drop("weight copies", copy)
+    timeline.moment("temporary", states * s.stream + head.elements * head.setup.sharding.item)
+    timeline.drop("activations", kept)
 
-    def _low_logits(self, timeline: MemoryTimeline, at: _Head) -> None:
-        """All logits in 16 bits, of which the gradient is made in place."""
-        s, hidden = self.s, self.outline.hidden
-        here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
-        logits = here * rows * vocab * s.operand
-        output = here * rows * hidden * s.stream * s.casts
-        read = here * rows * hidden * s.operand * (s.operand < s.stream)
-        part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
-        cast = part * (s.operand < self.used)
-        block = self._low_block(vocab, rows)
-        timeline.pass_over("activations", at.more * logits)
-        within = np.maximum(read + cast, 2 * FP32 * block * vocab * here)
-        timeline.moment("temporary", logits + within + output)
-        timeline.take("activations", logits)
-        timeline.drop("communication", at.last)
-        states = here * rows * hidden
-        made = here * head * self.used + states * np.where(s.stream < FP32, FP32 + s.stream, FP32)
-        timeline.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
-        timeline.drop("activations", logits)
 
-    def _whole_logits(self, timeline: MemoryTimeline, at: _Head) -> None:
-        s, c = self.s, self.columns
-        here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
-        logits, wide = here * rows * vocab, np.maximum(s.operand, FP32)
-        low = s.operand < FP32
-        read = here * rows * self.outline.hidden * s.operand
-        # What the head reads is gathered for its product and again for its gradient, or kept.
-        gathered = read * self.regathers_inputs * (1 - 1 / c.tp)
-        copy = here * head * s.operand * (s.operand < self.used)
-        split = c.tp > 1
-        timeline.pass_over("activations", at.more * (logits * wide + read - gathered))
-        timeline.pass_over("weight copies", at.more * copy)
-        timeline.pass_over("activations", read - gathered)
-        timeline.pass_over("weight copies", copy)
-        # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
-        output = here * rows * self.outline.hidden * s.stream * s.casts  # what was cast
-        again = 0 if self.traits.softmax_in_place else wide
-        timeline.moment("temporary", output + logits * (s.operand * low + wide + again))
-        timeline.take("activations", logits * wide)
-        timeline.drop("communication", at.last)
-        # Its gradient, and that of the products; split or in place it is made at once, and cast.
-        made = np.where(split | self.traits.softmax_in_place, again + s.operand * low, 2 * wide)
-        timeline.moment("temporary", logits * made)
-        timeline.drop("activations", logits * wide)
-        grads = logits * s.operand + here * head * s.operand + read + gathered
-        timeline.moment("temporary", grads)
-        timeline.drop("weight copies", copy)
-        timeline.drop("activations", read - gathered)
+def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
+    """Add all logits or some rows of them, whose gradient the forward multiplies."""
+    s, rows, item = head.setup.sizes, head.rows, head.setup.sharding.item
+    hidden = head.setup.outline.hidden
+    row_bytes = np.maximum(head.vocab, 1) * s.operand
+    chunk = _chunk_rows(head, row_bytes)
+    states_grad = rows * hidden * s.stream
+    weights_grad = head.elements * FP32
+    cast = np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
+    logits = chunk * row_bytes + cast
+    copy = np.where(head.copied, head.elements * s.operand, 0.0)
+    # Cast for the softmax, and the softmax.
+    block = _loss_block(head, chunk) * np.where(s.operand < FP32, 2, 1)
+    block = block + np.where(rows > chunk, weights_grad, 0.0)
+    timeline.pass_over("activations", (1 + head.more) * states_grad + head.more * weights_grad)
+    output = rows * hidden * s.stream
+    within = np.maximum(block, weights_grad + cast)
+    timeline.moment("temporary", logits + copy + output + within)
+    timeline.pass_over("activations", weights_grad)
+    timeline.drop("communication", head.last)
+    timeline.moment("temporary", np.where(item < FP32, head.elements * item, 0.0))
+    timeline.drop("activations", states_grad + weights_grad)
 
-    def _in_chunks(self, timeline: MemoryTimeline, at: _Head) -> None:
-        """Add the CPU's chunked loss: the forward makes gradients of hidden states and head."""
-        s, hidden = self.s, self.outline.hidden
-        here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
-        low = self._low()
-        chunk = np.where(
-            low & ~self.columns.chunked_loss, self._low_rows(vocab), float(_CHUNK_ROWS)
-        )
-        chunk = np.minimum(chunk, rows)
-        states_grad = here * rows * hidden * np.where(low, s.stream, np.maximum(s.operand, FP32))
-        weights_grad = here * head * np.maximum(FP32, self.used)
-        raised = here * head * FP32 * (self.used < FP32) * ~low
-        timeline.pass_over("activations", (1 + at.more) * (states_grad + weights_grad))
-        output = here * rows * hidden * s.stream
-        cast = here * head * s.operand * low * (s.operand < self.used)
-        # In bf16 a chunk's gradient of the head lives while the next one is made.
-        grad, before = head * s.operand, rows > chunk
-        block = self._low_block(vocab, chunk)
-        softmax = 2 * FP32 * block * vocab
-        part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
-        in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
-        inside = here * np.where(low, in_place, FP32 * (chunk + block) * vocab)
-        timeline.moment("temporary", inside + output + cast + raised)
-        timeline.drop("communication", at.last)
-        timeline.drop("activations", states_grad + weights_grad)
+
+def _chunk_rows(head: _Head, row_bytes: Floats) -> Floats:
+    """Return the rows of logits that an accelerator makes at a time."""
+    rows = head.rows
+    most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
+    most = np.maximum(_CHUNK_ROWS_ACCELERATOR, most)
+    chunks = np.ceil(rows / most)
+    chunk = np.ceil(rows / np.maximum(chunks, 1) / _PADDED_TO) * _PADDED_TO
+    chunk = np.where(_fits(head.setup, rows, head.vocab), rows, chunk)
+    chunk = np.where(head.setup.columns.chunked_loss, _CHUNK_ROWS_ACCELERATOR, chunk)
+    return np.minimum(chunk, rows)
+
+
+def _splits_backward(setup: MemorySetup) -> Bools:
+    return setup.columns.schedule_in("zb", "zbv", "dualpipev")
+
+
+def _takes_bf16_logits(setup: MemorySetup) -> Bools:
+    """Return whose products are of bf16 on a CPU, where logits' gradient takes their place."""
+    c = setup.columns
+    own = c.precision_in(*COMPUTES_IN_BF16) & ~_splits_backward(setup) & (c.tp == 1)
+    takes: Bools = own & setup.question.traits.chunks_loss & (setup.question.device == "cpu")
+    return takes
+
+
+def _whole_bf16_rows(vocab: Floats) -> Floats:
+    """Return the number of tokens of which all logits are held."""
+    rows: Floats = np.maximum(_CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
+    return rows
+
+
+def _softmax_rows(vocab: Floats, rows: Floats) -> Floats:
+    """Return the tokens whose softmax is made at a time."""
+    most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
+    block: Floats = np.minimum(np.maximum(1, most), rows)
+    return block
+
+
+def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
+    """Add all logits in 16 bits, of which the gradient is made in place."""
+    s, rows, vocab = head.setup.sizes, head.rows, head.vocab
+    states = rows * head.setup.outline.hidden
+    logits = rows * vocab * s.operand
+    output = np.where(s.casts, states * s.stream, 0.0)
+    read = np.where(s.operand < s.stream, states * s.operand, 0.0)
+    part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * head.setup.outline.hidden
+    cast = np.where(head.copied, part, 0.0)
+    timeline.pass_over("activations", head.more * logits)
+    within = np.maximum(read + cast, 2 * FP32 * _softmax_rows(vocab, rows) * vocab)
+    timeline.moment("temporary", logits + within + output)
+    timeline.take("activations", logits)
+    timeline.drop("communication", head.last)
+    wide = np.where(s.stream < FP32, FP32 + s.stream, FP32)
+    made = head.elements * head.setup.sharding.item + states * wide
+    timeline.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
+    timeline.drop("activations", logits)
+
+
+def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
+    """Add all logits in fp32, their softmax, and gradients of both."""
+    setup, s, c = head.setup, head.setup.sizes, head.setup.columns
+    in_place = setup.question.traits.softmax_in_place
+    states = head.rows * setup.outline.hidden
+    logits, wide = head.rows * head.vocab, np.maximum(s.operand, FP32)
+    narrow = np.where(s.operand < FP32, s.operand, 0.0)
+    read = states * s.operand
+    # What the head reads is gathered for its product and again for its gradient, or kept.
+    gathered = np.where(setup.regathers_inputs, read * (1 - 1 / c.tp), 0.0)
+    copy = np.where(head.copied, head.elements * s.operand, 0.0)
+    timeline.pass_over("activations", head.more * (logits * wide + read - gathered))
+    timeline.pass_over("weight copies", head.more * copy)
+    timeline.pass_over("activations", read - gathered)
+    timeline.pass_over("weight copies", copy)
+    # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
+    output = np.where(s.casts, states * s.stream, 0.0)  # what was cast
+    again = 0 if in_place else wide
+    timeline.moment("temporary", output + logits * (narrow + wide + again))
+    timeline.take("activations", logits * wide)
+    timeline.drop("communication", head.last)
+    # Its gradient, and that of the products; split or in place it is made at once, and cast.
+    made = np.where((c.tp > 1) | in_place, again + narrow, 2 * wide)
+    timeline.moment("temporary", logits * made)
+    timeline.drop("activations", logits * wide)
+    grads = logits * s.operand + head.elements * s.operand + read + gathered
+    timeline.moment("temporary", grads)
+    timeline.drop("weight copies", copy)
+    timeline.drop("activations", read - gathered)
+
+
+def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
+    """Add the CPU's chunked loss: the forward makes gradients of hidden states and head."""
+    s, hidden, item = head.setup.sizes, head.setup.outline.hidden, head.setup.sharding.item
+    rows, vocab, low = head.rows, head.vocab, _takes_bf16_logits(head.setup)
+    asked = head.setup.columns.chunked_loss
+    chunk = np.where(low & ~asked, _whole_bf16_rows(vocab), float(_CHUNK_ROWS))
+    chunk = np.minimum(chunk, rows)
+    states_grad = rows * hidden * np.where(low, s.stream, np.maximum(s.operand, FP32))
+    weights_grad = head.elements * np.maximum(FP32, item)
+    raised = np.where((item < FP32) & ~low, head.elements * FP32, 0.0)
+    timeline.pass_over("activations", (1 + head.more) * (states_grad + weights_grad))
+    output = rows * hidden * s.stream
+    cast = np.where(low & head.copied, head.elements * s.operand, 0.0)
+    # In bf16 a chunk's gradient of the head lives while the next one is made.
+    grad = head.elements * s.operand
+    block = _softmax_rows(vocab, chunk)
+    softmax = 2 * FP32 * block * vocab + np.where(rows > chunk, grad, 0.0)
+    part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
+    in_place = s.operand * chunk * vocab + np.maximum(softmax, grad + part)
+    inside = np.where(low, in_place, FP32 * (chunk + block) * vocab)
+    timeline.moment("temporary", inside + output + cast + raised)
+    timeline.drop("communication", head.last)
+    timeline.drop("activations", states_grad + weights_grad)

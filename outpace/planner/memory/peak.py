@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outpace.planner.memory.adapters import AdapterMemory, set_up_adapters
+from outpace.planner.memory.adapters import set_up_adapters
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
-from outpace.planner.memory.setup import Device
-from outpace.planner.memory.step import StepMemory
+from outpace.planner.memory.setup import Device, MemoryQuestion
+from outpace.planner.memory.step import start_timelines, step_timelines
+from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import Floats, Ints, PlanBatch
 from outpace.records.memory import KINDS, Kind
 from outpace.records.outline import Outline
@@ -63,15 +64,14 @@ def anatomy(
     those of the trainer.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
-    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, traits, True):
-        timelines = list(step.timelines())
-        best = np.zeros(len(rows))
-        for within, timeline in timelines:
-            fuller = timeline.peak > best[within]
-            chosen = within[fuller]
-            best[chosen] = timeline.peak[fuller]
-            for kind, nbytes in timeline.by_kind().items():
-                found[kind][rows[chosen]] = nbytes[fuller]
+    question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)
+    best = np.zeros(len(columns))
+    for rows, timeline in _timelines(question, columns, finds=True):
+        fuller = timeline.peak > best[rows]
+        chosen = rows[fuller]
+        best[chosen] = timeline.peak[fuller]
+        for kind, nbytes in timeline.by_kind().items():
+            found[kind][chosen] = nbytes[fuller]
     return found
 
 
@@ -87,11 +87,9 @@ def peak_bytes(
 ) -> Floats:
     """Return peak bytes of tensors on the fullest rank, or the last one, for every plan."""
     peak = np.zeros(len(columns))
-    steps = _steps(outline, seq_len, columns, device, fused_attention, traits, False)
-    for rows, step in steps:
-        for within, timeline in step.timelines(rank == "last"):
-            at = rows[within]
-            peak[at] = np.maximum(peak[at], timeline.peak)
+    question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)
+    for rows, timeline in _timelines(question, columns, only_last=rank == "last"):
+        peak[rows] = np.maximum(peak[rows], timeline.peak)
     return peak
 
 
@@ -109,38 +107,55 @@ def offloaded_bytes(
     the gradients of weights that lie there: not when the device is.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
-    for rows, step in _steps(outline, seq_len, columns, device, True, traits, False):
-        for within, timeline in step.timelines():
-            at = rows[within]
-            host[at] = np.maximum(host[at], timeline.host_peak)
-            disk[at] = np.maximum(disk[at], timeline.disk_peak)
+    question = MemoryQuestion(outline, seq_len, device, traits=traits)
+    for rows, timeline in _timelines(question, columns):
+        host[rows] = np.maximum(host[rows], timeline.host_peak)
+        disk[rows] = np.maximum(disk[rows], timeline.disk_peak)
     return host, disk
 
 
-def _steps(
-    outline: Outline,
-    seq_len: int,
-    columns: PlanBatch,
-    device: Device,
-    fused: bool,
-    traits: FrameworkTraits,
-    finds: bool,
-) -> Iterator[tuple[Ints, "StepMemory | AdapterMemory"]]:
-    """Plans with and without a pipeline apart, and as many at a time as caches hold."""
-    adapters = columns.common_adapters
+def _timelines(
+    question: MemoryQuestion, columns: PlanBatch, finds: bool = False, only_last: bool = False
+) -> Iterator[tuple[Ints, MemoryTimeline]]:
+    """Yield plans, and timelines of a step on ranks of theirs that may need the most memory."""
+    q, adapters = question, columns.common_adapters
+    for rows in _parts(columns):
+        part = columns.take(rows)
+        if adapters is None:
+            timelines = step_timelines(q, part, finds, only_last)
+        else:
+            step = set_up_adapters(q.outline, q.seq_len, part, q.device, adapters, finds)
+            timelines = step.timelines(only_last)
+        for within, timeline in timelines:
+            yield rows[within], timeline
+
+
+def _start_timelines(
+    question: MemoryQuestion, columns: PlanBatch
+) -> Iterator[tuple[Ints, MemoryTimeline]]:
+    """Yield plans, and timelines of the same ranks up to the first forward."""
+    q, adapters = question, columns.common_adapters
+    for rows in _parts(columns):
+        part = columns.take(rows)
+        if adapters is None:
+            timelines = start_timelines(q, part)
+        else:
+            step = set_up_adapters(q.outline, q.seq_len, part, q.device, adapters, False)
+            timelines = step.timelines_at_start()
+        for timeline in timelines:
+            yield rows, timeline
+
+
+def _parts(columns: PlanBatch) -> Iterator[Ints]:
+    """Yield plans with and without a pipeline apart, and as many at a time as caches hold."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
-    groups = 2 * (columns.pp > 1) + shards
-    for group in range(4):
-        rows = np.flatnonzero(groups == group)
-        for begin in range(0, len(rows), _AT_ONCE):
-            some = rows[begin : begin + _AT_ONCE]
-            part = columns.take(some)
-            if adapters is not None:
-                yield some, set_up_adapters(outline, seq_len, part, device, adapters, finds)
-            else:
-                yield some, StepMemory(outline, seq_len, part, device, fused, finds, traits)
+    for piped in (False, True):
+        for sharded in (False, True):
+            rows = np.flatnonzero(((columns.pp > 1) == piped) & (shards == sharded))
+            for begin in range(0, len(rows), _AT_ONCE):
+                yield rows[begin : begin + _AT_ONCE]
 
 
 def reserved_bytes(
@@ -177,9 +192,9 @@ def least_bytes(
     It is a lower bound because `reserved_bytes` is the maximum over moments that include this one.
     """
     peak = np.zeros(len(columns))
-    for rows, step in _steps(outline, seq_len, columns, device, True, traits, False):
-        for timeline in step.timelines_at_start():
-            peak[rows] = np.maximum(peak[rows], timeline.peak)
+    question = MemoryQuestion(outline, seq_len, device, traits=traits)
+    for rows, timeline in _start_timelines(question, columns):
+        peak[rows] = np.maximum(peak[rows], timeline.peak)
     return peak if device == "cpu" else _reserve(outline, columns, peak)
 
 

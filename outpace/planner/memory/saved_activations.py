@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.model.outline import Weight, layer_parameters, weights
-from outpace.planner.plan_batch import MODES, PRECISIONS, Floats, PlanBatch
+from outpace.planner.plan_batch import MODES, PRECISIONS, Bools, Floats, PlanBatch
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, PRECISION_TRAITS
@@ -46,11 +46,9 @@ class Shapes:
     hidden: int
 
     @property
-    def casts(self) -> Floats:
-        """Return 1 if matrix products use another dtype than the residual stream, which is then
-        cast.
-        """
-        return (self.operand < self.stream).astype(float)
+    def casts(self) -> Bools:
+        """Return where products use a narrower dtype than the residual stream, which is cast."""
+        return self.operand < self.stream
 
 
 def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
@@ -76,7 +74,7 @@ class Layer:
     """
 
     norms: int
-    composed: Floats  # 1 where norms are made of single operators
+    composed: Bools  # where norms are made of single operators
     gated: bool
     residual: Floats
     norm: Floats
@@ -187,10 +185,10 @@ def layer(
     # scaled as well, for the scale's gradient; in 16 bits its input in fp32 in the place of the
     # residual stream's own.
     numbers = 2 if stack.norm_bias else 1
-    composed: Floats = ((columns.tp > 1) & (not stack.norm_bias)).astype(float)
+    composed = (columns.tp > 1) & (not stack.norm_bias)
     wide = np.maximum(sizes.stream, FP32)
     norm = numbers * FP32 * sizes.part / sizes.hidden
-    norm = norm + composed * sizes.part * (wide + wide - sizes.stream)
+    norm = norm + np.where(composed, sizes.part * (wide + wide - sizes.stream), 0.0)
     return Layer(
         norms=stack.norms,
         composed=composed,
@@ -248,9 +246,9 @@ def _attention(
     # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
     # attention on a CPU (nn.attention) keeps none.
     low = columns.precision_in(*COMPUTES_IN_BF16)
-    own = low & (columns.cp == 1) & (device == "cpu")
-    kept = fused & ~(own & traits.chunks_loss)
-    mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept
+    own = low & (columns.cp == 1) & (device == "cpu") & traits.chunks_loss
+    sums = np.where(fused & ~own, FP32 * tokens * heads, 0.0)
+    mixed = item * tokens * heads * one.value_dim + sums
     latent = item * tokens * (2 * (one.query_rank or 0) + 2 * (one.kv_rank or 0) + one.rope_dim)
     raw = queries + 2 * keys + latent
     apart = latent

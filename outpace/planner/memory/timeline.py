@@ -1,5 +1,7 @@
 """Memory in use, change by change, for many plans at once."""
 
+from copy import copy
+
 import numpy as np
 
 from outpace.planner.plan_batch import Bools, Floats
@@ -19,6 +21,7 @@ class MemoryTimeline:
 
     def __init__(self, plans: int, finds: bool = True) -> None:
         self._finds = finds
+        self._plans: Bools | None = None
         self.peak: Floats = np.zeros(plans)
         self.host_peak: Floats = np.zeros(plans)
         self.disk_peak: Floats = np.zeros(plans)
@@ -27,6 +30,14 @@ class MemoryTimeline:
         self._live: Floats = np.zeros(plans)
         self._at = np.zeros(plans, dtype=np.int64)
         self._changes: list[tuple[Kind, Amount]] = []
+
+    def select(self, plans: Bools) -> "MemoryTimeline":
+        """Return this timeline for changes of some plans, which leave the others as they are."""
+        if plans.all():
+            return self
+        view = copy(self)  # of the same arrays
+        view._plans = plans if self._plans is None else self._plans & plans
+        return view
 
     def take(self, kind: Kind, nbytes: Amount) -> None:
         """Allocate memory, and check whether this is the peak."""
@@ -39,13 +50,12 @@ class MemoryTimeline:
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
         """Change memory without checking for a peak."""
-        self._changes.append((kind, nbytes))
-        if kind != "offloaded":
-            self._live += nbytes
+        self._change(kind, self._of_plans(nbytes))
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:
         """Allocate memory on the host or on disk; negative values release it."""
-        self.pass_over("offloaded", nbytes)
+        nbytes = self._of_plans(nbytes)
+        self._change("offloaded", nbytes)
         self._host += np.where(on_disk, 0.0, nbytes)
         self._disk += np.where(on_disk, nbytes, 0.0)
         np.maximum(self.host_peak, self._host, out=self.host_peak)
@@ -59,14 +69,15 @@ class MemoryTimeline:
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
         """Allocate, check for a peak, and release."""
-        self.take(kind, nbytes)
-        self.drop(kind, nbytes)
+        nbytes = self._of_plans(nbytes)
+        self._change(kind, nbytes)
+        self.look()
+        self._change(kind, -nbytes)
 
-    def clear(self, *kinds: Kind, share: Amount = 1.0) -> None:
-        """Release everything of some kinds, or a share of it."""
+    def clear(self, *kinds: Kind) -> None:
+        """Release everything of some kinds."""
         for kind in kinds:
-            left = sum(nbytes for one, nbytes in self._changes if one == kind)
-            self.drop(kind, share * left)
+            self.drop(kind, sum(nbytes for one, nbytes in self._changes if one == kind))
 
     def by_kind(self) -> dict[Kind, Floats]:
         """Return the bytes by kind at the peak."""
@@ -74,3 +85,12 @@ class MemoryTimeline:
         for number, (kind, nbytes) in enumerate(self._changes, 1):
             found[kind] += np.where(number <= self._at, nbytes, 0.0)
         return found
+
+    def _of_plans(self, nbytes: Amount) -> Amount:
+        """Return a change of the plans of this timeline; 0 for others."""
+        return nbytes if self._plans is None else np.where(self._plans, nbytes, 0.0)
+
+    def _change(self, kind: Kind, nbytes: Amount) -> None:
+        self._changes.append((kind, nbytes))
+        if kind != "offloaded":
+            self._live += nbytes

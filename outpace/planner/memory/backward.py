@@ -1,0 +1,193 @@
+"""Memory of a rank's backward: its blocks, from the last to the first, and the embedding."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.planner.memory.block_backward import add_block_backward
+from outpace.planner.memory.forward import add_copies, raised_table
+from outpace.planner.memory.gradients import add_gradient, added_bytes, offload_gradients
+from outpace.planner.memory.loss import tied_head_bytes
+from outpace.planner.memory.rank_setup import BlockMode, RankSetup
+from outpace.planner.memory.saved_activations import FP32
+from outpace.planner.memory.timeline import MemoryTimeline
+from outpace.planner.plan_batch import Bools, Floats, Ints
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A block that is looked at: which plans have it, its mode, and which gather the next one."""
+
+    present: Bools
+    mode: BlockMode
+    prefetches: Bools
+
+
+def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add the backward of the last blocks, then of the first ones; those between do alike."""
+    setup, blocks = rank.setup, rank.blocks
+    first, last = rank.recomputation.first, rank.recomputation.last
+    timeline.drop("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
+    # A split backward keeps what gradients of weights are made from until their turn.
+    # DualPipeV splits only where it fills bubbles, when fewer are under way.
+    splits = setup.columns.schedule_in("zb", "zbv")
+    kept = np.where(splits, blocks * setup.block.outputs, 0.0)
+    timeline.take("temporary", kept)
+    # Where weights are gathered the second and the last but one are looked at, too.
+    sharded = setup.sharding.gathers
+    ends = [
+        _Position(blocks > 0, last, blocks > 1.5),
+        _Position(sharded & (blocks > 2.5), last, blocks > 2.5),
+    ]
+    beginnings = [
+        _Position(sharded & (blocks > 3.5), first, blocks > 3.5),
+        _Position(blocks > 1.5, first, np.zeros_like(sharded)),
+    ]
+    reduced = np.zeros_like(setup.unit)
+    for position in ends:
+        reduced = _add_block(timeline, rank, position, reduced)
+    _pass_over_others(timeline, rank, ends, beginnings)
+    for position in beginnings:
+        reduced = _add_block(timeline, rank, position, reduced)
+    timeline.drop("temporary", kept)
+    _add_embedding(timeline, rank)
+    timeline.drop("communication", reduced)
+    timeline.drop("temporary", setup.sizes.part * setup.sizes.stream)
+    _reduce_root(timeline, rank)
+
+
+def _pass_over_others(
+    timeline: MemoryTimeline,
+    rank: RankSetup,
+    ends: list[_Position],
+    beginnings: list[_Position],
+) -> None:
+    """Add what the blocks between leave and release."""
+    setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding
+    delays, modes = rank.delays, rank.recomputation
+    at_end, at_beginning = _count(ends), _count(beginnings)
+    left = np.maximum(rank.blocks - (at_end + at_beginning), 0)
+    item = np.where(delays, s.reduced, setup.gradients.sum_item)
+    shards = np.where(delays, 1, sharding.shards)
+    grads = left * item * setup.elements * sharding.expert_factor / shards
+    grads = np.where(rank.allocates_gradients, grads, 0.0)
+    timeline.pass_over("gradients", np.where(setup.gradients_on_host, 0.0, grads))
+    remains = np.where(delays, 1, np.where(sharding.regathers, 0, -1))
+    timeline.pass_over("unsharded", left * setup.unit * remains)
+    between = rank.chunk_bytes - modes.last.saved * at_end - modes.first.saved * at_beginning
+    between = np.where(left > 0, np.maximum(between, 0), 0.0)
+    away = np.minimum(between, left * modes.offloaded)
+    timeline.drop("activations", between - away)
+    timeline.offload(-away, setup.activations_on_disk)
+    add_copies(timeline, rank, -left)
+    offload_gradients(timeline, setup, np.where(delays, 0.0, grads))
+
+
+def _count(positions: list[_Position]) -> Ints:
+    """Return how many of these blocks a rank has."""
+    count: Ints = np.sum([one.present for one in positions], axis=0)
+    return count
+
+
+def _add_block(
+    timeline: MemoryTimeline, rank: RankSetup, position: _Position, reduced: Floats
+) -> Floats:
+    """Add a block's backward, and return the bytes in which its gradients are reduced.
+
+    `reduced`: those of the block before, whose reduction ends here.
+    """
+    if not position.present.any():
+        return reduced
+    setup, s, sharding, delays = rank.setup, rank.setup.sizes, rank.setup.sharding, rank.delays
+    unit = setup.unit
+    sent = np.where(sharding.gathers, s.reduced * setup.elements, 0.0)
+    gathered = np.where(sharding.regathers, unit, 0.0)
+    coming = np.where(position.prefetches, gathered, 0.0)
+    here = timeline.select(position.present)
+    # Gathered: this block's copied out, the next one's on its way.
+    here.take("communication", gathered)
+    here.take("unsharded", gathered)
+    here.drop("communication", gathered)
+    here.take("communication", coming)
+    add_block_backward(here, rank, position.mode)
+    here.drop("communication", coming)
+    # Reduced and scattered, at once or after a pipeline's last micro-batch.
+    made, sent_now = np.where(delays, 0.0, unit), np.where(delays, 0.0, sent)
+    here.drop("unsharded", made)
+    here.drop("communication", reduced)
+    here.take("communication", sent_now)
+    here.drop("communication", made)  # the block's own gradients
+    kept = np.where(sharding.gathers, s.weight * setup.elements, 0.0)
+    kept = kept * sharding.expert_factor / sharding.shards
+    # Until it is on the host, what was reduced is beside what it is made of.
+    here.moment("temporary", np.where(setup.gradients_on_host, kept, 0.0))
+    _delay_reduction(here, rank, sent)
+    kept = np.where(rank.allocates_gradients & ~delays, kept, 0.0)
+    here.take("gradients", np.where(setup.gradients_on_host, 0.0, kept))
+    offload_gradients(here, setup, kept)
+    return np.where(position.present, sent_now, reduced)
+
+
+def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
+    """Add a block's gradients to those that wait for a pipeline's last micro-batch, or begin them.
+
+    One by one, in the dtype that they are reduced in, after the block's backward. `sent` are their
+    bytes in that dtype.
+    """
+    setup, item = rank.setup, rank.setup.sharding.item
+    casts = setup.sizes.reduced != item
+    first, later = rank.delays & ~rank.has_gradients, rank.delays & rank.has_gradients
+    timeline.take("communication", np.where(first, sent - setup.unit, 0.0))
+    largest = item * setup.block.largest
+    timeline.moment("communication", np.where(first & casts, largest, 0.0))
+    timeline.drop("communication", np.where(later & casts, setup.unit, 0.0))
+
+
+def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add the embedding's gradient, which has all rows; a tied head's is added to it."""
+    setup, place, e = rank.setup, rank.place, rank.setup.ends
+    both = place.first & place.last & setup.outline.tied
+    add_gradient(timeline.select(place.first), rank.gradient, e.positions, product=False)
+    # Tied: there is the head's, and a third for the sum.
+    alone = setup.dp | (setup.columns.pp > 1)  # each in a backward of its own
+    raised = raised_table(rank)
+    cast = raised / FP32 * setup.sharding.item
+    # Sums in fp32: each is cast before it is added.
+    rows, added = e.embedding * setup.sharding.item, e.embedding * added_bytes(setup)
+    casts = np.where(setup.gradients.casts_sums, rows + added, 0.0)
+    sums = np.maximum(added * np.where(alone, 1, 2), casts)
+    timeline.moment("temporary", np.maximum(np.where(both, sums, 0.0), raised + cast))
+    timeline.drop("temporary", tied_head_bytes(rank))
+    single = place.first & ~both
+    add_gradient(timeline.select(single), rank.gradient, e.embedding, product=False)
+
+
+def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add the reduction of gradients outside of blocks, and of those that waited for it.
+
+    The head's own were counted where the loss was; root shards are reduced at the end.
+    """
+    setup, place, s, sharding = rank.setup, rank.place, rank.setup.sizes, rank.setup.sharding
+    item, delays = sharding.item, rank.delays
+    elements = np.where(sharding.gathers, rank.outside, 0.0)
+    timeline.moment("communication", np.where(delays, s.reduced * setup.elements, 0.0))
+    blocks = np.where(delays, setup.elements * place.chunk_layers, 0.0)
+    timeline.drop("unsharded", item * (elements + blocks))
+    timeline.moment("communication", s.reduced * elements)
+    joined = delays & rank.has_gradients & (s.reduced == item)
+    tail = np.where(sharding.gathers & place.last, setup.ends.tail, 0.0)
+    timeline.drop("communication", np.where(joined, 0.0, item * (elements - tail)))
+    leaving = np.where(setup.gradients_on_host, elements, 0.0)
+    timeline.take("communication", s.reduced * leaving)
+    timeline.moment("temporary", s.weight * leaving / sharding.shards)
+    timeline.drop("communication", s.reduced * leaving)
+    made = s.weight * elements / sharding.shards
+    made = np.where(rank.allocates_gradients, made, 0.0)
+    timeline.take("gradients", np.where(setup.gradients_on_host, 0.0, made))
+    # A pipeline's gradients that waited for its last micro-batch are reduced by now, too.
+    ends_now = delays & (setup.columns.passes == 1) & ~setup.columns.in_backward
+    waited = s.weight * sharding.stored * place.layers / sharding.shards
+    offload_gradients(timeline, setup, made + np.where(ends_now, waited, 0.0))
+    # What pipelines' ends tell each other of a tied embedding.
+    ends = (place.first ^ place.last) & setup.outline.tied
+    timeline.moment("communication", np.where(ends, item * setup.ends.embedding, 0.0))

@@ -1,0 +1,83 @@
+"""Memory of a rank's forwards, of as many micro-batches as wait for their backward."""
+
+import numpy as np
+
+from outpace.planner.memory.loss import add_split_head
+from outpace.planner.memory.rank_setup import RankSetup
+from outpace.planner.memory.saved_activations import FP32
+from outpace.planner.memory.timeline import MemoryTimeline
+from outpace.planner.plan_batch import Floats
+from outpace.records.precisions import WEIGHTS
+
+
+def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> None:
+    """Add what forwards gather and leave, up to the loss.
+
+    `delayed`: bytes that gradients of weights are still to be made from, of chunks before.
+    """
+    setup, place = rank.setup, rank.place
+    _gather_root(timeline, rank)
+    # Under dp the weights are sent in one message.
+    whole = setup.sizes.weight * rank.elements
+    timeline.moment("communication", np.where(setup.dp, whole, 0.0))
+    kept = np.where(rank.later, place.later_chunks, place.chunks)
+    chunks = np.maximum(kept, 1)
+    away = rank.recomputation.offloaded
+    timeline.pass_over("activations", chunks * (rank.chunk_bytes - rank.blocks * away))
+    timeline.offload(chunks * rank.blocks * away, setup.activations_on_disk)
+    add_copies(timeline, rank, chunks * rank.blocks)
+    # Where blocks end with norms the embedding has one too, which keeps the sum.
+    summed = place.first & bool(setup.outline.head_products)
+    stream = setup.sizes.part * setup.sizes.stream
+    timeline.pass_over("activations", np.where(summed, stream, 0.0))
+    _add_tables(timeline, rank)
+    _gather_blocks(timeline, rank)
+    splits = setup.columns.schedule_in("zb") & rank.later & (place.waiting > 0)
+    if splits.any():
+        add_split_head(timeline.select(splits), rank)
+    timeline.take("temporary", delayed)
+
+
+def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> None:
+    """Add casts of matrices that backward reads again, of blocks that recompute nothing."""
+    away = rank.setup.offloads_activations
+    nbytes = blocks * rank.setup.copies * rank.recomputation.plain
+    timeline.pass_over("weight copies", np.where(away, 0.0, nbytes))
+    timeline.offload(np.where(away, nbytes, 0.0), rank.setup.activations_on_disk)
+
+
+def raised_table(rank: RankSetup) -> Floats:
+    """Return the embedding's table in fp32 (`nn.fp32_modules`), to look up in and to sum into."""
+    setup, sharding = rank.setup, rank.setup.sharding
+    autocast = ~setup.columns.precision_in(*WEIGHTS) & (setup.sizes.reduced > sharding.item)
+    raised = autocast & sharding.gathers & rank.place.first & (setup.question.device == "cpu")
+    return np.where(raised, FP32 * setup.ends.embedding, 0.0)
+
+
+def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    timeline.take("unsharded", rank.root)
+    timeline.take("communication", rank.root)  # given back once the first block is gathered
+    timeline.moment("temporary", raised_table(rank))
+
+
+def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Copy out what each block gathers, while the last block's is still there."""
+    unit, regathers = rank.setup.unit, rank.setup.sharding.regathers
+    others = np.where(regathers, 0.0, unit * (rank.blocks - 1))
+    before = np.where(rank.blocks > 1.5, unit, rank.root)
+    timeline.drop("communication", rank.root)
+    timeline.pass_over("unsharded", others + unit)
+    timeline.moment("communication", before + unit)
+    timeline.pass_over("communication", unit)
+    timeline.pass_over("unsharded", -np.where(regathers, unit, 0.0))
+
+
+def _add_tables(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add cosines and sines of positions, in fp32."""
+    question = rank.setup.question
+    first = question.outline.stacks[0].attention
+    if question.outline.learned_positions == 0 and first is not None:
+        width = first.rope_dim or first.head_dim
+        timeline.pass_over(
+            "activations", 2 * FP32 * width * question.seq_len / rank.setup.columns.cp
+        )

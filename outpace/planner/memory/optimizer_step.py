@@ -1,0 +1,91 @@
+"""Memory of the optimizer's step."""
+
+import numpy as np
+
+from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
+from outpace.planner.memory.rank_setup import RankSetup
+from outpace.planner.memory.saved_activations import FP32
+from outpace.planner.memory.states import whole_share
+from outpace.planner.memory.timeline import MemoryTimeline
+from outpace.planner.plan_batch import OFFLOADS, OPTIMIZERS, Floats
+from outpace.records.optimizers import OPTIMIZER_TRAITS
+from outpace.records.precisions import PURE
+
+_UNIT_BYTES = 4 * 2**20  # of parameters that an offloaded optimizer steps together, at least
+_TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
+_STEP_TENSORS = np.array([traits.tensors for traits in _TRAITS])
+_COPIES = np.array([traits.copies for traits in _TRAITS])
+
+
+def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Add what a step of the optimizer makes for itself."""
+    setup, sharding = rank.setup, rank.setup.sharding
+    timeline.clear("activations", "temporary", "weight copies", "unsharded")
+    _drop_sums(timeline, rank)
+    elements = (sharding.stepped * rank.place.layers + rank.outside) / sharding.shards
+    _add_masters(timeline, rank, elements)
+    # Offloaded states are stepped unit by unit.
+    unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, rank.largest), elements)
+    stepped = _stepped_elements(rank, elements, unit)
+    # bf16's masters are made fp32 in pieces, but for sums in fp32.
+    c, g = setup.columns, setup.gradients
+    piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * rank.largest), FP32 * stepped)
+    masters = c.precision_in("bf16-master") & ~c.holds_masters()
+    narrow = g.replicas | ~g.sums_in_fp32
+    timeline.moment("temporary", np.where(masters & narrow, piece, 0.0))
+    # Copies of gradients on their way to the host, of two units.
+    copied = (c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)
+    copies = np.where(copied, np.minimum(2 * unit, elements) * setup.sizes.weight, 0.0)
+    on_cpu = setup.question.device == "cpu"
+    if on_cpu:
+        timeline.pass_over("temporary", copies)
+    else:
+        timeline.offload(copies, False)
+        timeline.offload(-copies, False)
+    item = np.maximum(setup.sizes.weight, FP32)
+    timeline.moment("temporary", _step_tensors(rank) * rank.largest * item)
+    timeline.moment("temporary", _COPIES[c.optimizer] * stepped * item)
+    if on_cpu:
+        timeline.drop("temporary", copies)
+
+
+def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
+    """Release gradients that are in buffers by now, of which sums in fp32 are made again."""
+    g = rank.setup.gradients
+    copied = g.fuses & ~g.sums_in_fp32
+    if copied.any():
+        timeline.select(copied).clear("gradients")
+    gone = np.where(g.replicas | ~g.sums_in_fp32, g.apart, 0.0)
+    timeline.drop("gradients", gone * rank.elements)
+
+
+def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
+    """Add gradients in fp32 for fp16's loss scale: one by one, by who owns the masters.
+
+    They replace those in 16 bits, but for views of buffers, which stay.
+    """
+    setup, sharding, g = rank.setup, rank.setup.sharding, rank.setup.gradients
+    master = setup.columns.precision_in("fp16-master") & (g.bucket_item < FP32)
+    replaced = np.where(g.buckets | g.fuses, 0.0, setup.sizes.weight)
+    made = sharding.shards / sharding.owners * (FP32 - replaced) * elements
+    timeline.take("gradients", np.where(master, made, 0.0))
+
+
+def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:
+    """Return the elements that are stepped at once."""
+    c, sharding = rank.setup.columns, rank.setup.sharding
+    stepped = elements
+    if sharding.shares_states.any():
+        share = whole_share(rank.setup.outline, c)
+        stepped = np.where(sharding.shares_states, elements * share, elements)
+    by_unit = (c.offload_optimizer > 0) | (c.offload_parameters == OFFLOADS.index("disk"))
+    return np.where(by_unit, np.minimum(unit, stepped), stepped)
+
+
+def _step_tensors(rank: RankSetup) -> Floats:
+    """Return how many tensors as large as a parameter a step makes for each."""
+    c = rank.setup.columns
+    pure, rounds = c.precision_in(*PURE), c.precision_in("bf16-pure")
+    in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[c.optimizer].T
+    chosen: Floats = np.where(pure, np.where(rounds, in_bf16, in_fp16), in_fp32)
+    return chosen

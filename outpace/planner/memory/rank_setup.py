@@ -1,0 +1,173 @@
+"""Inputs of the memory formula that depend on the rank of a pipeline that is looked at."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from outpace.planner.memory.fullest_rank import Place
+from outpace.planner.memory.gradients import GradientBytes, gradient_bytes
+from outpace.planner.memory.saved_activations import share_of
+from outpace.planner.memory.setup import HEAVIEST, MemorySetup
+from outpace.planner.plan_batch import Bools, Floats
+from outpace.records.plan import Checkpointing
+
+
+@dataclass(frozen=True)
+class BlockMode:
+    """Mode of one block of a rank in the backward: it recomputes, `selective` or otherwise.
+
+    `saved` are the bytes that it keeps, `offloaded` those of them that autograd saves, and are
+    offloaded; not what checkpointing keeps by itself.
+    """
+
+    recomputes: Bools
+    selective: Bools
+    saved: Floats
+    offloaded: Floats
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Recomputation by the blocks of a rank: its first one, its last one, and all in the mean.
+
+    The share `plain` of them recompute nothing; `saved` and `offloaded` are bytes of the mean one.
+    """
+
+    first: BlockMode
+    last: BlockMode
+    plain: Floats
+    saved: Floats
+    offloaded: Floats
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Values of one rank of each plan, one entry a plan.
+
+    `later`: after a pipeline's first backward. `elements` are those of all parameters that the rank
+    computes with, `outside` those of them that no block has. `has_gradients`: gradients exist
+    before a backward makes new ones; `delays`: a pipeline's sharded gradients are whole until its
+    last micro-batch.
+    """
+
+    setup: MemorySetup
+    place: Place
+    later: Bools
+    outside: Floats
+    elements: Floats
+    has_gradients: Bools
+    delays: Bools
+
+    @property
+    def allocates_gradients(self) -> Bools:
+        """Return where a backward allocates gradients that stay until the optimizer's step."""
+        return ~self.has_gradients & ~self.setup.columns.in_backward
+
+    @property
+    def stored_elements(self) -> Floats:
+        """Return the elements of parameters that lie on the rank."""
+        sharding = self.setup.sharding
+        return (sharding.stored * self.place.layers + self.outside) / sharding.shards
+
+    @property
+    def root(self) -> Floats:
+        """Return the bytes of parameters outside of blocks where they are gathered, else 0."""
+        sharding = self.setup.sharding
+        return np.where(sharding.gathers, sharding.item * self.outside, 0.0)
+
+    @property
+    def blocks(self) -> Floats:
+        """Return the blocks of a stage, in the mean."""
+        return np.maximum(self.place.chunk_layers, 1e-9)
+
+    @cached_property
+    def chunk_bytes(self) -> Floats:
+        """Return the bytes that a stage keeps of a micro-batch, those that are offloaded included.
+
+        Of a stage that is not the first the input is what was received; the output of one that is
+        not the last stays until it is sent and backward has come. Where there is one buffer for all
+        that is received, the input is a block's like any other.
+        """
+        setup, place = self.setup, self.place
+        stream = np.where(setup.columns.pp > 1, setup.sizes.part * setup.sizes.stream, 0.0)
+        sends = np.where(place.last, 1 - 1 / place.stages, 1.0)
+        receives = np.where(place.first, 1 - 1 / place.stages, 1.0)
+        ends = stream * sends - stream * receives
+        blocks = self.blocks * self.recomputation.saved
+        return blocks if setup.question.traits.reuses_receive_buffer else blocks + ends
+
+    @property
+    def largest(self) -> Floats:
+        """Return the largest parameter: a matrix of a block, or an end's embedding or head."""
+        setup, place = self.setup, self.place
+        ends = np.where(place.first | place.last, setup.ends.embedding, 0.0)
+        largest: Floats = np.maximum(setup.block.largest, ends) / setup.sharding.shards
+        return largest
+
+    @cached_property
+    def gradient(self) -> GradientBytes:
+        """Return bytes of an element's gradient."""
+        return gradient_bytes(
+            self.setup, self.allocates_gradients, self.delays & self.has_gradients
+        )
+
+    @cached_property
+    def recomputation(self) -> Recomputation:
+        """Return what the blocks of this rank recompute."""
+        setup, place = self.setup, self.place
+        recomputed = 1 - share_of(setup.columns, "none")
+        local = place.again / np.maximum(recomputed, 1e-9)
+        shares = {mode: share_of(setup.columns, mode) * local for mode in HEAVIEST}
+        shares["none"] = plain = 1 - place.again
+        saved = sum(
+            (shares[mode] * setup.saved[mode] for mode in HEAVIEST), start=np.zeros_like(plain)
+        )
+        kept = plain * setup.saved["none"] + (1 - plain) * setup.saved["full"]
+        return Recomputation(
+            first=_block_mode(setup, place.first_again, HEAVIEST[:3]),
+            last=_block_mode(setup, place.last_again, HEAVIEST[2::-1]),
+            plain=plain,
+            saved=saved,
+            offloaded=np.where(setup.offloads_activations, kept, 0.0),
+        )
+
+
+def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
+    """Return the values of a rank of every plan."""
+    c, g = setup.columns, setup.gradients
+    outside = _outside_elements(setup, place)
+    accumulates = (c.passes > 1) & (~setup.dp | g.sums_in_fp32)
+    return RankSetup(
+        setup=setup,
+        place=place,
+        later=later,
+        outside=outside,
+        elements=setup.elements * place.layers + outside,
+        has_gradients=g.buckets | accumulates | later,
+        delays=setup.sharding.gathers & (c.pp > 1) & (c.microbatches > 1),
+    )
+
+
+def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
+    """Return the elements outside of blocks; a tied head is there where the embedding is not."""
+    e = setup.ends
+    shared = (e.head == 0) & ~place.first & setup.outline.tied
+    head = np.where(shared, e.embedding, e.head)
+    first = np.where(place.first, e.embedding + e.positions, 0.0)
+    return first + np.where(place.last, e.tail + head, 0.0)
+
+
+def _block_mode(setup: MemorySetup, again: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
+    """Return the mode of a block: where it recomputes, the first of `modes` that there is."""
+    saved = np.where(again, 0.0, setup.saved["none"])
+    selective, free = np.zeros_like(again), again
+    for mode in modes:
+        chosen = free & (share_of(setup.columns, mode) > 0)
+        saved = np.where(chosen, setup.saved[mode], saved)
+        selective = chosen if mode == "selective" else selective
+        free = free & ~chosen
+    kept = np.where(again, setup.saved["full"], setup.saved["none"])
+    offloaded = np.where(setup.offloads_activations, kept, 0.0)
+    return BlockMode(recomputes=again, selective=selective, saved=saved, offloaded=offloaded)
