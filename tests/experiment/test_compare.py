@@ -77,5 +77,5 @@ def test_a_step_that_is_damaged_in_the_midst_is_refused_and_a_cut_last_one_left_
     (tmp_path / "metrics.jsonl").write_text(step * 3 + step[:10])
     assert len(steps_of(tmp_path)) == 3
     (tmp_path / "metrics.jsonl").write_text(step + step[:10] + "\n" + step)
-    with pytest.raises(BadInputError, match="line 2, is no JSON"):
+    with pytest.raises(BadInputError, match="line 2, is not a JSON object"):
         steps_of(tmp_path)
