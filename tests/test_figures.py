@@ -32,4 +32,6 @@ def test_a_strategys_utilisation_is_of_each_device_or_core(monkeypatch):
 def test_every_strategy_has_a_paragraph():
     page = (ROOT / "docs" / "concepts" / "strategies.md").read_text(encoding="utf-8")
     for strategy in get_args(Strategy):
-        assert f"\n### {strategy}\nFor: " in page, strategy
+        paragraph = page.partition(f"\n### {strategy}\n")[2].partition("\n### ")[0]
+        for word in ("**Use it**", "**Cost:**", "**Avoid it**"):
+            assert word in paragraph, (strategy, word)
