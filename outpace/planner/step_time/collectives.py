@@ -7,8 +7,9 @@ import numpy as np
 
 from outpace.planner.model.outline import weights
 from outpace.planner.plan_batch import MODES, Floats
+from outpace.planner.step_time.passes import StepPasses
 from outpace.planner.step_time.pipeline import PipelineTime
-from outpace.planner.step_time.setup import FP32, PassTime, StepTimeSetup, of_stacks
+from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 
 @dataclass(frozen=True)
@@ -23,228 +24,236 @@ class _Collectives:
     replicas: Floats
 
 
-class CollectiveTimes(StepTimeSetup):
-    """Exposed communication: the part that no computation hides."""
+def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
+    """Return the exposed time of keys and values that circulate during attention.
 
-    def ring_s(
-        self, forwards: list[PassTime], backwards: list[PassTime], shares: Floats, layers: Floats
-    ) -> Floats:
-        """Return the exposed time of keys and values that circulate during attention.
-
-        Forwards once round, backwards with gradients twice as much; where attention is computed
-        again, they go round again.
-        """
-        c = self.c
-        total, merged = np.zeros(len(c)), np.zeros(len(c))
-        for stack in self.outline.stacks:
-            a = stack.attention
-            if a is None:
-                continue
-            # Each part's outputs are put together with those before: read, read, written, in fp32;
-            # gradients likewise.
-            outputs = self.tokens * a.heads / c.tp * a.value_dim * 3 * FP32
-            merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
-                outputs / self.device.memory_bytes_per_s + 3 * self.device.fixed_s
-            )
-            widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
-            each = self.fabric.send_s(self.tokens * widths * self.item, c.cp, c.tp)
-            total = total + stack.layers / c.pp * (c.cp - 1) * each
-        share = (c.cp - 1) / c.cp
-        full = self.c.modes[:, MODES.index("full")]
-        ahead = share * layers * of_stacks(forwards, shares, "attention_s")
-        back = share * layers * of_stacks(backwards, shares, "attention_s") - full * ahead
-        exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
-        whole = (3 + full) * total
-        exposed = whole - self.device.hides * (whole - exposed)
-        return np.where(c.cp > 1, self.micro * (exposed + merged * (1 + full / 2)), 0.0)
-
-    def experts_s(self, busy: Floats) -> Floats:
-        """Return the time of tokens to their experts and back: all-to-all twice forward, twice
-        backward.
-
-        Of ranks of tp each sends its part of the tokens; those that have parts of the same experts
-        gather what came to any of them, and scatter sums, of more tokens than tp's own collectives
-        do (`passes.Passes._tensor`) by as many as a token has experts. `busy`: seconds of passes,
-        which hide them where the stack overlaps one micro-batch's with another's computing.
-        """
-        c = self.c
-        total = np.zeros(len(c))
-        again = 1 + c.modes[:, MODES.index("full")] / 2 + c.modes[:, MODES.index("attention")] / 2
-        for stack in self.outline.stacks:
-            if stack.mlp is not None and stack.mlp.experts:
-                nbytes = self.tokens * self.outline.hidden * self.item
-                one = self._dispatch_s(nbytes / c.tp, stack.mlp.active)
-                more = nbytes * (stack.mlp.active - 1)
-                near = np.ones_like(c.etp)
-                together = self.fabric.gather_s(more, c.etp, near)
-                together = together + self.fabric.scatter_s(more, c.etp, near)
-                total = total + stack.layers / c.pp * again * (4 * one + 2 * together)
-        found = np.where(c.ep > 1, self.micro * total, 0.0)
-        if self.q.stack.overlaps_dispatch:
-            found = found - self.device.hides * np.minimum(found, busy)
-        return found
-
-    def _dispatch_s(self, nbytes: Floats, copies: int) -> Floats:
-        """Return seconds in which a layer's tokens reach their experts, or come back from them."""
-        c, fabric = self.c, self.fabric
-        if self.q.stack.dispatcher == "allgather":  # and back by sums that are scattered
-            whole = nbytes * c.ep
-            both = fabric.gather_s(whole, c.ep, c.etp) + fabric.scatter_s(whole, c.ep, c.etp)
-            return both / 2
-        once = self.q.stack.dispatcher == "deepep"
-        return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once)
-
-    def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: PipelineTime) -> Floats:
-        """Return the exposed time of reducing gradients and of gathering sharded parameters.
-
-        `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
-        differ, one that is not the slowest may be by what it exposes.
-        """
-        c, collectives = self.c, self._collectives()
-        busy = self.micro * pipeline.pace_s
-        exposed: Floats = np.max(
-            [
-                self.micro * seconds
-                - busy
-                + self._zero_exposed_s(collectives, count * ahead_s, count * back_s)
-                for seconds, count in pipeline.ranks
-            ],
-            axis=0,
+    Forwards once round, backwards with gradients twice as much; where attention is computed
+    again, they go round again.
+    """
+    c = setup.columns
+    total, merged = np.zeros(len(c)), np.zeros(len(c))
+    for stack in setup.outline.stacks:
+        a = stack.attention
+        if a is None:
+            continue
+        # Each part's outputs are put together with those before: read, read, written, in fp32;
+        # gradients likewise.
+        outputs = setup.tokens * a.heads / c.tp * a.value_dim * 3 * FP32
+        merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
+            outputs / setup.device.memory_bytes_per_s + 3 * setup.device.fixed_s
         )
-        exposed = exposed + self._units(np.maximum(self.outline.layers / c.pp, 1.0))
-        exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
-        return np.where(c.strategy_in("dp", "ps"), self._one_to_all_s(collectives.grads), exposed)
+        widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
+        each = setup.fabric.send_s(setup.tokens * widths * setup.numbers.item, c.cp, c.tp)
+        total = total + stack.layers / c.pp * (c.cp - 1) * each
+    share = (c.cp - 1) / c.cp
+    full = c.modes[:, MODES.index("full")]
+    ahead = share * setup.layers * passes.forward("attention_s")
+    back = share * setup.layers * passes.backward("attention_s") - full * ahead
+    exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
+    whole = (3 + full) * total
+    exposed = whole - setup.device.hides * (whole - exposed)
+    return np.where(c.cp > 1, setup.micro * (exposed + merged * (1 + full / 2)), 0.0)
 
-    def slowest_s(self, busy: Floats) -> Floats:
-        """Return how much longer than the median device the slowest one computes.
 
-        `busy`: seconds of matrix products and attention, which follow a device's clock; memory
-        traffic, links and the host do not. Of n normal variables the largest is expected
-        at the quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed
-        Beta-Variables, 1958).
-        """
-        counts, place = np.unique(self.c.ranks, return_inverse=True)
-        normal = NormalDist()
-        late = np.array([normal.inv_cdf((n - 0.375) / (n + 0.25)) for n in counts.tolist()])
-        found: Floats = busy * self.device.spread * late[place.reshape(-1)]
-        return found
+def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
+    """Return the time of tokens to their experts and back: all-to-all twice forward, twice
+    backward.
 
-    def _collectives(self) -> "_Collectives":
-        c, fabric = self.c, self.fabric
-        together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
-        gathered, reduced = c.shard_bytes()
-        grads = self.trained * np.where(c.zero < 2, self.kept, reduced)
-        # Gathered is what was stepped; where weights are spread, all of them.
-        width = np.where(self.item < FP32, 2.0, FP32)
-        frozen = self.q.adapters.base_bytes if self.q.adapters is not None else None
-        spread = self.parameters * (gathered if frozen is None else frozen)
-        low = np.where(c.zero < 2, self.trained * width, spread)
-        far = c.tp * c.cp * c.dp_shard
-        each = grads / np.where(c.zero > 0, c.dp_shard, 1)
-        replicas = fabric.sum_s(each, c.dp_replicate, far)
-        replicas = replicas + np.where(c.zero == 0, fabric.sum_s(grads, c.cp, c.tp), 0.0)
-        units, buckets = self._pieces(), self._buckets(grads)
-        sum_s = buckets * fabric.sum_s(grads / buckets, together, c.tp)
-        sent = fabric.broadcasts_s if self.q.stack.broadcasts else fabric.gather_s
-        return _Collectives(
-            grads=grads,
-            scatter=units * fabric.scatter_s(grads / units, together, c.tp),
-            sum=sum_s,
-            gather=np.where(
-                (c.zero == 1) & self.q.stack.broadcasts,
-                fabric.broadcasts_s(low, together, c.tp),
-                units * fabric.gather_s(low / units, together, c.tp),
-            ),
-            weights=sent(grads, together, c.tp),
-            replicas=replicas,
-        )
+    Of ranks of tp each sends its part of the tokens; those that have parts of the same experts
+    gather what came to any of them, and scatter sums, of more tokens than tp's own collectives
+    do (`passes._tensor_collectives`) by as many as a token has experts. `busy`: seconds of passes,
+    which hide them where the stack overlaps one micro-batch's with another's computing.
+    """
+    c = setup.columns
+    total = np.zeros(len(c))
+    again = 1 + c.modes[:, MODES.index("full")] / 2 + c.modes[:, MODES.index("attention")] / 2
+    for stack in setup.outline.stacks:
+        if stack.mlp is not None and stack.mlp.experts:
+            nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
+            one = _dispatch_s(setup, nbytes / c.tp, stack.mlp.active)
+            more = nbytes * (stack.mlp.active - 1)
+            near = np.ones_like(c.etp)
+            together = setup.fabric.gather_s(more, c.etp, near)
+            together = together + setup.fabric.scatter_s(more, c.etp, near)
+            total = total + stack.layers / c.pp * again * (4 * one + 2 * together)
+    found = np.where(c.ep > 1, setup.micro * total, 0.0)
+    if setup.question.stack.overlaps_dispatch:
+        found = found - setup.device.hides * np.minimum(found, busy)
+    return found
 
-    def _pieces(self) -> Floats:
-        """Collectives that parameters are gathered and gradients summed in: blocks, or parameters.
 
-        Each takes its latency, which grows with the ranks.
-        """
-        each = 1.0
-        if self.q.stack.collectives == "parameters":
-            counts = [
-                stack.layers * sum(1 + w.bias for w in weights(stack, self.outline.hidden))
-                + stack.layers * stack.norms * (2 if stack.norm_bias else 1)
-                for stack in self.outline.stacks
-            ]
-            each = sum(counts) / self.outline.layers
-        return np.maximum(self.outline.layers / self.c.pp, 1.0) * each + 1
+def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int) -> Floats:
+    """Return seconds in which a layer's tokens reach their experts, or come back from them."""
+    c, fabric = setup.columns, setup.fabric
+    if setup.question.stack.dispatcher == "allgather":  # and back by sums that are scattered
+        whole = nbytes * c.ep
+        both = fabric.gather_s(whole, c.ep, c.etp) + fabric.scatter_s(whole, c.ep, c.etp)
+        return both / 2
+    once = setup.question.stack.dispatcher == "deepep"
+    return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once)
 
-    def _zero_exposed_s(self, of: "_Collectives", ahead: Floats, back: Floats) -> Floats:
-        """Return what passes of one micro-batch leave exposed, by the level of ZeRO."""
-        c = self.c
-        buckets, units = self._buckets(of.grads), np.maximum(self.outline.layers / c.pp, 1.0)
-        # A pipeline's micro-batches share gathers and sums.
-        shared = np.where(c.pp > 1, c.microbatches, 1)
-        rounds = np.where(c.pp > 1, c.passes, self.micro)
-        # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
-        # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
-        product = c.strategy_in("3d")
-        states = np.where(product, of.scatter, of.sum)
-        own_gather = np.where(product, self._beside_stages_s(of.gather, ahead, units), of.weights)
-        plain = self._beside_stages_s(of.replicas, back, buckets)
-        zero1 = self._beside_stages_s(states, back, buckets) + plain
-        # Layer by layer: a gather before each forward and backward, a sum after.
-        sums = of.scatter + of.replicas
-        gathered = self.exposed_s(of.gather, shared * ahead, units + 1)
-        zero3 = rounds * (gathered + self.exposed_s(of.gather + sums, shared * back, units + 1))
-        zero2 = rounds * (gathered + self.exposed_s(sums, shared * back, units + 1))
-        levels = [c.zero == level for level in (1, 2, 3)]
-        return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
 
-    def _beside_stages_s(self, comm_s: Floats, pass_s: Floats, units: Floats) -> Floats:
-        """Return what a micro-batch's passes leave exposed of gradients' sums, or of gathers.
+def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> Floats:
+    """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
-        Of interleaved stages each has its own: its parameters are gathered while the stage before
-        takes its micro-batches forwards, as many at a time as there are ranks, and its gradients
-        are summed while the stages before it take theirs backwards. So the first stage of a rank
-        alone has no more than one micro-batch's pass beside its own.
-        """
-        c = self.c
-        apart = c.schedule_in("interleaved") & self.q.stack.sums_by_stages
-        stages = np.where(apart, c.stages_per_rank, 1)
-        first = self.exposed_s(comm_s / stages, pass_s / stages, np.maximum(units / stages, 1.0))
-        others = (stages - 1) / stages
-        hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * pass_s) * others
-        hides = self.device.hides if self.q.stack.overlaps else 0.0
-        found: Floats = first + comm_s * others - hides * hidden_s
-        return found
+    Where a pipeline's ranks differ, one that is not the slowest may be by what it exposes.
+    """
+    c, collectives = setup.columns, _collectives(setup)
+    ahead_s, back_s = passes.forward("seconds"), passes.backward("seconds")
+    busy = setup.micro * pipeline.pace_s
+    exposed: Floats = np.max(
+        [
+            setup.micro * seconds
+            - busy
+            + _zero_exposed_s(setup, collectives, count * ahead_s, count * back_s)
+            for seconds, count in pipeline.ranks
+        ],
+        axis=0,
+    )
+    exposed = exposed + _posted_s(setup)
+    exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
+    return np.where(c.strategy_in("dp", "ps"), _one_to_all_s(setup, collectives.grads), exposed)
 
-    def _buckets(self, grads: Floats) -> Floats:
-        """Parts in which replicas sum up; the embedding's gradient is the last to be whole, and a
-        bucket is no smaller than it."""
-        c = self.c
-        table = self.outline.vocab * self.outline.table_width / c.tp / self.parameters
-        last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
-        buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
-        found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
-        return found
 
-    def _units(self, units: Floats) -> Floats:
-        """The host's part of gathering shards and summing up gradients, unit by unit."""
-        c = self.c
-        rounds = np.where(c.pp > 1, c.passes, self.micro)
-        sums = np.where(c.zero > 1, rounds, 0)
-        gathers = np.where(c.zero == 3, 2 * rounds, sums)
-        found: Floats = (sums + gathers) * (units + 1) * self.device.unit_s
-        return found
+def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
+    """Return how much longer than the median device the slowest one computes.
 
-    def _one_to_all_s(self, grads: Floats) -> Floats:
-        """dp: parameters to every replica before a forward, gradients back, over one device's link.
+    `busy`: seconds of matrix products and attention, which follow a device's clock; memory
+    traffic, links and the host do not. Of n normal variables the largest is expected
+    at the quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed
+    Beta-Variables, 1958).
+    """
+    counts, place = np.unique(setup.columns.ranks, return_inverse=True)
+    normal = NormalDist()
+    late = np.array([normal.inv_cdf((n - 0.375) / (n + 0.25)) for n in counts.tolist()])
+    found: Floats = busy * setup.device.spread * late[place.reshape(-1)]
+    return found
 
-        ps: as much over the servers' links, each worker's in turn, both ways at the same time.
-        """
-        c = self.c
-        others = np.maximum(c.data_parallel - 1, 0)
-        link = np.where(
-            c.data_parallel <= self.fabric.per_node,
-            self.fabric.pair_bytes_per_s,
-            self.fabric.across_bytes_per_s,
-        )
-        dp = 2 * others * grads / link
-        ps = c.data_parallel * grads / np.maximum(c.servers, 1) / link
-        return np.where(c.strategy_in("ps"), ps, self.micro * dp)
+
+def _collectives(setup: StepTimeSetup) -> _Collectives:
+    c, fabric, adapters = setup.columns, setup.fabric, setup.question.adapters
+    together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
+    gathered, reduced = c.shard_bytes()
+    grads = setup.parameters.trained * np.where(c.zero < 2, setup.numbers.kept, reduced)
+    # Gathered is what was stepped; where weights are spread, all of them.
+    width = np.where(setup.numbers.item < FP32, 2.0, FP32)
+    frozen = adapters.base_bytes if adapters is not None else None
+    spread = setup.parameters.present * (gathered if frozen is None else frozen)
+    low = np.where(c.zero < 2, setup.parameters.trained * width, spread)
+    far = c.tp * c.cp * c.dp_shard
+    each = grads / np.where(c.zero > 0, c.dp_shard, 1)
+    replicas = fabric.sum_s(each, c.dp_replicate, far)
+    replicas = replicas + np.where(c.zero == 0, fabric.sum_s(grads, c.cp, c.tp), 0.0)
+    units, buckets = _pieces(setup), _buckets(setup, grads)
+    sent = fabric.broadcasts_s if setup.question.stack.broadcasts else fabric.gather_s
+    return _Collectives(
+        grads=grads,
+        scatter=units * fabric.scatter_s(grads / units, together, c.tp),
+        sum=buckets * fabric.sum_s(grads / buckets, together, c.tp),
+        gather=np.where(
+            (c.zero == 1) & setup.question.stack.broadcasts,
+            fabric.broadcasts_s(low, together, c.tp),
+            units * fabric.gather_s(low / units, together, c.tp),
+        ),
+        weights=sent(grads, together, c.tp),
+        replicas=replicas,
+    )
+
+
+def _pieces(setup: StepTimeSetup) -> Floats:
+    """Return the collectives that gather parameters and sum gradients: of blocks, or parameters.
+
+    Each takes its latency, which grows with the ranks.
+    """
+    each = 1.0
+    if setup.question.stack.collectives == "parameters":
+        counts = [
+            stack.layers * sum(1 + w.bias for w in weights(stack, setup.outline.hidden))
+            + stack.layers * stack.norms * (2 if stack.norm_bias else 1)
+            for stack in setup.outline.stacks
+        ]
+        each = sum(counts) / setup.outline.layers
+    return np.maximum(setup.layers, 1.0) * each + 1
+
+
+def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back: Floats) -> Floats:
+    """Return what passes of one micro-batch leave exposed, by the level of ZeRO."""
+    c = setup.columns
+    buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
+    # A pipeline's micro-batches share gathers and sums.
+    shared = np.where(c.pp > 1, c.microbatches, 1)
+    rounds = np.where(c.pp > 1, c.passes, setup.micro)
+    # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
+    # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
+    product = c.strategy_in("3d")
+    states = np.where(product, of.scatter, of.sum)
+    gather_s = _beside_stages_s(setup, of.gather, ahead, units)
+    own_gather = np.where(product, gather_s, of.weights)
+    plain = _beside_stages_s(setup, of.replicas, back, buckets)
+    zero1 = _beside_stages_s(setup, states, back, buckets) + plain
+    # Layer by layer: a gather before each forward and backward, a sum after.
+    sums = of.scatter + of.replicas
+    gathered = setup.exposed_s(of.gather, shared * ahead, units + 1)
+    zero3 = rounds * (gathered + setup.exposed_s(of.gather + sums, shared * back, units + 1))
+    zero2 = rounds * (gathered + setup.exposed_s(sums, shared * back, units + 1))
+    levels = [c.zero == level for level in (1, 2, 3)]
+    return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
+
+
+def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units: Floats) -> Floats:
+    """Return what a micro-batch's passes leave exposed of gradients' sums, or of gathers.
+
+    Of interleaved stages each has its own: its parameters are gathered while the stage before takes
+    its micro-batches forwards, as many at a time as there are ranks, and its gradients are summed
+    while the stages before it take theirs backwards. So the first stage of a rank alone has no more
+    than one micro-batch's pass beside its own.
+    """
+    c, stack = setup.columns, setup.question.stack
+    apart = c.schedule_in("interleaved") & stack.sums_by_stages
+    stages = np.where(apart, c.stages_per_rank, 1)
+    first = setup.exposed_s(comm_s / stages, pass_s / stages, np.maximum(units / stages, 1.0))
+    others = (stages - 1) / stages
+    hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * pass_s) * others
+    hides = setup.device.hides if stack.overlaps else 0.0
+    found: Floats = first + comm_s * others - hides * hidden_s
+    return found
+
+
+def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
+    """Return the parts in which replicas sum up.
+
+    The embedding's gradient is the last to be whole, and a bucket is no smaller than it.
+    """
+    c = setup.columns
+    table = setup.outline.vocab * setup.outline.table_width / c.tp / setup.parameters.present
+    last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
+    buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
+    found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
+    return found
+
+
+def _posted_s(setup: StepTimeSetup) -> Floats:
+    """Return the host's part of gathering shards and summing up gradients, unit by unit."""
+    c, units = setup.columns, np.maximum(setup.layers, 1.0)
+    rounds = np.where(c.pp > 1, c.passes, setup.micro)
+    sums = np.where(c.zero > 1, rounds, 0)
+    gathers = np.where(c.zero == 3, 2 * rounds, sums)
+    found: Floats = (sums + gathers) * (units + 1) * setup.device.unit_s
+    return found
+
+
+def _one_to_all_s(setup: StepTimeSetup, grads: Floats) -> Floats:
+    """dp: parameters to every replica before a forward, gradients back, over one device's link.
+
+    ps: as much over the servers' links, each worker's in turn, both ways at the same time.
+    """
+    c = setup.columns
+    others = np.maximum(c.data_parallel - 1, 0)
+    link = np.where(
+        c.data_parallel <= setup.fabric.per_node,
+        setup.fabric.pair_bytes_per_s,
+        setup.fabric.across_bytes_per_s,
+    )
+    dp = 2 * others * grads / link
+    ps = c.data_parallel * grads / np.maximum(c.servers, 1) / link
+    return np.where(c.strategy_in("ps"), ps, setup.micro * dp)

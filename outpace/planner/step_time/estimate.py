@@ -10,10 +10,23 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from outpace.planner.plan_batch import Floats, PlanBatch
-from outpace.planner.step_time.collectives import CollectiveTimes
-from outpace.planner.step_time.parameters import Offloading
-from outpace.planner.step_time.pipeline import Pipelines, Stages
-from outpace.planner.step_time.setup import StepTimeQuestion, of_stacks
+from outpace.planner.step_time.collectives import experts_s, exposed_data_s, ring_s, slowest_s
+from outpace.planner.step_time.parameters import (
+    Offloading,
+    offloading_parts,
+    optimizer_step_s,
+    weight_traffic_s,
+)
+from outpace.planner.step_time.passes import StepPasses, step_passes
+from outpace.planner.step_time.pipeline import (
+    PipelineTime,
+    Stages,
+    bubble_s,
+    pipeline_time,
+    sends_s,
+    stages_of_plan,
+)
+from outpace.planner.step_time.setup import StepTimeQuestion, StepTimeSetup, set_up
 
 
 @dataclass(frozen=True)
@@ -47,83 +60,106 @@ class StepTimes:
         return total
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of all of a step's passes on a rank in the mean: what the device does in them.
+
+    `busy` are those of the slowest rank, which all wait for.
+    """
+
+    products: Floats
+    attention: Floats
+    tensor: Floats
+    memory: Floats
+    busy: Floats
+
+    @property
+    def device_s(self) -> Floats:
+        """Return the sum of all that the device does."""
+        return self.products + self.attention + self.tensor + self.memory
+
+    @property
+    def fit(self) -> Floats:
+        """Return the factor by which the parts are scaled to what they take together."""
+        return np.minimum(1.0, self.busy / np.maximum(self.device_s, 1e-30))
+
+
 def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
     """Return the step times of all plans."""
-    return _Step(question, columns).times()
+    setup = set_up(question, columns)
+    passes = step_passes(setup)
+    pipeline = pipeline_time(setup, passes)
+    parts = _parts(setup, passes, pipeline)
+    products_s, attention_s = parts.products * parts.fit, parts.attention * parts.fit
+    slowest = slowest_s(setup, (parts.products + parts.attention) * parts.fit)
+    nothing = np.zeros(len(columns))
+    found = StepTimes(
+        products_s=products_s,
+        attention_s=attention_s,
+        memory_s=parts.memory * parts.fit,
+        host_s=np.maximum(parts.busy - parts.device_s, 0.0),
+        bubble_s=columns.passes * bubble_s(setup, pipeline, _weights_share(passes)),
+        tensor_s=parts.tensor * parts.fit,
+        context_s=ring_s(setup, passes),
+        pipeline_s=sends_s(setup),
+        expert_s=experts_s(setup, parts.busy),
+        data_s=exposed_data_s(setup, passes, pipeline) + slowest,
+        optimizer_s=nothing,
+        offload_s=offloading_parts(setup, parts.busy).seconds,
+        loading_s=nothing,
+    )
+    # A GPU's host is so far ahead of what is queued when it comes to the optimizer.
+    ahead_s = np.maximum(found.step_s - _mean_s(setup, passes, "host_s"), 0.0)
+    found = replace(found, optimizer_s=optimizer_step_s(setup, ahead_s))
+    return replace(found, loading_s=_loading_s(setup, found.step_s))
 
 
 def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
     """Return the stages of the first plan, to be simulated."""
-    return _Step(question, columns.take([0])).stages()
+    setup = set_up(question, columns.take([0]))
+    return stages_of_plan(setup, step_passes(setup))
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Return the parts of each plan's offloading time."""
-    return _Step(question, columns).offloading_parts()
+    """Return the parts of each plan's offloading time, less what passes hide."""
+    setup = set_up(question, columns)
+    return offloading_parts(setup, setup.micro * pipeline_time(setup, step_passes(setup)).pace_s)
 
 
-class _Step(Pipelines, CollectiveTimes):
-    def offloading_parts(self) -> Offloading:
-        """Bytes and seconds, less what passes hide."""
-        counts = np.array([stack.layers for stack in self.outline.stacks], float)
-        shares = counts / counts.sum()
-        forwards, backwards = self.layer_passes()
-        passes_s = of_stacks(forwards, shares, "seconds") + of_stacks(backwards, shares, "seconds")
-        return self.offloading(self.micro * self.pipeline(passes_s, self.end_passes()).pace_s)
+def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> _Passes:
+    products, attention, tensor, device = (
+        _mean_s(setup, passes, name)
+        for name in ("products_s", "attention_s", "tensor_s", "device_s")
+    )
+    moved = np.maximum(device - products - attention, 0.0)
+    return _Passes(
+        products=products,
+        attention=attention,
+        tensor=tensor,
+        memory=moved + setup.micro * weight_traffic_s(setup),
+        busy=setup.micro * pipeline.pace_s,
+    )
 
-    def times(self) -> StepTimes:
-        """Put together."""
-        c = self.c
-        counts = np.array([stack.layers for stack in self.outline.stacks], float)
-        shares = counts / counts.sum()
-        forwards, backwards = self.layer_passes()
-        ahead_s, back_s = (of_stacks(p, shares, "seconds") for p in (forwards, backwards))
-        ends = self.end_passes()
-        pipeline = self.pipeline(ahead_s + back_s, ends)
-        busy = self.micro * pipeline.pace_s
-        own = self.outline.layers / c.pp
 
-        def mean_s(name: str) -> Floats:
-            """A rank's seconds in the mean."""
-            layers = of_stacks(forwards, shares, name) + of_stacks(backwards, shares, name)
-            outside: Floats = np.sum([getattr(end, name) for end in ends], axis=0)
-            return self.micro * (own * layers + outside / c.pp)
+def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
+    """Return a rank's seconds of all passes in the mean, of a part by its name in `PassTime`."""
+    layers = passes.forward(name) + passes.backward(name)
+    seconds: Floats = setup.micro * (
+        setup.layers * layers + passes.ends_part(name) / setup.columns.pp
+    )
+    return seconds
 
-        products, attention, tensor = (
-            mean_s("products_s"),
-            mean_s("attention_s"),
-            mean_s("tensor_s"),
-        )
-        moved = np.maximum(mean_s("device_s") - products - attention, 0.0)
-        moved = moved + self.micro * self.weight_traffic_s()
-        known = products + attention + tensor + moved
-        fit = np.minimum(1.0, busy / np.maximum(known, 1e-30))
-        put_off = of_stacks(backwards, shares, "weights_s") / np.maximum(ahead_s + back_s, 1e-30)
-        found = StepTimes(
-            products_s=products * fit,
-            attention_s=attention * fit,
-            memory_s=moved * fit,
-            host_s=np.maximum(busy - known, 0.0),
-            bubble_s=c.passes * self.bubble_s(pipeline, put_off),
-            tensor_s=tensor * fit,
-            context_s=self.ring_s(forwards, backwards, shares, own),
-            pipeline_s=self.sends_s(),
-            expert_s=self.experts_s(busy),
-            data_s=self.exposed_data_s(ahead_s, back_s, pipeline)
-            + self.slowest_s((products + attention) * fit),
-            optimizer_s=np.zeros(len(c)),
-            offload_s=self.offloading_s(busy),
-            loading_s=np.zeros(len(c)),
-        )
-        # A GPU's host is so far ahead of what is queued when it comes to the optimizer.
-        ahead_s = np.maximum(found.step_s - mean_s("host_s"), 0.0)
-        found = replace(found, optimizer_s=self.optimizer_step_s(ahead_s))
-        return replace(found, loading_s=self._loading_s(found.step_s))
 
-    def _loading_s(self, step_s: Floats) -> Floats:
-        """Loaders work ahead of the step, so that what is waited for is what takes longer."""
-        c = self.c
-        samples = c.micro_batch * self.micro * c.data_parallel
-        nodes = np.clip(c.ranks / self.fabric.per_node, 1, c.data_parallel)
-        loaded_s = samples * self.q.seq_len / nodes / self.q.loader_tokens_per_s
-        return np.maximum(loaded_s - step_s, 0.0)
+def _weights_share(passes: StepPasses) -> Floats:
+    """Return the share of gradients of weights in a layer's passes."""
+    both_s = passes.forward("seconds") + passes.backward("seconds")
+    return passes.backward("weights_s") / np.maximum(both_s, 1e-30)
+
+
+def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
+    """Return the wait for loaders, which work ahead of the step: what takes longer."""
+    c = setup.columns
+    samples = c.micro_batch * setup.micro * c.data_parallel
+    nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)
+    loaded_s = samples * setup.question.seq_len / nodes / setup.question.loader_tokens_per_s
+    return np.maximum(loaded_s - step_s, 0.0)

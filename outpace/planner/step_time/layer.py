@@ -14,7 +14,7 @@ from outpace.catalog import efficiency
 from outpace.catalog.stacks import Dispatcher, Elementwise, Experts
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, seen_length, weights
-from outpace.planner.plan_batch import Floats
+from outpace.planner.plan_batch import Bools, Floats
 from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
@@ -43,7 +43,7 @@ class Cells:
     ep: Floats
     etp: Floats
     norm_split: Floats
-    compiled: Floats
+    compiled: Bools
     elementwise: Elementwise = "kernels"
     fuses_dropout: bool = False
     dispatcher: Dispatcher = "alltoall"
@@ -155,36 +155,47 @@ def layer(
     forward = forward + inner + tokens * moved / rate
     backward = backward + inner_back + tokens * moved_back / rate
     operators, inner_operators = _operators(outline, stack, fused)
-    more: Floats | float = _backward_operators(outline, stack)
-    # RMS norms of spread tensors: five operators in place of one.
-    apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
-    calls = operators + 4.0 * stack.norms * apart.astype(float)
-    if cells.adapters is not None:
-        targets = cells.adapters.targets
-        names = [weight.name for weight in weights(stack, outline.hidden)]
-        count = sum(targets[name].number for name in names if name in targets)
-        launched = cells.adapters.operators
-        calls, more = calls + launched[0] * count, launched[1] * count
-    by_experts, by_experts_back = _expert_operators(stack, cells)
-    calls, more = calls + by_experts, more + by_experts_back
-    engine = cells.elementwise == "fused"  # whose casts are kernels, and which compiles nothing
-    each = 1 if engine else _SCALING_OPERATORS
-    scaled = _float8(device, cells) * each * len([*weights(stack, outline.hidden)])
-    calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
-    tight = (cells.compiled > 0) & (not engine)
+    calls, calls_back = _calls(device, outline, stack, cells, operators)
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
+    tight = cells.compiled & (cells.elementwise != "fused")  # Transformer Engine compiles nothing
     return LayerWork(
         forward_s=forward,
         backward_s=backward,
         weights_s=into,
         forward_operators=np.where(tight, kernels, calls),
-        backward_operators=np.where(tight, kernels_back, calls + more),
+        backward_operators=np.where(tight, kernels_back, calls_back),
         products_s=products,
         attention_s=inner,
         attention_back_s=inner_back,
         inner_s=inner,
         inner_operators=np.full_like(tokens, inner_operators),
     )
+
+
+def _calls(
+    device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, operators: float
+) -> tuple[Floats, Floats]:
+    """Return what a host launches of a layer that is not compiled, forwards and backwards.
+
+    `operators` are those of its forward on one rank, in 16 bits, with all weights trained.
+    """
+    more: Floats | float = _backward_operators(outline, stack)
+    names = [weight.name for weight in weights(stack, outline.hidden)]
+    # RMS norms of spread tensors: five operators in place of one.
+    apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
+    calls = operators + np.where(apart, 4.0 * stack.norms, 0.0)
+    if cells.adapters is not None:
+        targets = cells.adapters.targets
+        count = sum(targets[name].number for name in names if name in targets)
+        launched = cells.adapters.operators
+        calls, more = calls + launched[0] * count, launched[1] * count
+    by_experts, by_experts_back = _expert_operators(stack, cells)
+    calls, more = calls + by_experts, more + by_experts_back
+    # Transformer Engine's casts are kernels.
+    each = 1 if cells.elementwise == "fused" else _SCALING_OPERATORS
+    scaled = np.where(_in_float8(device, cells), float(each * len(names)), 0.0)
+    calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
+    return calls, calls + more
 
 
 def _weight(
@@ -205,17 +216,13 @@ def _weight(
     )
     if weight.experts and cells.experts == "loop":
         grads = grads + _slices_s(device, batch, batch * n * k * cells.item)
-    eight = _float8(device, cells) * batch
-    tight = (cells.compiled > 0) | (cells.elementwise == "fused")
-    casts = np.where(tight, 1.0, _SCALED_EAGERLY)
-    # Transformer Engine keeps a step's weights in float8 for all its micro-batches.
-    own = 0.0 if cells.elementwise == "fused" else 1.0
-    rate = device.memory_bytes_per_s
-    one = one + eight * (casts * (5 * tokens * k + own * 9 * n * k) / rate + 4 * device.fixed_s)
-    inputs = inputs + eight * (
-        (casts * 5 * tokens * n + own * 2 * n * k) / rate + 3 * device.fixed_s
-    )
-    grads = grads + eight * (2 * (tokens * n + tokens * k) / rate + 2 * device.fixed_s)
+    eight = _in_float8(device, cells)
+    if eight.any():
+        scaling = _scaling_s(device, cells, (tokens, n, k))
+        one, inputs, grads = (
+            seconds + np.where(eight, batch * more, 0.0)
+            for seconds, more in zip((one, inputs, grads), scaling, strict=True)
+        )
     if weight.bias:
         grads = grads + batch * tokens * n * cells.item / device.memory_bytes_per_s
     if cells.adapters is not None:
@@ -276,16 +283,31 @@ def _frozen_weight(
     return one, inputs, grads
 
 
-def _float8(device: DeviceRates, cells: Cells) -> Floats:
-    """Return 1 where products are in float8, whose operands are scaled and cast each time.
+def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
+    """Return where products are in float8, whose operands are scaled and cast each time."""
+    return device.is_fp8(cells.rate)
 
-    torchao's Float8Linear has one scale a tensor. Bytes of a number: the largest is looked for
-    (reads 2 of an activation or its gradient, 4 of a weight), then it is cast (reads as much,
-    writes 1), and for the other product that an operand has part in it is laid out the other way
-    round (reads 1, writes 1). Each is a kernel: two to look and to cast, one to turn.
+
+def _scaling_s(
+    device: DeviceRates, cells: Cells, shape: tuple[Floats, Floats, Floats]
+) -> tuple[Floats, Floats, Floats]:
+    """Return seconds in which operands of a product, and of its gradients, become float8.
+
+    `shape` is tokens, outputs and inputs. torchao's Float8Linear has one scale a tensor. Bytes of a
+    number: the largest is looked for (reads 2 of an activation or its gradient, 4 of a weight),
+    then it is cast (reads as much, writes 1), and for the other product that an operand has part in
+    it is laid out the other way round (reads 1, writes 1). Each is a kernel: two to look and to
+    cast, one to turn.
     """
-    eight: Floats = device.is_fp8(cells.rate).astype(float)
-    return eight
+    tokens, n, k = shape
+    rate = device.memory_bytes_per_s
+    tight = cells.compiled | (cells.elementwise == "fused")
+    casts = np.where(tight, 1.0, _SCALED_EAGERLY)
+    # Transformer Engine keeps a step's weights in float8 for all its micro-batches.
+    own = 0.0 if cells.elementwise == "fused" else 1.0
+    one = casts * (5 * tokens * k + own * 9 * n * k) / rate + 4 * device.fixed_s
+    inputs = (casts * 5 * tokens * n + own * 2 * n * k) / rate + 3 * device.fixed_s
+    return one, inputs, 2 * (tokens * n + tokens * k) / rate + 2 * device.fixed_s
 
 
 def _products(
@@ -389,8 +411,8 @@ def _layer_traffic(
     ahead, back = _eager_traffic(device, outline, stack, cells, fused)
     if device.kind == "cuda":
         tight = _compiled_traffic(outline, stack, cells, fused)
-        ahead = np.where(cells.compiled > 0, tight[0], ahead)
-        back = np.where(cells.compiled > 0, tight[1], back)
+        ahead = np.where(cells.compiled, tight[0], ahead)
+        back = np.where(cells.compiled, tight[1], back)
     return ahead + routed, back + routed_back
 
 
@@ -477,7 +499,7 @@ def _eager_traffic(
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
     adds += stack.cross_attention is not None
-    own = (cells.compiled == 0) & device.piecewise & (not stack.norm_bias)
+    own = ~cells.compiled & device.piecewise & (not stack.norm_bias)
     spread = cells.tp > 1
     norm, norm_back = (
         np.where(own, np.where(spread, pieces, whole), kernel)
@@ -506,7 +528,7 @@ def _eager_traffic(
         eager_back = 9.0 if stack.mlp.gated else 3.0
         tight = 3.0 if stack.mlp.gated else 2.0
         tight_back = 5.0 if stack.mlp.gated else 3.0
-        one = (cells.compiled > 0) | (cells.elementwise == "fused")
+        one = cells.compiled | (cells.elementwise == "fused")
         ahead = ahead + width * np.where(one, tight, eager)
         back = back + width * np.where(one, tight_back, eager_back)
     if stack.attention is not None:
@@ -514,7 +536,7 @@ def _eager_traffic(
         keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
         values = a.kv_heads * a.value_dim * cells.item / cells.tp
         if not outline.learned_positions:
-            apart = (cells.compiled == 0) & (device.piecewise or operators)
+            apart = ~cells.compiled & (device.piecewise or operators)
             turned = np.where(apart, _TURN_PIECES, 4)  # or read, turned, written
             ahead, back = ahead + turned * keys, back + turned * keys
         if not fused:  # heads are laid out one after the other for batched products
@@ -597,7 +619,7 @@ def head(
     cast = np.where(low, _CAST, 0.0)
     ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
     if outpace_loss:
-        tight, eager = cells.compiled > 0, _EAGER_LOSS[0] * cells.item + _EAGER_LOSS[1] * 4.0
+        tight, eager = cells.compiled, _EAGER_LOSS[0] * cells.item + _EAGER_LOSS[1] * 4.0
         ahead_bytes = columns * np.where(tight, cells.item, eager)
         back_bytes = columns * np.where(tight, 2 * cells.item, 0.0)
     rate = device.memory_bytes_per_s

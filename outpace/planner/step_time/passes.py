@@ -1,6 +1,6 @@
 """Seconds of a micro-batch's passes through a layer, the embedding and the head, on one rank."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -9,7 +9,7 @@ from outpace.catalog import efficiency
 from outpace.planner.model.outline import weights
 from outpace.planner.plan_batch import MODES, Floats
 from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
-from outpace.planner.step_time.setup import PassTime, StepTimeSetup
+from outpace.planner.step_time.setup import StepTimeSetup
 from outpace.records.outline import Stack
 
 # Of a block that is computed again: states of random numbers are kept, set, and set back, on the
@@ -17,122 +17,237 @@ from outpace.records.outline import Stack
 _CHECKPOINT_OPERATORS = 6
 
 
-class Passes(StepTimeSetup):
-    """Forward and backward passes, with recomputation and the waits of tensor parallelism."""
+@dataclass(frozen=True)
+class PassTime:
+    """Pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
 
-    def layer_passes(self) -> tuple[list[PassTime], list[PassTime]]:
-        """Return each stack's layer: a forward, and a backward with what it recomputes."""
-        forwards, backwards = [], []
-        for stack in self.outline.stacks:
-            work = layer(self.device, self.outline, stack, self.cells, self.q.seq_len,
-                         self.q.attention)  # fmt: skip
-            w = LayerWork(**{f.name: self.spread(getattr(work, f.name)) for f in fields(work)})
-            sums = self._sums(stack)
-            whole = self._adapter_inputs(stack)
-            forwards.append(self._forward(w, sums, whole))
-            backwards.append(self._backward(w, sums, whole))
-        return forwards, backwards
+    `weights_s` are the device's for gradients of weights, which some schedules put off.
 
-    def _sums(self, stack: Stack) -> Floats:
-        """Return a layer's sums over tp: of attention, and of an MLP that tp cuts."""
-        mlp = stack.mlp
-        cut = np.full(len(self.c), float(mlp is not None))
-        if mlp is not None and mlp.experts and not mlp.shared:
-            cut = (self.c.etp == self.c.tp).astype(float)
-        return float(stack.attention is not None) + cut
+    A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
+    both are one (`alone`), it takes what both take.
+    """
 
-    def _adapter_inputs(self, stack: Stack) -> Floats:
-        """Return how many adapters gather their inputs from tp's ranks for themselves."""
-        adapters, none = self.q.adapters, np.zeros(len(self.c))
-        if adapters is None or not self.q.stack.gathers_for_adapters:
-            return none
-        own = weights(stack, self.outline.hidden)
-        names = [weight.name for weight in own if weight.cut == "outputs"]
-        count = sum(adapters.targets[name].number for name in names if name in adapters.targets)
-        return np.where(self.c.sequence_parallel & self.c.async_tp, float(count), none)
+    device_s: Floats
+    host_s: Floats
+    tensor_s: Floats
+    products_s: Floats
+    attention_s: Floats
+    weights_s: Floats
+    alone: bool
 
-    def _forward(self, w: LayerWork, sums: Floats, whole: Floats) -> PassTime:
-        tensor_s, calls = self._tensor(sums, w.products_s)
-        tensor_s, calls = tensor_s + whole * self._halves()[0], calls + whole
-        host_s = self._launched_s(w.forward_operators + calls)
-        none = np.zeros_like(w.forward_s)
-        return PassTime(
-            w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self.alone
+    @property
+    def seconds(self) -> Floats:
+        if self.alone:
+            return self.device_s + self.tensor_s + self.host_s
+        return np.maximum(self.device_s + self.tensor_s, self.host_s)
+
+
+@dataclass(frozen=True)
+class _TensorCollectives:
+    """Collectives over the ranks of tp: seconds of sums, and how many the host launches.
+
+    `gather_s` and `scatter_s` are those of gathers of hidden states, and of sums that are spread.
+    """
+
+    sums_s: Floats
+    calls: Floats
+    gather_s: Floats
+    scatter_s: Floats
+
+
+@dataclass(frozen=True)
+class EndPasses:
+    """Passes of one micro-batch through what lies before the layers, and after them."""
+
+    embedding: PassTime
+    embedding_back: PassTime
+    head: PassTime
+    head_back: PassTime
+
+    @property
+    def first_s(self) -> Floats:
+        """Return the seconds of the embedding."""
+        return self.embedding.seconds + self.embedding_back.seconds
+
+    @property
+    def last_s(self) -> Floats:
+        """Return the seconds of the head."""
+        return self.head.seconds + self.head_back.seconds
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """Passes of one micro-batch: through a layer of each stack, and through both ends.
+
+    `shares` are those of the layers that stacks have; a backward has what it recomputes.
+    """
+
+    shares: Floats
+    forwards: list[PassTime]
+    backwards: list[PassTime]
+    ends: EndPasses
+
+    def forward(self, name: str) -> Floats:
+        """Return a part of the mean layer's forward, by its name in `PassTime`."""
+        return _mean(self.forwards, self.shares, name)
+
+    def backward(self, name: str) -> Floats:
+        """Return a part of the mean layer's backward."""
+        return _mean(self.backwards, self.shares, name)
+
+    def ends_part(self, name: str) -> Floats:
+        """Return a part of all passes of both ends."""
+        ends = self.ends
+        passes = (ends.embedding, ends.embedding_back, ends.head, ends.head_back)
+        found: Floats = np.sum([getattr(one, name) for one in passes], axis=0)
+        return found
+
+
+def step_passes(setup: StepTimeSetup) -> StepPasses:
+    """Return the passes of every plan."""
+    counts = np.array([stack.layers for stack in setup.outline.stacks], float)
+    forwards, backwards, one = [], [], _tensor_collectives(setup)
+    for stack in setup.outline.stacks:
+        work = layer(
+            setup.device, setup.outline, stack, setup.cells, setup.question.seq_len,
+            setup.question.attention,
+        )  # fmt: skip
+        w = LayerWork(**{f.name: setup.spread(getattr(work, f.name)) for f in fields(work)})
+        count, inputs = _count_sums(setup, stack), _count_adapter_inputs(setup, stack)
+        tensor = _TensorCollectives(
+            sums_s=count * one.sums_s,
+            calls=count * one.calls + inputs,
+            gather_s=inputs * one.gather_s,
+            scatter_s=inputs * one.scatter_s,
         )
+        forwards.append(_forward(setup, w, tensor))
+        backwards.append(_backward(setup, w, tensor))
+    return StepPasses(counts / counts.sum(), forwards, backwards, _end_passes(setup))
 
-    def _backward(self, w: LayerWork, sums: Floats, whole: Floats) -> PassTime:
-        """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
 
-        What "selective" computes again moves memory, as norms and activations do; of products it
-        has none, or what the stack's own mode has.
-        """
-        modes = {name: self.c.modes[:, place] for place, name in enumerate(MODES)}
-        full, dense = modes["full"], modes["attention"]
-        most = full + dense
-        light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
-        some = modes["selective"] * self.q.stack.recomputed_products
-        again_s = most * w.forward_s - dense * w.inner_s + modes["selective"] * light_s
-        again_s = again_s + some * w.products_s
-        again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
-        again_tensor_s, calls = self._tensor(sums, w.products_s)
-        gather_s, scatter_s = self._halves()
-        again_tensor_s, calls = again_tensor_s + whole * gather_s, calls + whole
-        # Frozen weights have no gradients of their own.
-        own = 2.0 if self.q.adapters is None else 1.0
-        tensor_s = self._tensor(sums, own * w.products_s)[0] + whole * scatter_s
-        launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
-        return PassTime(
-            w.backward_s + again_s,
-            self._launched_s(launched),
-            tensor_s + most * again_tensor_s,
-            (own + most + some) * w.products_s,
-            w.attention_back_s + full * w.attention_s,
-            w.weights_s,
-            self.alone,
-        )
+def _mean(passes: list[PassTime], shares: Floats, name: str) -> Floats:
+    """Return the mean over all layers, of each stack by its share of them."""
+    found: Floats = np.sum(
+        [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
+    )
+    return found
 
-    def _launched_s(self, operators: Floats) -> Floats:
-        """Return the host's time to launch operators; a CUDA graph is launched at once."""
-        seconds: Floats = np.where(self.replays, 0.0, operators * self.device.operator_s)
-        return seconds
 
-    def _tensor(self, sums: Floats, products_s: Floats) -> tuple[Floats, Floats]:
-        """Return collectives of tensor parallelism in a layer's forward, and how many.
+def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
+    """Return the number of a layer's sums over tp: after attention, and an MLP that tp cuts."""
+    mlp, c = stack.mlp, setup.columns
+    cut = np.full(len(c), mlp is not None)
+    if mlp is not None and mlp.experts and not mlp.shared:
+        cut = c.etp == c.tp
+    attention = 0.0 if stack.attention is None else 1.0
+    return attention + np.where(cut, 1.0, 0.0)
 
-        A sum after attention and one after the MLP; with sequence parallelism each is a gather and
-        a scattering sum, of the same bytes together (Korthikanti et al., arXiv 2205.05198, §4.2).
-        With async_tp each proceeds in tp parts beside the product that it is for.
-        """
-        c = self.c
-        nbytes = self.tokens * self.outline.hidden * self.item
-        whole = self.fabric.sum_s(nbytes, c.tp, np.ones_like(c.tp))
-        gather_s, scatter_s = self._halves()
-        halves = gather_s + scatter_s
-        calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
-        all_to_all_s = sums * np.where(c.sequence_parallel, halves, whole)
-        exposed_s = np.where(
-            c.async_tp, self.exposed_s(all_to_all_s, products_s, c.tp.astype(float)), all_to_all_s
-        )
-        return exposed_s, sums * calls
 
-    def _halves(self) -> tuple[Floats, Floats]:
-        """Return seconds to gather a micro-batch's hidden states over tp, and to sum and spread."""
-        nbytes = self.tokens * self.outline.hidden * self.item
-        near = np.ones_like(self.c.tp)
-        gather_s = self.fabric.gather_s(nbytes, self.c.tp, near)
-        return gather_s, self.fabric.scatter_s(nbytes, self.c.tp, near)
+def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
+    """Return how many adapters gather their inputs from tp's ranks for themselves."""
+    c, adapters = setup.columns, setup.question.adapters
+    if adapters is None or not setup.question.stack.gathers_for_adapters:
+        return np.zeros(len(c))
+    own = weights(stack, setup.outline.hidden)
+    names = [weight.name for weight in own if weight.cut == "outputs"]
+    count = sum(adapters.targets[name].number for name in names if name in adapters.targets)
+    return np.where(c.sequence_parallel & c.async_tp, float(count), 0.0)
 
-    def end_passes(self) -> tuple[PassTime, PassTime, PassTime, PassTime]:
-        """Return embedding and head, forward and backward."""
-        zero = np.zeros(len(self.c))
-        found = []
-        for part in (embedding, partial(head, outpace_loss=not self.q.other_program)):
-            work = part(self.device, self.outline, self.cells, self.q.seq_len)
-            for seconds, products, share in (
-                (work.forward_s, work.products_s, 1.0),
-                (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
-            ):
-                device_s, products_s = self.spread(seconds), self.spread(products)
-                host_s = self._launched_s(self.spread(work.operators) * share)
-                found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, self.alone))
-        return found[0], found[1], found[2], found[3]
+
+def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
+    return PassTime(
+        device_s=w.forward_s,
+        host_s=_launched_s(setup, w.forward_operators + tensor.calls),
+        tensor_s=_tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s,
+        products_s=w.products_s,
+        attention_s=w.attention_s,
+        weights_s=np.zeros_like(w.forward_s),
+        alone=_is_alone(setup),
+    )
+
+
+def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
+    """Return a backward, with what it recomputes by shares of the blocks.
+
+    That is all of a block, or all but attention itself. What "selective" computes again moves
+    memory, as norms and activations do; of products it has none, or what the stack's own mode has.
+    """
+    modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
+    full, dense = modes["full"], modes["attention"]
+    most = full + dense
+    light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
+    some = modes["selective"] * setup.question.stack.recomputed_products
+    again_s = most * w.forward_s - dense * w.inner_s + modes["selective"] * light_s
+    again_s = again_s + some * w.products_s
+    again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
+    again_tensor_s = _tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s
+    # Frozen weights have no gradients of their own.
+    own = 2.0 if setup.question.adapters is None else 1.0
+    tensor_s = _tensor_s(setup, tensor.sums_s, own * w.products_s) + tensor.scatter_s
+    launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)
+    return PassTime(
+        device_s=w.backward_s + again_s,
+        host_s=_launched_s(setup, launched),
+        tensor_s=tensor_s + most * again_tensor_s,
+        products_s=(own + most + some) * w.products_s,
+        attention_s=w.attention_back_s + full * w.attention_s,
+        weights_s=w.weights_s,
+        alone=_is_alone(setup),
+    )
+
+
+def _is_alone(setup: StepTimeSetup) -> bool:
+    """Return whether the device is its own host."""
+    return setup.device.kind == "cpu"
+
+
+def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
+    """Return the host's time to launch operators; a CUDA graph is launched at once."""
+    seconds: Floats = np.where(setup.replays, 0.0, operators * setup.device.operator_s)
+    return seconds
+
+
+def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
+    """Return one sum over the ranks of tp of what a layer passes on, and its parts.
+
+    With sequence parallelism it is a gather and a scattering sum, of the same bytes together
+    (Korthikanti et al., arXiv 2205.05198, §4.2).
+    """
+    c, fabric = setup.columns, setup.fabric
+    nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
+    near = np.ones_like(c.tp)
+    whole = fabric.sum_s(nbytes, c.tp, near)
+    gather_s, scatter_s = (
+        fabric.gather_s(nbytes, c.tp, near),
+        fabric.scatter_s(nbytes, c.tp, near),
+    )
+    calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
+    sums_s = np.where(c.sequence_parallel, gather_s + scatter_s, whole)
+    return _TensorCollectives(sums_s, calls, gather_s, scatter_s)
+
+
+def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
+    """Return what is exposed of sums over tp in a layer.
+
+    With async_tp each proceeds in tp parts beside the product that it is for.
+    """
+    c = setup.columns
+    beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))
+    return np.where(c.async_tp, beside_s, sums_s)
+
+
+def _end_passes(setup: StepTimeSetup) -> EndPasses:
+    """Return embedding and head, forward and backward."""
+    zero = np.zeros(len(setup.columns))
+    found = []
+    for part in (embedding, partial(head, outpace_loss=not setup.question.other_program)):
+        work = part(setup.device, setup.outline, setup.cells, setup.question.seq_len)
+        for seconds, products, share in (
+            (work.forward_s, work.products_s, 1.0),
+            (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
+        ):
+            device_s, products_s = setup.spread(seconds), setup.spread(products)
+            host_s = _launched_s(setup, setup.spread(work.operators) * share)
+            alone = _is_alone(setup)
+            found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, alone))
+    return EndPasses(*found)

@@ -8,9 +8,9 @@ from outpace.planner.model.outline import head_in_layers
 from outpace.planner.pipeline.simulator import StageTime
 from outpace.planner.pipeline.stages import balance, even
 from outpace.planner.plan_batch import Floats, Ints
-from outpace.planner.step_time.parameters import Parameters
-from outpace.planner.step_time.passes import Passes
-from outpace.planner.step_time.setup import PassTime, of_stacks
+from outpace.planner.step_time.parameters import weight_traffic_s
+from outpace.planner.step_time.passes import StepPasses
+from outpace.planner.step_time.setup import StepTimeSetup
 
 # Of a message sent and one received by a stage: two operations, the beginning and end of their
 # group, and waiting for either (torch.distributed.batch_isend_irecv).
@@ -44,125 +44,124 @@ class Stages:
     posted_s: float
 
 
-class Pipelines(Passes, Parameters):
-    """Pipeline times; one stage is a pipeline without a bubble."""
+def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
+    """Return the times of every plan; one stage is a pipeline without a bubble."""
+    c, layers = setup.columns, float(setup.outline.layers)
+    layer_s = passes.forward("seconds") + passes.backward("seconds")
+    first_s, last_s = passes.ends.first_s, passes.ends.last_s
+    stages = c.pp * c.stages_per_rank
+    first, middle, last = _cut(setup, stages)
+    way = layers * layer_s + first_s + last_s
+    # A rank has one of the slowest stages, and others of the mean beside it.
+    beside, traffic = c.stages_per_rank - 1, weight_traffic_s(setup)
+    rows, slowest = [], np.zeros_like(way)
+    for count, end_s in ((first, first_s), (middle, 0.0), (last, last_s)):
+        stage = np.where(stages == 1, way, count * layer_s + end_s)
+        slowest = np.maximum(slowest, stage)
+        rows.append((stage + beside * way / stages + traffic, count + beside * layers / stages))
+    own = slowest + beside * way / stages
+    return PipelineTime(own + traffic, way, own, tuple(rows if (stages > 1).any() else rows[:1]))
 
-    def pipeline(
-        self, layer_s: Floats, ends: tuple[PassTime, PassTime, PassTime, PassTime]
-    ) -> PipelineTime:
-        c, layers = self.c, float(self.outline.layers)
-        first_s = ends[0].seconds + ends[1].seconds
-        last_s = ends[2].seconds + ends[3].seconds
-        stages = c.pp * c.stages_per_rank
-        first, middle, last = self._cut(stages)
-        way = layers * layer_s + first_s + last_s
-        # A rank has one of the slowest stages, and others of the mean beside it.
-        beside, traffic = c.stages_per_rank - 1, self.weight_traffic_s()
-        rows, slowest = [], np.zeros_like(way)
-        for count, end_s in ((first, first_s), (middle, 0.0), (last, last_s)):
-            stage = np.where(stages == 1, way, count * layer_s + end_s)
-            slowest = np.maximum(slowest, stage)
-            rows.append((stage + beside * way / stages + traffic, count + beside * layers / stages))
-        own = slowest + beside * way / stages
-        return PipelineTime(
-            own + traffic, way, own, tuple(rows if (stages > 1).any() else rows[:1])
-        )
 
-    def _cut(self, stages: Ints) -> tuple[Floats, Floats, Floats]:
-        """Blocks of the first stage, the fullest of those between, and the last.
+def _cut(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
+    """Blocks of the first stage, the fullest of those between, and the last.
 
-        Cut by multiply-adds, as outpace does (`stages.layers_per_stage`), whatever takes how long.
-        """
-        layers, head = self.outline.layers, head_in_layers(self.outline)
-        alone = np.where(stages == 1, float(layers), 0.0)
-        first, middle, last = alone.copy(), alone.copy(), alone.copy()
-        for evenly in (True, False):
-            chosen = self.c.even_stages == evenly
-            rows = np.nonzero(chosen & (stages > 1) & (stages <= layers))[0]
-            unique, places = np.unique(stages[rows], return_inverse=True)
-            spreads = [
-                even(layers, int(count)) if evenly else balance(layers, int(count), head)
-                for count in unique
-            ]
-            cuts = np.array([[*_ends_of(spread)] for spread in spreads], float).reshape(-1, 3)
-            first[rows], middle[rows], last[rows] = cuts[places].T
-        return first, middle, last
+    Cut by multiply-adds, as outpace does (`stages.layers_per_stage`), whatever takes how long.
+    """
+    layers, head = setup.outline.layers, head_in_layers(setup.outline)
+    alone = np.where(stages == 1, float(layers), 0.0)
+    first, middle, last = alone.copy(), alone.copy(), alone.copy()
+    for evenly in (True, False):
+        chosen = setup.columns.even_stages == evenly
+        rows = np.nonzero(chosen & (stages > 1) & (stages <= layers))[0]
+        unique, places = np.unique(stages[rows], return_inverse=True)
+        spreads = [
+            even(layers, int(count)) if evenly else balance(layers, int(count), head)
+            for count in unique
+        ]
+        cuts = np.array([[*_ends_of(spread)] for spread in spreads], float).reshape(-1, 3)
+        first[rows], middle[rows], last[rows] = cuts[places].T
+    return first, middle, last
 
-    def stages(self) -> Stages:
-        """Return a plan's blocks by stage, embedding on the first and head on the last.
 
-        Of a backward, the weights' part is that of their gradients.
-        """
-        c, layers = self.c, self.outline.layers
-        counts = np.array([stack.layers for stack in self.outline.stacks], float)
-        forwards, backwards = self.layer_passes()
-        ahead, back, grads = (
-            float(of_stacks(passes, counts / counts.sum(), name)[0])
-            for passes, name in (
-                (forwards, "seconds"), (backwards, "seconds"), (backwards, "weights_s"),
-            )
-        )  # fmt: skip
-        ends = [float(end.seconds[0]) for end in self.end_passes()]
-        number = int(c.pp[0] * c.stages_per_rank[0])
-        spread = even(layers, number)
-        if not c.even_stages[0]:
-            spread = balance(layers, number, head_in_layers(self.outline))
-        traffic = float(self.weight_traffic_s()[0]) / float(c.stages_per_rank[0])
-        times = []
-        for place, count in enumerate(spread):
-            first, last = place == 0, place == number - 1
-            forward = count * ahead + first * ends[0] + last * ends[2]
-            backward = count * back + first * ends[1] + last * ends[3] + traffic
-            weights_s = min(count * grads + last * ends[2], backward)
-            times.append(StageTime(forward, backward - weights_s, weights_s))
-        one, posted = self.hop()
-        return Stages(tuple(times), float(one[0]), float(posted[0]))
+def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
+    """Return the stages of the first plan: its blocks, the embedding first and the head last.
 
-    def bubble_s(self, pipeline: PipelineTime, weights: Floats) -> Floats:
-        """Return the time that ranks wait for each other while the pipeline fills and drains.
+    Of a backward, the weights' part is that of their gradients.
+    """
+    c, layers = setup.columns, setup.outline.layers
+    ahead, back = float(passes.forward("seconds")[0]), float(passes.backward("seconds")[0])
+    grads = float(passes.backward("weights_s")[0])
+    ends = passes.ends
+    number = int(c.pp[0] * c.stages_per_rank[0])
+    spread = even(layers, number)
+    if not c.even_stages[0]:
+        spread = balance(layers, number, head_in_layers(setup.outline))
+    traffic = float(weight_traffic_s(setup)[0]) / float(c.stages_per_rank[0])
+    times = []
+    for place, count in enumerate(spread):
+        forward, backward, weights_s = count * ahead, count * back, count * grads
+        if place == 0:
+            forward += float(ends.embedding.seconds[0])
+            backward += float(ends.embedding_back.seconds[0])
+        if place == number - 1:
+            forward += float(ends.head.seconds[0])
+            backward += float(ends.head_back.seconds[0])
+            weights_s += float(ends.head.seconds[0])
+        backward += traffic
+        weights_s = min(weights_s, backward)
+        times.append(StageTime(forward, backward - weights_s, weights_s))
+    one, posted = _message_s(setup)
+    return Stages(tuple(times), float(one[0]), float(posted[0]))
 
-        gpipe and 1f1b: a micro-batch's way through all ranks but the slowest. With v stages a
-        rank, of this 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left
-        of 1f1b's (p−1)(F+I+W) is (p−1)(F+I−W)/v for zb, and (p−1)(F+I−2W), which is 0 where all
-        are equal, for zbv (Qi et al., arXiv 2401.10241, table 1); dualpipev has as much. `weights`
-        is W's share of a pass.
-        """
-        c = self.c
-        left = np.where(c.schedule_in("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
-        none_left = np.maximum(1 - 3 * weights, 0.0)
-        left = np.where(c.schedule_in("zbv", "dualpipev"), none_left, left)
-        waits = np.maximum(pipeline.way_s - pipeline.compute_s, 0.0) / c.stages_per_rank * left
-        alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
-        waits = np.where(c.schedule_in("mp"), np.maximum(alone, 0.0), waits)
-        # Ranks that take turns on a core have more of it while others wait.
-        busy = c.microbatches * pipeline.pace_s
-        waits = np.maximum((busy + waits) / self.device.sharers - busy, 0.0)
-        return np.where(c.pp > 1, waits, 0.0)
 
-    def sends_s(self) -> Floats:
-        """Return the time of sending activations and their gradients between stages.
+def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> Floats:
+    """Return the time that ranks wait for each other while the pipeline fills and drains.
 
-        While the pipeline fills and drains each hop is waited for; beside that 1f1b, which has no
-        micro-batch to spare, waits for one each way a micro-batch.
-        """
-        c = self.c
-        one, posted_s = self.hop()
-        fill = 2.0 * (c.pp * c.stages_per_rank - 1)
-        waits = np.where(c.schedule_in("1f1b"), 2.0 * c.microbatches, 0.0)
-        hops = np.where(c.schedule_in("mp"), fill * c.microbatches, fill + waits)
-        return np.where(c.pp > 1, c.passes * (hops * one + posted_s), 0.0)
+    gpipe and 1f1b: a micro-batch's way through all ranks but the slowest. With v stages a rank, of
+    this 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left of 1f1b's
+    (p−1)(F+I+W) is (p−1)(F+I−W)/v for zb, and (p−1)(F+I−2W), which is 0 where all are equal, for
+    zbv (Qi et al., arXiv 2401.10241, table 1); dualpipev has as much. `weights` is W's share of a
+    pass.
+    """
+    c = setup.columns
+    left = np.where(c.schedule_in("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
+    none_left = np.maximum(1 - 3 * weights, 0.0)
+    left = np.where(c.schedule_in("zbv", "dualpipev"), none_left, left)
+    waits = np.maximum(pipeline.way_s - pipeline.compute_s, 0.0) / c.stages_per_rank * left
+    alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
+    waits = np.where(c.schedule_in("mp"), np.maximum(alone, 0.0), waits)
+    # Ranks that take turns on a core have more of it while others wait.
+    busy = c.microbatches * pipeline.pace_s
+    waits = np.maximum((busy + waits) / setup.device.sharers - busy, 0.0)
+    return np.where(c.pp > 1, waits, 0.0)
 
-    def hop(self) -> tuple[Floats, Floats]:
-        """Return seconds of a message between stages; and of the host, which posts all of a pass's.
 
-        Every stage posts a message forwards and one backwards for each micro-batch.
-        """
-        c = self.c
-        nbytes = self.tokens * self.outline.hidden * self.item
-        nbytes = nbytes / np.where(c.sequence_parallel, c.tp, 1)
-        one = self.fabric.send_s(nbytes, c.pp, c.tp * c.cp * c.data_parallel)
-        posted = 2.0 * (c.microbatches + c.pp - 1) * c.stages_per_rank * _EXCHANGE_OPERATORS
-        return one, (posted * self.device.operator_s).astype(np.float64)
+def sends_s(setup: StepTimeSetup) -> Floats:
+    """Return the time of sending activations and their gradients between stages.
+
+    While the pipeline fills and drains each hop is waited for; beside that 1f1b, which has no
+    micro-batch to spare, waits for one each way a micro-batch.
+    """
+    c = setup.columns
+    one, posted_s = _message_s(setup)
+    fill = 2.0 * (c.pp * c.stages_per_rank - 1)
+    waits = np.where(c.schedule_in("1f1b"), 2.0 * c.microbatches, 0.0)
+    hops = np.where(c.schedule_in("mp"), fill * c.microbatches, fill + waits)
+    return np.where(c.pp > 1, c.passes * (hops * one + posted_s), 0.0)
+
+
+def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
+    """Return seconds of a message between stages; and of the host, which posts all of a pass's.
+
+    Every stage posts a message forwards and one backwards for each micro-batch.
+    """
+    c = setup.columns
+    nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
+    nbytes = nbytes / np.where(c.sequence_parallel, c.tp, 1)
+    one = setup.fabric.send_s(nbytes, c.pp, c.tp * c.cp * c.data_parallel)
+    posted = 2.0 * (c.microbatches + c.pp - 1) * c.stages_per_rank * _EXCHANGE_OPERATORS
+    return one, (posted * setup.device.operator_s).astype(np.float64)
 
 
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:

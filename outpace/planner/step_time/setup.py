@@ -1,7 +1,6 @@
 """Inputs of a step's terms: bytes per number, a rank's parameters, distinct layers."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +9,7 @@ from outpace.catalog.stacks import OUTPACE, SoftwareStack
 from outpace.planner.hardware.device import DeviceRates, dtype_of, items
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.model.outline import layer_parameters, outside_elements, weights
-from outpace.planner.plan_batch import PRECISIONS, Floats, PlanBatch
+from outpace.planner.plan_batch import MODES, PRECISIONS, Bools, Floats, Ints, PlanBatch
 from outpace.planner.step_time.adapters import Adapters, adapter_products
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.outline import Outline
@@ -49,125 +48,182 @@ class StepTimeQuestion:
 
 
 @dataclass(frozen=True)
-class PassTime:
-    """Pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
+class Numbers:
+    """Bytes of a plan's numbers, and where they are cast.
 
-    `weights_s` are the device's for gradients of weights, which some schedules put off.
-
-    A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
-    both are one (`alone`), it takes what both take.
+    `item` of an operand of products, `wide` of the residual stream, `kept` of a gradient that is
+    kept. Weights are cast for products by `autocast`, or where they lie before they are gathered
+    (`casts_shards`); `shares_casts`: micro-batches all read one cast of them.
     """
 
-    device_s: Floats
-    host_s: Floats
-    tensor_s: Floats
-    products_s: Floats
-    attention_s: Floats
-    weights_s: Floats
-    alone: bool
-
-    @property
-    def seconds(self) -> Floats:
-        if self.alone:
-            return self.device_s + self.tensor_s + self.host_s
-        return np.maximum(self.device_s + self.tensor_s, self.host_s)
+    item: Floats
+    wide: Floats
+    kept: Floats
+    autocast: Bools
+    casts_shards: Bools
+    shares_casts: Bools
 
 
-def of_stacks(passes: Sequence[PassTime], shares: Floats, name: str) -> Floats:
-    """Return a sum over all stacks, each by its share of the layers."""
-    found: Floats = np.sum(
-        [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
-    )
-    return found
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
+
+    Who shares out experts shards as well: `owned` are those that a rank has its shard of.
+    """
+
+    present: Floats
+    owned: Floats
+    trained: Floats
 
 
+@dataclass(frozen=True)
 class StepTimeSetup:
-    """Values of all plans at once, one entry each."""
+    """Values of all plans at once, one entry each.
 
-    def __init__(self, question: StepTimeQuestion, columns: PlanBatch) -> None:
-        planned = columns.common_adapters
-        if planned is not None:
-            adapters = adapter_products(planned, question.outline)
-            question = replace(question, adapters=adapters)
-        self.q, self.c = question, columns
-        self.outline, self.device, self.fabric = question.outline, question.device, question.fabric
-        self._sizes()
-        self._cells()
-        self.micro = columns.microbatches * columns.passes
+    `replays`: passes are replayed as CUDA graphs. `cells` are the distinct cases of what a layer's
+    time depends on, `cell` is each plan's. `tokens` are those of a micro-batch on a rank, `micro`
+    its micro-batches in a step.
+    """
 
-    def _sizes(self) -> None:
-        """Bytes of numbers, and parameters of a rank before data parallelism shards them."""
-        c = self.c
-        self.item = items(c.precision)
-        replicas = c.dp_replicate * c.dp_shard * c.cp
-        splits = c.strategy_in(*FULLY_SHARDED) | (c.strategy_in("3d") & (replicas > 1))
-        splits = splits | (c.offload_parameters > 0)
-        casts = self.q.other_program & c.strategy_in(*FULLY_SHARDED, "3d")
-        autocast = c.precision_in(*AUTOCAST) & ~casts
-        self.wide = np.where(autocast, FP32, self.item)
-        # Replayed as CUDA graphs by outpace (records.compiled.graph_obstacle), and micro-batches
-        # of which all read one cast of the weights.
-        own = (self.device.kind == "cuda") & (not self.q.other_program)
-        away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
-        again = c.modes[:, 0] < 1
-        drops = any(stack.dropout for stack in self.outline.stacks)
-        self.replays = own & c.strategy_in("single") & c.compile & ~away & ~c.in_backward
-        self.replays = self.replays & ~(again & drops) | self.q.stack.graphs
-        shared = c.strategy_in("single", "ddp", "zero1") & (c.offload_parameters == 0)
-        self.shares_casts = own & shared & ~again & ~c.in_backward & ~c.compile
-        # Weights are cast for products by autocast, or where they lie before they are gathered.
-        self.autocast = autocast & ~splits
-        self.cast_shards = c.precision_in(*SHARD_DTYPES) & splits & ~casts
-        low = c.precision_in(*WEIGHTS) & ~c.holds_masters()
-        self.kept = np.where(low, 2.0, FP32)
-        layers, more = np.zeros(len(c)), np.zeros(len(c))
-        for stack in self.outline.stacks:
-            experts = sum(w.elements for w in weights(stack, self.outline.hidden) if w.experts)
-            rest = layer_parameters(stack, self.outline.hidden) - experts
-            layers = layers + stack.layers * (rest / c.tp + experts / (c.ep * c.etp))
-            # Who shares out experts shards as well: of what is sharded ep is a part, with as many
-            # of tp's ranks as have whole experts.
-            alone = np.where(c.zero > 0, c.ep * c.etp / c.tp, 1)
-            more = more + stack.layers * experts * (alone - 1) / (c.ep * c.etp)
-        ends = outside_elements(self.outline) / c.tp
-        # A pipeline's ends have the embedding and the head; the fuller one decides.
-        self.parameters = layers / c.pp + np.where(
-            c.pp > 1, ends / (1 if self.outline.tied else 2), ends
-        )
-        self.owned = self.parameters + more / c.pp
-        self.trained = self.parameters
-        if self.q.adapters is not None:
-            self.trained = self.q.adapters.parameters(self.outline) / (c.tp * c.pp)
-            self.owned = self.trained
+    question: StepTimeQuestion
+    columns: PlanBatch
+    numbers: Numbers
+    parameters: RankParameters
+    replays: Bools
+    cells: Cells
+    cell: Ints
+    tokens: Floats
+    micro: Ints
 
     @property
-    def alone(self) -> bool:
-        return self.device.kind == "cpu"
+    def outline(self) -> Outline:
+        return self.question.outline
 
-    def _cells(self) -> None:
-        c = self.c
-        rates = np.array([self.device.rate(dtype_of(name)) for name in PRECISIONS])
-        split = np.where(c.sequence_parallel, c.tp, 1)
-        keys = np.stack(
-            [rates[c.precision], self.item, self.wide, c.micro_batch, c.tp, c.cp, c.ep, c.etp,
-             split, c.compile], axis=1,
-        ).astype(float)  # fmt: skip
-        unique, self.of = np.unique(keys, axis=0, return_inverse=True)
-        software = self.q.stack
-        self.cells = replace(
-            Cells(*unique.T), elementwise=software.elementwise,
-            fuses_dropout=software.fuses_dropout, dispatcher=software.dispatcher,
-            experts=software.experts, adapters=self.q.adapters,
-        )  # fmt: skip
-        self.tokens = c.micro_batch * self.q.seq_len / c.cp
+    @property
+    def device(self) -> DeviceRates:
+        return self.question.device
+
+    @property
+    def fabric(self) -> Fabric:
+        return self.question.fabric
+
+    @property
+    def layers(self) -> Floats:
+        """Return the layers of a rank, in the mean."""
+        return self.outline.layers / self.columns.pp
+
+    @property
+    def shards(self) -> Ints:
+        """Return the ranks that states are sharded over."""
+        c = self.columns
+        return np.where(c.zero > 0, c.dp_shard * c.cp, 1)
 
     def spread(self, values: Floats) -> Floats:
         """Return each plan's value from its cell."""
-        return np.broadcast_to(values, self.cells.rate.shape)[self.of]
+        return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
     def exposed_s(self, comm_s: Floats, compute_s: Floats, units: Floats) -> Floats:
         """Return what is exposed of communication in equal parts, all but one with company."""
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
-        hides = self.device.hides if self.q.stack.overlaps else 0.0
+        hides = self.device.hides if self.question.stack.overlaps else 0.0
         found: Floats = comm_s - hides * (comm_s - exposed)
         return found
+
+
+def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
+    """Return the values for every plan."""
+    c = columns
+    planned = c.common_adapters
+    if planned is not None:
+        question = replace(question, adapters=adapter_products(planned, question.outline))
+    numbers = _numbers(question, c)
+    cells, cell = _cells(question, c, numbers)
+    return StepTimeSetup(
+        question=question,
+        columns=c,
+        numbers=numbers,
+        parameters=_parameters(question, c),
+        replays=_replays(question, c),
+        cells=cells,
+        cell=cell,
+        tokens=c.micro_batch * question.seq_len / c.cp,
+        micro=c.microbatches * c.passes,
+    )
+
+
+def _numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
+    c = columns
+    item = items(c.precision)
+    several = c.dp_replicate * c.dp_shard * c.cp > 1
+    splits = c.strategy_in(*FULLY_SHARDED) | (c.strategy_in("3d") & several)
+    splits = splits | (c.offload_parameters > 0)
+    casts = question.other_program & c.strategy_in(*FULLY_SHARDED, "3d")
+    autocast = c.precision_in(*AUTOCAST) & ~casts
+    low = c.precision_in(*WEIGHTS) & ~c.holds_masters()
+    whole = c.strategy_in("single", "ddp", "zero1") & (c.offload_parameters == 0)
+    plain = ~_recomputes(c) & ~c.in_backward & ~c.compile
+    return Numbers(
+        item=item,
+        wide=np.where(autocast, FP32, item),
+        kept=np.where(low, 2.0, FP32),
+        autocast=autocast & ~splits,
+        casts_shards=c.precision_in(*SHARD_DTYPES) & splits & ~casts,
+        shares_casts=_trains_on_gpu(question) & whole & plain,
+    )
+
+
+def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
+    """Return which passes outpace replays as CUDA graphs (records.compiled.graph_obstacle)."""
+    c = columns
+    away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
+    drops = any(stack.dropout for stack in question.outline.stacks)
+    own = _trains_on_gpu(question) & c.strategy_in("single") & c.compile & ~away & ~c.in_backward
+    replays: Bools = own & ~(_recomputes(c) & drops) | question.stack.graphs
+    return replays
+
+
+def _trains_on_gpu(question: StepTimeQuestion) -> bool:
+    """Return whether it is outpace that trains, on a GPU."""
+    return question.device.kind == "cuda" and not question.other_program
+
+
+def _recomputes(columns: PlanBatch) -> Bools:
+    return columns.modes[:, MODES.index("none")] < 1
+
+
+def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameters:
+    c, outline = columns, question.outline
+    layers, more = np.zeros(len(c)), np.zeros(len(c))
+    for stack in outline.stacks:
+        experts = sum(w.elements for w in weights(stack, outline.hidden) if w.experts)
+        rest = layer_parameters(stack, outline.hidden) - experts
+        layers = layers + stack.layers * (rest / c.tp + experts / (c.ep * c.etp))
+        # Of what is sharded ep is a part, with as many of tp's ranks as have whole experts.
+        alone = np.where(c.zero > 0, c.ep * c.etp / c.tp, 1)
+        more = more + stack.layers * experts * (alone - 1) / (c.ep * c.etp)
+    ends = outside_elements(outline) / c.tp
+    # A pipeline's ends have the embedding and the head; the fuller one decides.
+    present = layers / c.pp + np.where(c.pp > 1, ends / (1 if outline.tied else 2), ends)
+    if question.adapters is None:
+        return RankParameters(present=present, owned=present + more / c.pp, trained=present)
+    trained = question.adapters.parameters(outline) / (c.tp * c.pp)
+    return RankParameters(present=present, owned=trained, trained=trained)
+
+
+def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> tuple[Cells, Ints]:
+    """Return the distinct cases of what a layer's time depends on, and the place of each plan's."""
+    c, software = columns, question.stack
+    rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
+    split = np.where(c.sequence_parallel, c.tp, 1)
+    keys = np.stack(
+        [rates[c.precision], numbers.item, numbers.wide, c.micro_batch, c.tp, c.cp, c.ep, c.etp,
+         split, c.compile], axis=1,
+    ).astype(float)  # fmt: skip
+    unique, cell = np.unique(keys, axis=0, return_inverse=True)
+    rate, item, wide, samples, tp, cp, ep, etp, norm_split, compiled = unique.T
+    cells = Cells(
+        rate, item, wide, samples, tp, cp, ep, etp, norm_split, compiled > 0,
+        elementwise=software.elementwise, fuses_dropout=software.fuses_dropout,
+        dispatcher=software.dispatcher, experts=software.experts, adapters=question.adapters,
+    )  # fmt: skip
+    return cells, cell

@@ -35,8 +35,10 @@ def of(name):
 
 def cells(**values):
     given = {"rate": RATE, "item": 2, "wide": 2, "samples": 1, "tp": 1, "cp": 1, "ep": 1,
-             "etp": values.get("tp", 1), "norm_split": 1, "compiled": 0, **values}  # fmt: skip
-    return Cells(**{name: np.array([float(value)]) for name, value in given.items()})
+             "etp": values.get("tp", 1), "norm_split": 1, **values}  # fmt: skip
+    compiled = np.array([given.pop("compiled", 0) > 0])
+    arrays = {name: np.array([float(value)]) for name, value in given.items()}
+    return Cells(**arrays, compiled=compiled)
 
 
 def works(device, model, seq_len, kernel="unfused", **values):
