@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, get_args
 from outpace.cli.output import output_file, save_output, write_output
 from outpace.cli.parser import JoinedList, Parser, number_type
 from outpace.records.errors import BadInputError
-from outpace.records.plan import Base
 from outpace.records.precisions import Precision
 
 if TYPE_CHECKING:
@@ -131,8 +130,10 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 
 def _read_keep(arguments: argparse.Namespace) -> str | None:
     """Return the settings to insist on, adapters' among them."""
+    from outpace.planner.model.adapters import ADAPTER_NAMES
+
     kept = [] if arguments.keep is None else [arguments.keep]
-    for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
+    for name in ADAPTER_NAMES:
         value = getattr(arguments, name)
         if value is None:
             continue
@@ -350,7 +351,7 @@ def _parser() -> Parser:
         help="matrices with an adapter: q,k,v,out,gate,up,down (default: all)")  # fmt: skip
     add("--lora-dropout", type=number_type(float, 0.0, 1.0), default=None, metavar="X",
         help="dropout probability before adapters (default: 0)")  # fmt: skip
-    add("--base", choices=get_args(Base), default=None, metavar="NAME",
+    add("--base", default=None, metavar="NAME",
         help="format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)"
         )  # fmt: skip
     add("--max-tp", type=whole, default=None, metavar="N", help="largest tensor-parallel degree")

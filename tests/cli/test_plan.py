@@ -341,13 +341,20 @@ def test_a_hosts_memory_limits_what_is_offloaded(capsys):
 
 
 def test_an_only_kind_is_said_to_be_what_keep_leaves(capsys, monkeypatch):
-    words = ["plan", "--model=gpt2", "--machine=hgx-h100", "--global-batch=64"]
-    text = shown(capsys, monkeypatch, *words, "--keep=strategy=ddp")
-    assert "1. recommended and fastest: the only kind that --keep leaves." in text
-    text = shown(capsys, monkeypatch, *words[:2], "--machine=l4")
-    assert "1. recommended and fastest: the only kind of plan that there is." in text
-    assert "2. leanest: " in text
+    words = ["plan", "--model=gpt2", "--machine=l4", "--seq-len=16", "--global-batch=1"]
+    text = shown(capsys, monkeypatch, *words, "--keep=micro_batch=1")
+    assert "1. recommended, fastest and leanest: the only kind that --keep leaves." in text
+    text = shown(capsys, monkeypatch, *words)
+    assert "1. recommended, fastest and leanest: the only kind of plan that there is." in text
     assert "on 1 device of 24 GiB, 21.99 GiB of it usable (l4)" in text
+    text = shown(capsys, monkeypatch, *words, "--lora-rank=4")
+    assert "the only kind of plan that there is." in text
+
+
+def test_a_reason_compares_with_a_leaner_plan_of_the_same_kind(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, "plan", "--model=gpt2", "--machine=l4")
+    assert "% faster than the next (one device, micro-batch 4, full recomputation" in text
+    assert "2. leanest: " in text
 
 
 def test_every_family_that_can_be_laid_out_has_a_row(capsys):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outpace.planner.explain.titles import PARTS, choices, title
+from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.plan_batch import PlanBatch
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import LEAN
@@ -116,7 +117,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
     splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
     if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
         return "no other kind of plan fits"
-    if wanted.keep:
+    if wanted.keep.keys() - set(ADAPTER_NAMES):  # which have options of their own
         return "the only kind that --keep leaves"
     return "the only kind of plan that there is"
 
