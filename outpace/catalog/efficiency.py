@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
+from outpace.catalog.accelerators import ACCELERATORS
 from outpace.records.base import Record
 from outpace.records.hardware import Accelerator, Architecture, LinkKind
 
@@ -98,10 +99,14 @@ _GB200 = ProductCurve(
 )  # fmt: skip
 
 
-# Dynamic power grows with the clock and the square of the voltage, which follows the clock: with
-# its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital design", 1992).
-_POWER_LAW = 1 / 3
-_B200_POWER_W = 1000
+def _power_share(power_w: float, reference_w: float) -> float:
+    """Return the sustained rate at a board's limit of power, relative to one at `reference_w`.
+
+    Dynamic power grows with the clock and the square of the voltage, which follows the clock: with
+    its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital design", 1992).
+    """
+    share: float = (power_w / reference_w) ** (1 / 3)
+    return share
 
 
 def _blackwell_ultra(power_w: float) -> ProductCurve:
@@ -109,18 +114,20 @@ def _blackwell_ultra(power_w: float) -> ProductCurve:
 
     A board sustains what B200's does of its short products' rate, at its own limit of power.
     """
-    more = (power_w / _B200_POWER_W) ** _POWER_LAW
+    reference_w = ACCELERATORS["B200"].power_w
+    more = _power_share(power_w, reference_w)
     share, share_fp8 = 0.81, 0.763
     return ProductCurve(
         share=share, share_fp8=share_fp8, half_tile=1.0, quarter_tile=0.581, fill=72,
         fixed_s=2.3e-6, sustained=share * min(1.0, _B200.sustained / _B200.share * more),
         sustained_fp8=share_fp8 * min(1.0, _B200.sustained_fp8 / _B200.share_fp8 * more),
         source=_TABLES.format("GB300 6.9 %, B300 7.8 %, fp8 4.1 %")
-        + f"; sustained as on B200 by the third root of the power, {power_w:.0f} of 1000 W",
+        + "; sustained as on B200 by the third root of the power, "
+        f"{power_w:.0f} of {reference_w:.0f} W",
     )  # fmt: skip
 
 
-_B300, _GB300 = _blackwell_ultra(1100), _blackwell_ultra(1400)
+_B300, _GB300 = (_blackwell_ultra(ACCELERATORS[name].power_w) for name in ("B300", "GB300"))
 # L40S and the RTX cards: no product was measured for a second; L40S is at its 350 W in short ones.
 _ADA = ProductCurve(
     share=0.835, share_fp8=0.57, half_tile=0.938, quarter_tile=1.0, fill=412, fixed_s=1.1e-6,
@@ -503,19 +510,13 @@ def product_curve(accelerator: Accelerator) -> ProductCurve:
     return PRODUCTS[accelerator.architecture]
 
 
-# H100's and H200's board, at whose limit of power products are sustained as above.
-_SXM_PEAK, _SXM_POWER_W = 989.5e12, 700
-
-
 def power_share(accelerator: Accelerator) -> float:
-    """Return the sustained rate of a board with a lower power limit, relative to the same chip at
-    700 W.
+    """Return the sustained rate of a board with a lower power limit, relative to that of H200, at
+    whose limit products of this chip are sustained.
     """
-    same = accelerator.peak.flops_per_s.get("bf16") == _SXM_PEAK
-    if not same or accelerator.power_w >= _SXM_POWER_W:
-        return 1.0
-    share: float = (accelerator.power_w / _SXM_POWER_W) ** _POWER_LAW
-    return share
+    board = ACCELERATORS["H200 SXM"]
+    same = accelerator.peak.flops_per_s.get("bf16") == board.peak.flops_per_s["bf16"]
+    return min(1.0, _power_share(accelerator.power_w, board.power_w)) if same else 1.0
 
 
 def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
