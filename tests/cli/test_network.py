@@ -197,7 +197,8 @@ def test_on_one_host_the_links_between_its_devices_are_compared(capsys, monkeypa
              if need["title"] == "DDP")["own_inside"]["slowdown"]
         for machine in ("2x-titan-rtx-nv2", "2x-titan-rtx")
     )  # fmt: skip
-    assert slotted > 5 * bridged
+    # Gradients take 5.1 times as long through the host, and as much of them hides.
+    assert 5.5 < slotted / bridged < 6.0
     assert main([*words]) == 0
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 100

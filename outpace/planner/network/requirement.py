@@ -94,7 +94,7 @@ def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]
     fits = asked.fits(steps.columns)
     found = []
     for at, entry in enumerate(entries):
-        traffic = PlanTraffic(asked, entry, steps, at)
+        traffic = PlanTraffic(entry, steps, at)
         found.append(Need(
             title=entry.title,
             plan=entry.plan,
@@ -148,6 +148,10 @@ class NetworkSteps:
         self.times = estimate(self.question, self.columns)
         simulated_s = steps_s(self.question, self.columns) - self.times.step_s
         self._simulated_s = simulated_s[:, None]
+        self.crossings = [_crossings(asked, entry) for entry in entries]
+        counts = [[(one.link_bytes, one.node_bytes) for one in placed] for placed in self.crossings]
+        sums = np.array([np.sum(placed, axis=0) if placed else (0, 0) for placed in counts])
+        self._link_bytes, self._node_bytes = sums.astype(float).T[..., None]
 
     @property
     def inside_bytes_per_s(self) -> float:
@@ -158,14 +162,15 @@ class NetworkSteps:
         """Return each plan's step times (plans, n), with links that reach these bytes/s.
 
         `inside`: a device's link within its node; `across`: all cards of a node. Each is one
-        number or (plans or 1, n).
+        number or (plans or 1, n). However well it hides, no link is busy for longer than the step.
         """
         shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
         plans = np.repeat(np.arange(shape[0]), shape[1])
         rates = [np.broadcast_to(rate, shape).reshape(-1) for rate in (inside, across)]
         question = replace(self.question, fabric=self.question.fabric.with_rates(*rates))
         steps = estimate(question, self.columns.take(plans)).step_s.reshape(shape)
-        found: Floats = steps + self._simulated_s
+        busy_s = np.maximum(self._link_bytes / inside, self._node_bytes / across)
+        found: Floats = np.maximum(steps + self._simulated_s, busy_s)
         return found
 
     @cached_property
@@ -246,40 +251,14 @@ class NetworkSteps:
 class PlanTraffic:
     """Traffic of a plan in a step, on the nodes where its ranks lie, and what can hide it."""
 
-    def __init__(
-        self, asked: NetworkProblem, entry: NetworkEntry, steps: NetworkSteps, at: int
-    ) -> None:
-        self.plan = entry.plan
-        self._asked, self._entry = asked, entry
-        per_node = asked.cluster.fabric.per_node
-        self.crossings = [place(self.plan, flow, per_node) for flow in self._flows()]
+    def __init__(self, entry: NetworkEntry, steps: NetworkSteps, at: int) -> None:
+        self.plan, self.crossings = entry.plan, steps.crossings[at]
         stages = stages_of(steps.question, steps.columns.take([at])).times
         count = self.plan.accumulation(entry.global_batch) * self.plan.pp_microbatches
         self._last_s = max(stage.seconds("B") for stage in stages)
         self._forward_s = count * max(stage.seconds("F") for stage in stages)
         self._backward_s = count * self._last_s
         self._attention_s = float(steps.times.attention_s[at])
-
-    def _flows(self) -> list[Flow]:
-        """The most of any stage, for each purpose and axis."""
-        apart = self.plan.world_size // self.plan.pp
-        most: dict[tuple[Part, Where], Flow] = {}
-        for stage in sorted({0, self.plan.pp // 2, self.plan.pp - 1}):
-            mine: dict[tuple[Part, Where], Flow] = {}
-            asked = self._asked
-            work = StepOnRank(
-                self.plan, asked.spec, self._entry.global_batch, asked.seq_len, stage * apart
-            )
-            for flow in flows(work):
-                sent, link = flow.sent_bytes, flow.link_bytes
-                if (flow.part, flow.axis) in mine:
-                    before = mine[flow.part, flow.axis]
-                    sent, link = sent + before.sent_bytes, link + before.link_bytes
-                mine[flow.part, flow.axis] = Flow(flow.part, flow.axis, sent, link)
-            for key, flow in mine.items():
-                if key not in most or flow.link_bytes > most[key].link_bytes:
-                    most[key] = flow
-        return list(most.values())
 
     def record(self, crossing: Crossing) -> Traffic:
         """Return a crossing's record, with what it hides behind."""
@@ -307,3 +286,23 @@ class PlanTraffic:
         if part == "sends" and self.plan.schedule not in ("mp", "1f1b"):
             return "other micro-batches", busy_s
         return ("attention", self._attention_s) if part == "ring" else (_NOTHING, 0.0)
+
+
+def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
+    """Return a plan's traffic on its nodes: the most of any stage, for each purpose and axis."""
+    plan = entry.plan
+    apart = plan.world_size // plan.pp
+    most: dict[tuple[Part, Where], Flow] = {}
+    for stage in sorted({0, plan.pp // 2, plan.pp - 1}):
+        mine: dict[tuple[Part, Where], Flow] = {}
+        work = StepOnRank(plan, asked.spec, entry.global_batch, asked.seq_len, stage * apart)
+        for flow in flows(work):
+            sent, link = flow.sent_bytes, flow.link_bytes
+            if (flow.part, flow.axis) in mine:
+                before = mine[flow.part, flow.axis]
+                sent, link = sent + before.sent_bytes, link + before.link_bytes
+            mine[flow.part, flow.axis] = Flow(flow.part, flow.axis, sent, link)
+        for key, flow in mine.items():
+            if key not in most or flow.link_bytes > most[key].link_bytes:
+                most[key] = flow
+    return [place(plan, flow, asked.cluster.fabric.per_node) for flow in most.values()]

@@ -96,13 +96,28 @@ def test_least_is_least_and_the_cheapest_is_enough(layout):
         assert (cost.slowdown <= TOLERANCE) == (carried >= share * least)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(LAYOUTS), st.floats(1e6, 1e13), st.floats(1, 100))
-def test_a_faster_network_is_never_slower(layout, rate, factor):
-    steps = NetworkSteps(*(lambda asked, entry: (asked, [entry]))(*question(layout)))
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(LAYOUTS), st.floats(1e6, 1e13), st.floats(1, 100), st.floats(0.1, 10),
+    st.integers(1, 16),
+)  # fmt: skip
+def test_a_faster_network_is_never_slower(layout, rate, factor, speed, per_node):
+    asked, entry = question(layout)
+    device, fabric = asked.cluster.device, asked.cluster.fabric
+    rates = {dtype: speed * rate for dtype, rate in device.best_flops_per_s.items()}
+    other = replace(
+        asked.cluster,
+        device=replace(device, best_flops_per_s=rates),
+        fabric=replace(fabric, per_node=per_node),
+    )
+    steps = NetworkSteps(replace(asked, cluster=other), [entry])
     slow, fast = steps.seconds(1e11, np.array([[rate, factor * rate]]))[0]
     (ideal,) = steps.seconds(1e11, np.inf)[:, 0]
-    assert steps.compute_s[0] <= ideal * (1 + 1e-9) <= fast * (1 + 1e-6) <= slow * (1 + 1e-5)
+    ordered = np.array([steps.compute_s[0], ideal, fast, slow])
+    assert (np.diff(ordered) >= -1e-12 * ordered[1:]).all()
+    # All that leaves a node goes through the same cards, however well it hides.
+    leaving = sum(crossing.node_bytes for crossing in steps.crossings[0])
+    assert slow >= leaving / rate * (1 - 1e-9)
 
 
 def test_plans_are_answered_together_as_each_alone():
@@ -186,6 +201,13 @@ def test_bloom_has_its_published_size_and_step_time():
     assert took[0, 0] == pytest.approx(105, rel=0.15)
 
 
+def test_bloom_is_faster_at_rates_that_today_s_kernels_reach():
+    # A step of 87.6 s, where that of 2022 took 105 (docs/concepts/network.md).
+    asked, entry = product()
+    took = NetworkSteps(asked, [entry]).seconds(*reached(asked))
+    assert took[0, 0] == pytest.approx(87.6, rel=0.01)
+
+
 def test_bloom_was_not_bound_by_50_gbit_a_gpu_and_zero3_sends_far_more():
     plans = {"3d": product(), 1: zero3(1), 2: zero3(2), 5: zero3(5)}
     needs = {name: answer(asked, [entry])[0] for name, (asked, entry) in plans.items()}
@@ -196,16 +218,20 @@ def test_bloom_was_not_bound_by_50_gbit_a_gpu_and_zero3_sends_far_more():
     for samples, factor in ((1, 35), (2, 20), (5, 7)):
         assert needs[samples].node_bytes > factor * needs["3d"].node_bytes
     # Of a slow network the order is the same with any micro-batch.
-    assert slowdown(*product(), A_NODE) < 0.3
+    assert slowdown(*product(), A_NODE) < 0.25
     assert all(slowdown(*zero3(samples), A_NODE) > 1.5 for samples in (1, 2, 5))
 
 
-def test_what_hides_needs_less_though_it_is_more():
-    # The whole share of a batch in one pass: 7.6 times the bytes of the product need less than
-    # twice the network, since most of them go while it computes.
+def test_what_hides_needs_little_more_of_the_network_though_it_is_far_more():
+    # The whole share of a batch in one pass: 7.6 times the bytes of the product need 1.7 times the
+    # network, not less than it: most of them go while it computes, but a part never does.
     (hidden,), (exposed,) = (answer(asked, [one]) for asked, one in (zero3(5), product()))
-    assert hidden.node_bytes > 7 * exposed.node_bytes
-    assert hidden.least_node_bytes_per_s < 2 * exposed.least_node_bytes_per_s
+    assert 7.5 < hidden.node_bytes / exposed.node_bytes < 7.8
+    assert 1.6 < hidden.least_node_bytes_per_s / exposed.least_node_bytes_per_s < 1.8
+    asked, one = zero3(5)
+    device = replace(asked.cluster.device, hides=1.0)
+    (all_hidden,) = answer(replace(asked, cluster=replace(asked.cluster, device=device)), [one])
+    assert all_hidden.least_node_bytes_per_s < 0.75 * exposed.least_node_bytes_per_s
 
 
 def test_strategies_are_compared_with_batches_that_divide():
