@@ -46,11 +46,16 @@ _SIGNATURES = {
     b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\xd0\xcf\x11\xe0": "an old Office document",
 }  # fmt: skip
-# How texts in markup languages begin; of YAML, a list of records.
+# How texts in markup languages begin; of YAML, a list of records. Each text can be matched in one
+# way only: repetitions that share characters take time that grows exponentially.
 _MARKUP = {
-    "HTML": re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S),
+    "HTML": re.compile(
+        rb"\s*(?:<!--(?:(?!-->).)*-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S
+    ),
     "XML": re.compile(rb"\s*<\?xml\s"),
-    "YAML": re.compile(rb"(?:\s*(?:#[^\n]*|---[^\n]*)?\n)*- +[\"'\w]+ *:[^\n]*\n +[\"'\w]+ *:"),
+    "YAML": re.compile(
+        rb"(?:[ \t\r]*(?:#[^\n]*|---[^\n]*)?\n)*- +[\"'\w]+ *:[^\n]*\n +[\"'\w]+ *:"
+    ),
 }
 _SNIFFED_MARKUP_BYTES = 4096
 # Splits as names of files say them (train.bin, fineweb_val_000000.bin, data.test.jsonl).

@@ -694,6 +694,13 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
         ("notes.md", "- Author: someone\n- Title: words\n", None),
         ("page.md", "---\ntitle: words\n---\n<html> is a tag", None),
         ("text.txt", "<i>not</i> a page", None),
+        # Each of these took time exponential in its number of lines, comments or spaces.
+        ("blank.txt", "\n" * 200, None),
+        ("spaces.txt", " \r\n \t\n" * 100, None),
+        ("dashes.txt", "---\n# a\n\n" * 60, None),
+        ("comments.txt", "<!-- a --> \n" * 100, None),
+        ("comments.html", "<!-- a --> \n" * 100 + "<html>", "HTML"),
+        ("blank.yml.txt", "\n" * 200 + "- a: one\n  b: two\n", "YAML"),
     ],
 )
 def test_marks_of_a_markup_language_are_said_to_be_learnt(tmp_path, prepare, name, begin, kind):
