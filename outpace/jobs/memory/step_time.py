@@ -1,5 +1,6 @@
 """Time of a training's step on this host by the planner's model, whether the plan fits or not."""
 
+from contextlib import suppress
 from functools import cache
 from typing import Literal
 
@@ -39,12 +40,14 @@ def step_time_s(
 
 @cache
 def _find_cluster(ranks: int, device: Literal["cpu", "cuda"]) -> Cluster:
-    """Return this host as probed, if its machine.json is here, else as detected."""
+    """Return this host as probed, if a machine.json of use is here, else as detected."""
     machine = identify(find_accelerator)
     host = machine.model_copy(update={"devices": ()})
     used = host if device == "cpu" else machine
-    probed = find_probe(used)
-    try:
-        return of_host(used, ranks) if probed is None else of_probe(probed, ranks)
-    except BadInputError:  # an accelerator of which nothing is known: as its host, which is slower
-        return of_host(host, ranks)
+    with suppress(BadInputError):  # a file that cannot be read, or without a figure that it takes
+        probed = find_probe(used)
+        if probed is not None:
+            return of_probe(probed, ranks)
+    with suppress(BadInputError):  # an accelerator of which nothing is known: as its host
+        return of_host(used, ranks)
+    return of_host(host, ranks)

@@ -35,12 +35,15 @@ class TraceRequest(Record):
 
 
 class AccountSummary(Record):
-    """The part of an account that is needed to choose between plans, and the planner's time."""
+    """The part of an account that is needed to choose between plans, and the planner's time.
+
+    `step_s`: None if the planner does not know it.
+    """
 
     peak_memory_bytes: int
     needed_bytes: int
     by_kind: dict[Kind, int]
-    step_s: float
+    step_s: float | None
 
 
 class Tracer:
@@ -130,18 +133,22 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
     )
 
 
-def time_of(ask: TraceRequest) -> float:
-    """Return the seconds of a step by the planner. Raises BadInputError for an impossible plan."""
+def time_of(ask: TraceRequest) -> float | None:
+    """Return the seconds of a step by the planner; None if it does not know them."""
     from outpace.jobs.memory.step_time import step_time_s  # as above
 
     device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"
-    return step_time_s(ask.settings, ask.spec, ask.plan, ask.seq_len, ask.ranks_per_host, device)
+    try:
+        return step_time_s(
+            ask.settings, ask.spec, ask.plan, ask.seq_len, ask.ranks_per_host, device
+        )
+    except BadInputError:
+        return None  # the memory is of use without it
 
 
 def _answer(ask: TraceRequest) -> dict[str, Any]:
     try:
         found = account_of(ask)
-        step_s = time_of(ask)
     except Exception as error:  # what cannot be traced is not proposed
         return {"refused": str(error) or type(error).__name__}
     if ask.whole:
@@ -150,7 +157,7 @@ def _answer(ask: TraceRequest) -> dict[str, Any]:
         "peak_memory_bytes": found.peak_memory_bytes,
         "needed_bytes": found.needed_bytes,
         "by_kind": found.peak.by_kind,
-        "step_s": step_s,
+        "step_s": time_of(ask),
     }
 
 

@@ -105,8 +105,14 @@ def _without_proposals() -> str:
 
 def _format_proposal(proposal: Proposal) -> str:
     what = " and ".join(f"{name.replace('_', '-')} {v}" for name, v in proposal.settings.items())
-    slower = f"{abs(proposal.slowdown):.0%} {'slower' if proposal.slowdown >= 0 else 'faster'}"
-    return f"{what}: {show_bytes(proposal.peak_memory_bytes)}, {slower}{_caution(proposal)}"
+    takes = f"{show_bytes(proposal.peak_memory_bytes)}, {_format_slowdown(proposal.slowdown)}"
+    return f"{what}: {takes}{_caution(proposal)}"
+
+
+def _format_slowdown(slowdown: float | None) -> str:
+    if slowdown is None:
+        return "step time n/a"
+    return f"{abs(slowdown):.0%} {'slower' if slowdown >= 0 else 'faster'}"
 
 
 def _caution(proposal: Proposal) -> str:

@@ -11,14 +11,14 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak memory of the fullest rank, and the time of a step by the planner's model.
+    """Peak memory of the fullest rank, and the time of a step by the planner's model, if known.
 
     `tensor_bytes` of the peak are tensors. `by_kind` is the peak by the kinds of a memory account,
     if known.
     """
 
     peak_memory_bytes: int
-    step_s: float
+    step_s: float | None
     tensor_bytes: int = 0
     by_kind: Mapping[Kind, int] = field(default_factory=dict)
 

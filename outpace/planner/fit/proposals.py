@@ -1,5 +1,6 @@
 """The cheapest changes of a plan that make it fit into a memory limit."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -39,14 +40,15 @@ _PAIRS = 8
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings to change, and the prediction with them; `slowdown` 0.1 is 10 % more time.
+    """Settings to change, and the prediction with them; `slowdown` 0.1 is 10 % more time, None
+    unknown.
 
     `exact`: training computes the same numbers, except for rounding.
     """
 
     settings: Change
     peak_memory_bytes: int
-    slowdown: float
+    slowdown: float | None
     exact: bool
 
 
@@ -139,7 +141,7 @@ def propose(
         fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
     if len(fitting) < count:
         fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
-    fitting.sort(key=lambda tried: tried.cost.step_s)
+    fitting.sort(key=_seconds)
     return [_proposal(tried, base) for tried in fitting[:count]]
 
 
@@ -181,7 +183,7 @@ def _pairs(
 
     def seconds_of_both(pair: tuple[_TriedChange, _TriedChange]) -> float:
         one, other = pair
-        return one.cost.step_s + other.cost.step_s - base.cost.step_s
+        return _seconds(one) + _seconds(other)
 
     def saves_enough(pair: tuple[_TriedChange, _TriedChange]) -> bool:
         peaks = [tried.cost.peak_memory_bytes for tried in pair]
@@ -199,10 +201,16 @@ def _pairs(
     return found
 
 
+def _seconds(tried: _TriedChange) -> float:
+    """Return the time of a step, by which an unknown one comes last."""
+    return math.inf if tried.cost.step_s is None else tried.cost.step_s
+
+
 def _proposal(tried: _TriedChange, base: _TriedChange) -> Proposal:
+    took_s, base_s = tried.cost.step_s, base.cost.step_s
     return Proposal(
         tried.settings,
         tried.cost.peak_memory_bytes,
-        tried.cost.step_s / base.cost.step_s - 1,
+        None if took_s is None or base_s is None else took_s / base_s - 1,
         exact=not {"optimizer", "precision"} & set(tried.settings),
     )

@@ -39,7 +39,14 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
     saved = {
         m: (plain.peak_memory_bytes - c.peak_memory_bytes) / length for m, c in uniform.items()
     }
-    costs = {m: (c.step_s - plain.step_s) / length for m, c in uniform.items()}
+    plain_s = plain.step_s
+    costs = {
+        mode: (cost.step_s - plain_s) / length
+        for mode, cost in uniform.items()
+        if cost.step_s is not None and plain_s is not None
+    }
+    if len(costs) < len(uniform):  # mixtures are compared by time
+        return _heaviest(plan, uniform, budget_bytes)
     need = plain.peak_memory_bytes - budget_bytes
     for _ in range(_TRIES):
         counts = cheapest(length, saved, costs, need)

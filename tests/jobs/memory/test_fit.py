@@ -1,14 +1,18 @@
 """Whether a job fits, and what would: memory as accounted for, time as the planner has it."""
 
+import json
 from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
 
-from outpace.catalog.accelerators import find_accelerator
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.models import preset
 from outpace.jobs.memory.fit import MemoryFit
-from outpace.jobs.memory.trace_worker import AccountSummary, time_of
+from outpace.jobs.memory.step_time import step_time_s
+from outpace.jobs.memory.trace_worker import AccountSummary, TraceRequest, serve, time_of
 from outpace.jobs.ranks.oom_guard import Shortage
 from outpace.planner.calibration.cluster import of_host
 from outpace.planner.fit.proposals import change_plan
@@ -18,7 +22,11 @@ from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.probing.hardware.machine import identify
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Device
+from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.plan import Plan
+from outpace.records.probed import ProbeRecord
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -93,3 +101,56 @@ def test_adapters_take_the_planner_s_time_of_adapters(machine, targets, adapters
     took, whole = fitting(machine).predict(plan).step_s, Plan(micro_batch=16)
     assert took == pytest.approx(planned_s(machine, whole, Adapters(8, adapters)))
     assert took != pytest.approx(planned_s(machine, whole))
+
+
+def test_memory_is_known_where_the_time_is_not(monkeypatch):
+    """A step's time that cannot be estimated leaves the trace of its memory as it is."""
+
+    def refuse(*_):
+        raise BadInputError("no time")
+
+    held = Moment(step=1, part="forward", module="", operator="", by_kind={"weights": 7})
+    traced = MemoryAccount(
+        source="traced", device="cpu", rank=0, world_size=1, peak=held, timeline=(held,),
+        activations_by_module={},
+    )  # fmt: skip
+    monkeypatch.setattr("outpace.jobs.memory.trace_worker.account_of", lambda ask: traced)
+    monkeypatch.setattr("outpace.jobs.memory.step_time.step_time_s", refuse)
+    ask = TraceRequest(
+        spec=SPEC, plan=Plan(micro_batch=2), seq_len=8, accumulation=1, rank=0,
+        settings=SETTINGS, accelerator=None, ranks_per_host=1,
+    )  # fmt: skip
+    told, asks = StringIO(), (ask, ask.model_copy(update={"whole": True}))
+    serve(StringIO("".join(one.model_dump_json() + "\n" for one in asks)), told)
+    short, whole = map(json.loads, told.getvalue().splitlines())
+    assert AccountSummary.model_validate(short) == AccountSummary(
+        peak_memory_bytes=7, needed_bytes=7, by_kind={"weights": 7}, step_s=None
+    )
+    assert MemoryAccount.model_validate(whole) == traced
+
+
+def of_ranks(plan, ranks, device):
+    settings = SETTINGS.model_copy(update={"global_batch": 16 * ranks})
+    return step_time_s(settings, SPEC, plan, 64, ranks, device)
+
+
+def test_a_probe_that_is_of_no_use_leaves_what_is_known_of_the_device(machine, monkeypatch):
+    """Without a figure of its products, or a file that can be read, a GPU is the catalog's."""
+    chip = ACCELERATORS["H200 SXM"]
+    gpu = Device(name="NVIDIA H200", memory_bytes=chip.memory_bytes, accelerator=chip.name)
+    known = machine.model_copy(update={"devices": (gpu,)})
+    monkeypatch.setattr("outpace.jobs.memory.step_time.identify", lambda _: known)
+    plan = Plan(micro_batch=16)
+    record = ProbeRecord(date="", versions={}, command="", sections=(), quick=True, took_s=1.0)
+    files = {5: None, 6: known.model_copy(update={"probed": record}).as_file(), 7: "{"}
+    took = {}
+    for ranks, text in files.items():  # the host is found once for a number of ranks
+        if text is not None:
+            Path("machine.json").write_text(text)
+        cluster = of_host(known, ranks)
+        question = StepTimeQuestion(outline(SPEC, "tiny"), 64, cluster.device, cluster.fabric)
+        own = Plan(micro_batch=16, strategy="ddp", dp_replicate=ranks)
+        columns = of_plans([own], 16 * ranks, SPEC.layers)
+        took[ranks] = of_ranks(own, ranks, "cuda") / float(estimate(question, columns).step_s[0])
+    assert took == pytest.approx(dict.fromkeys(files, 1.0))
+    assert of_ranks(plan, 7, "cpu") > 10 * of_ranks(plan, 7, "cuda")

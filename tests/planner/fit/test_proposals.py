@@ -45,6 +45,23 @@ def test_the_cheapest_of_each_kind_come_first():
         assert math.isclose(1 + proposal.slowdown, cost.step_s / predict(plan).step_s)
 
 
+def test_what_fits_is_proposed_without_times_and_what_has_one_comes_first():
+    plan = Plan(micro_batch=16)
+    known = found(plan, 1700)
+    unknown = found(plan, 1700, lambda plan: replace(predict(plan), step_s=None))
+    assert len(unknown) == 3 and {one.slowdown for one in unknown} == {None}
+    assert all(one.peak_memory_bytes <= 1700 for one in unknown)
+
+    def ask(plan):
+        cost = predict(plan)
+        return replace(cost, step_s=None) if plan.checkpointing == "selective" else cost
+
+    assert dict(known[0].settings) == {"checkpointing": "selective"}
+    mixed = found(plan, 1700, ask)
+    assert dict(mixed[-1].settings) == {"checkpointing": "selective"}
+    assert [one.slowdown is None for one in mixed] == [False, False, True]
+
+
 def test_two_changes_together_where_one_is_not_enough():
     proposals = found(Plan(micro_batch=2), 430)
     assert proposals

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -55,6 +56,13 @@ def test_no_other_choice_of_modes_is_faster_and_fits(budget, again):
     least = min(cost.step_s for cost in costs if cost.peak_memory_bytes <= budget)
     # What comes back for a moment is learned by trying, so a block more may be recomputed.
     assert predict(found).step_s <= least + (SECONDS["selective"] if again else 0)
+
+
+@pytest.mark.parametrize(("budget", "mode"), [(1600, "selective"), (1599, "attention")])
+def test_without_times_all_blocks_are_of_the_first_mode_that_fits(budget, mode):
+    predict = machine()
+    found = plan_within(Plan(), SPEC, budget, lambda plan: replace(predict(plan), step_s=None))
+    assert found == Plan(checkpointing=mode)
 
 
 def test_what_is_recomputed_most_comes_first_in_every_stage():
