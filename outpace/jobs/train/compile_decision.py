@@ -6,7 +6,8 @@ import torch
 
 from outpace.jobs.machine_file import used_machine
 from outpace.jobs.planning.auto_plan import question
-from outpace.planner.plan import estimate_plan
+from outpace.planner.calibration.fit_rates import steps_s
+from outpace.planner.plan_batch import of_plans
 from outpace.records.compiled import Region, compiled_region
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
@@ -112,10 +113,9 @@ def _step_times_s(
         job = question(
             asked, {}, used_machine(machine, device), plan.world_size, ranks.local_world_size
         )
-        eager, compiled = (
-            estimate_plan(job, plan.model_copy(update={"compile": value})).estimate.step_time_s
-            for value in (False, True)
-        )
+        both = [plan.model_copy(update={"compile": value}) for value in (False, True)]
+        columns = of_plans(both, settings.global_batch, job.outline.layers)
+        eager_s, compiled_s = steps_s(job.question, columns).tolist()
     except BadInputError:
         return None
-    return eager, compiled
+    return eager_s, compiled_s

@@ -86,6 +86,28 @@ def test_the_planner_is_asked_what_a_step_takes():
     assert "pays off after" in few.sentence and "70" in few.sentence
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"strategy": "tp", "tp": 2},
+        {"offload_optimizer": "cpu"},
+        {"strategy": "1f1b", "pp": 2, "pp_microbatches": 2, "micro_batch": 8},
+    ],
+    ids=str,
+)
+def test_the_time_of_adapters_is_known_where_their_memory_is_not(values):
+    gpu = ACCELERATORS[H200]
+    device = Device(name="NVIDIA H200", memory_bytes=gpu.memory_bytes, accelerator=gpu.name)
+    plan = Plan.parse(
+        {"compile": True, "micro_batch": 16, "precision": "bf16", "lora_rank": 8, **values}, "test"
+    )
+    machine = NO_GPU.model_copy(update={"devices": (device,) * plan.world_size})
+    ranks = Ranks(world_size=plan.world_size, local_world_size=plan.world_size)
+    found = decide(asked(lora_rank=8), plan, CUDA, machine, ranks, 20_000, 12)
+    assert "pays off after" in found.sentence
+
+
 def test_a_resumed_run_stays_as_it_was(tmp_path, corpus, token_cache):
     from outpace.jobs.train.job import train
 
