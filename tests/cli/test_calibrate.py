@@ -206,9 +206,10 @@ def test_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path
     said = refusal(capsys, *words)
     assert "llama-3.1-8b in this layout does not fit" in said
     assert "LoRA" in said and "quantized" in said and "--model" in said
-    # Closed forms do not count adapters: such a run was compared with the training of all weights.
+    assert "since adapters are not corrected for yet. Did it use recomputation" in said
     said = refusal(capsys, *words, "--layout=lora_rank=16,base=nf4,checkpointing=full")
     assert "a run with adapters (lora_rank) cannot correct a machine" in said
+    assert "since adapters are not corrected for yet. Give the log of a run that trained" in said
     assert not out.exists()
 
 

@@ -44,8 +44,7 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
     if (logged.plan is not None and logged.plan.lora_rank) or answers.layout.get("lora_rank"):
         raise BadInputError(
             f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine, since "
-            "plans assume that all weights are trained. Give the log of a run that trained "
-            "them all."
+            "adapters are not corrected for yet. Give the log of a run that trained all weights."
         )
     told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
     for name, value in answers.layout.items():
@@ -108,7 +107,7 @@ def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimat
             f"{run.log}: {question.outline.name} in this layout does not fit: it needs "
             f"{show_bytes(planned.peak_memory_bytes)}, but {device.name} has "
             f"{show_bytes(limit)}. Did it use LoRA or quantized weights? Such runs cannot "
-            "correct a machine, since plans assume that all weights are trained. Did it use "
+            "correct a machine, since adapters are not corrected for yet. Did it use "
             "recomputation (--layout checkpointing=full), more devices (--nodes, "
             "--devices-per-node), or another model (--model)? Nothing is corrected."
         )
