@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
+from outpace.catalog.models import preset
 from outpace.cli.main import main
+from outpace.planner.model.adapters import AdapterSettings
+from outpace.planner.model.outline import outline
 from outpace.records.measurement import Measurement
 from outpace.records.plan import PlanFile
 from outpace.records.tuning import Tuning
@@ -42,6 +45,28 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
     assert main(["tune", *longer]) == 0  # trials are as short as before
     shown = " ".join(capsys.readouterr().out.split())
     assert "--steps 500 --plan" in shown
+
+
+@pytest.mark.slow
+def test_trials_of_adapters_train_adapters(tuned, tmp_path):
+    words = [*tuned[1], "--init=random", "--lora-rank=8", "--lora-targets", "q", "v"]
+    asked = ["tune", *words, "--nproc=1", "--trials=2", "--within=0", f"--out={tmp_path / 't'}"]
+    assert main(asked) == 0
+    tuning = Tuning.load(tmp_path / "t" / "tuning.json")
+    assert tuning.trials and not any(trial.failure for trial in tuning.trials)
+    for trial in tuning.trials:
+        run = json.loads((tmp_path / "t" / trial.run / "run.json").read_text())
+        for plan in (trial.plan.model_dump(mode="json"), run["plan"]):
+            assert (plan["lora_rank"], plan["lora_targets"]) == (8, ["q", "v"])
+    trials = [
+        (tmp_path / "t", tuning.trials[0]),
+        (tuned[0], Tuning.load(tuned[0] / "tuning.json").trials[0]),
+    ]
+    built, whole = (
+        Measurement.load(folder / trial.run / "result.json").parameters for folder, trial in trials
+    )
+    spec = outline(preset("outpace-tiny"), "tiny")
+    assert built - whole == AdapterSettings(8, ("q", "v")).trained_parameters(spec)
 
 
 @pytest.mark.slow
@@ -127,7 +152,8 @@ def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_
         (["--memory-budget=2GiB"], "Use --memory-limit"),
         (["--data=nowhere/at/all"], "nowhere/at/all"),
         (["--trials=0"], "0"),
-        (["--lora-rank=8"], "does not support --lora-rank"),
+        (["--lora-rank=8", "--nproc=2", "--strategy=tp"], "lora_rank 8 with strategy tp"),
+        (["--lora-rank=8", "--data=corpus"], "would start with random ones"),
         (["--compress-gradients=bf16"], "does not support --compress-gradients"),
         (["--resume", "--out=none"], "there is no tuning in none"),
         (["--model=gpt3"], "gpt3"),

@@ -117,6 +117,22 @@ def test_what_some_numbers_of_processes_cannot_do_is_tuned_on_the_others():
     assert found and {one.plan.world_size for one in found} == {1}
 
 
+@pytest.mark.slow
+def test_trials_of_adapters_are_compared_as_such():
+    """Each proposal trains the adapters that are asked for, and its time is that of adapters."""
+    asked = {"lora_rank": 8, "lora_targets": ("q", "v")}
+    proposer = proposer_of(nproc=1, micro_batch=8, checkpointing="none", **asked)
+    found = proposer.proposals(())
+    assert {(one.plan.lora_rank, one.plan.lora_targets) for one in found} == {(8, ("q", "v"))}
+    first = proposer.proposal(proposer.default)
+    assert first.plan.lora_rank == 8
+    whole = proposer.default.model_copy(update={"lora_rank": None, "lora_targets": ("all",)})
+    assert first.step_time_s < 0.9 * proposer.proposal(whole).step_time_s
+    slow = runner(lambda one: 3 * one.step_time_s)(1, NextTrial(DEFAULT_WHY, first, 1.0))
+    learned_s = proposer.proposal(proposer.default, (slow,)).step_time_s
+    assert learned_s == pytest.approx(3 * first.step_time_s, rel=0.2)
+
+
 def test_where_nothing_has_run_yet_the_fastest_is_tried(proposer):
     def took(proposal):
         return None if proposal.plan == proposer.default else proposal.step_time_s
