@@ -103,6 +103,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     from outpace.cli.emitted import AUTOCAST
     from outpace.jobs.planning.request import PlanQuestion
+    from outpace.planner.model.adapters import ADAPTER_NAMES
 
     return PlanQuestion(
         model=arguments.model,
@@ -113,7 +114,12 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
         seq_len=arguments.seq_len,
         global_batch=arguments.global_batch,
         precision=arguments.precision,
-        keep=_read_keep(arguments),
+        keep=arguments.keep,
+        adapters={
+            name: str(value)
+            for name in ADAPTER_NAMES
+            if (value := getattr(arguments, name)) is not None
+        },
         vary=arguments.vary,
         most_tp=arguments.max_tp,
         tokens=arguments.tokens,
@@ -128,27 +134,11 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     )
 
 
-def _read_keep(arguments: argparse.Namespace) -> str | None:
-    """Return the settings to insist on, adapters' among them."""
-    from outpace.planner.model.adapters import ADAPTER_NAMES
-
-    kept = [] if arguments.keep is None else [arguments.keep]
-    for name in ADAPTER_NAMES:
-        value = getattr(arguments, name)
-        if value is None:
-            continue
-        if f"{name}=" in (arguments.keep or ""):
-            raise BadInputError(
-                f"--{name.replace('_', '-')} {value} and --keep {arguments.keep}: say it once."
-            )
-        kept.append(f"{name}={str(value).replace(',', '+').replace(' ', '')}")
-    return ",".join(kept) or None
-
-
 def _defaults(
     arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
 ) -> dict[str, str]:
     """Return the options that affect time and memory and were not given."""
+    from outpace.jobs.planning.request import split_settings
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
     found = {}
@@ -156,7 +146,8 @@ def _defaults(
         found["--seq-len"] = f"{answer.seq_len} (outpace train and memory use {DEFAULT_SEQ_LEN})"
     if arguments.global_batch is None:
         found["--global-batch"] = str(answer.global_batch)
-    if arguments.precision is None and "precision" not in (arguments.keep or ""):
+    kept = {name for _, name, _ in split_settings(arguments.keep)}
+    if arguments.precision is None and "precision" not in kept:
         found["--precision"] = question.wanted.precision
     return found
 

@@ -25,7 +25,7 @@ from outpace.planner.explain.reasons import explain_plan, impossible, lacks, rej
 from outpace.planner.explain.titles import given_title, title, varied_options
 from outpace.planner.hardware.device import dtype_of
 from outpace.planner.memory import peak as memory
-from outpace.planner.model.adapters import ADAPTER_NAMES, ADAPTER_STRATEGIES
+from outpace.planner.model.adapters import ADAPTER_NAMES, ADAPTER_STRATEGIES, can_plan_adapters
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops, recomputed_flops, step_flops
 from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
@@ -183,7 +183,9 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
             "offloading; outpace trains adapters with others too, whose memory outpace memory "
             "traces."
         ]
-    if planned[0].plan.offload_parameters in (None, "none") or job.outline.untrained:
+    values = {"precision": job.wanted.precision, **job.wanted.keep}
+    known = can_plan_adapters(job.outline, values) and not job.question.other_program
+    if planned[0].plan.offload_parameters in (None, "none") or not known:
         return []
     return [
         "Every step fetches the weights from the host, since training all of them does not fit. "

@@ -3,14 +3,14 @@
 Every array has one entry per plan. Names are stored as their positions in the tuples here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.planner.model.adapters import AdapterSettings
+from outpace.planner.model.adapters import AdapterSettings, is_known
 from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Offload, Plan, Strategy
@@ -87,6 +87,24 @@ class PlanBatch:
         if len(found) > 1:
             raise ValueError(f"plans of one batch differ in their adapters: {found}")
         return found.pop() if found else None
+
+    def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
+        """Yield values of settings with which the planner does not know adapters, and the plans
+        that have them. (Strategies that are known have no other axes.)
+        """
+        columns: dict[str, tuple[Any, Sequence[Any]]] = {
+            "strategy": (self.strategy, STRATEGIES),
+            "offload_activations": (self.offload_activations, OFFLOADS),
+            "offload_parameters": (self.offload_parameters, OFFLOADS),
+            "offload_optimizer": (self.offload_optimizer, OFFLOADS),
+            "optimizer_in_backward": (self.in_backward, (False, True)),
+            "precision": (self.precision, PRECISIONS),
+            "optimizer": (self.optimizer, OPTIMIZERS),
+        }
+        for name, (codes, values) in columns.items():
+            for code, value in enumerate(values):
+                if not is_known(name, value):
+                    yield f"{name} {value}", codes == code
 
     @property
     def data_parallel(self) -> Ints:

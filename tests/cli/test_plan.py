@@ -172,9 +172,16 @@ def test_adapters_over_eight_gpus_are_replicas_or_shards(capsys):
         (["--keep=offload_optimizer=cpu"], "lora_rank 16 with offload_optimizer cpu"),
         (["--keep=strategy=zero1"], "lora_rank 16 with strategy zero1"),
         (["--trainer=megatron"], "lora_rank 16 with --trainer megatron"),
-        (["--lora-targets=w"], "--keep lora_targets=w: use one of"),
+        (["--lora-targets=w"], "--lora-targets w: use one of"),
+        (["--lora-dropout=1"], "--lora-dropout 1.0: input should be less than 1"),
+        (["--keep=optimizer=muon"], "lora_rank 16 with optimizer muon"),
+        (["--precision=fp64"], "lora_rank 16 with precision fp64"),
+        (["--precision=fp8"], "lora_rank 16 with precision fp8"),
+        (["--keep=precision=fp8"], "lora_rank 16 with precision fp8"),
         (["--emit=torchtitan"], "no configuration of torchtitan has adapters"),
         (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8: say it once"),
+        (["--keep=lora-rank=8"], "--lora-rank 16 and --keep lora-rank=8: say it once"),
+        (["--keep=base = nf4"], "--base nf4 and --keep base = nf4: say it once"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
@@ -185,6 +192,8 @@ def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
     ("options", "words"),
     [
         (["--model=gpt2", "--base=nf4"], "base nf4 belongs to LoRA. Give a lora_rank"),
+        (["--model=gpt2", "--keep=lora_targets=all,base=nf4"], "base nf4 belongs to LoRA"),
+        (["--model=gpt2", "--keep=lora_alpha=8"], "lora_alpha 8.0 belongs to LoRA"),
         (["--model=gpt2", "--lora-rank=4", "--lora-targets=gate"], "MLP of gpt2 has no gate"),
         (["--model=mixtral-8x7b", "--lora-rank=4"], "cannot be planned with adapters"),
         (["--model=bert-base", "--lora-rank=4"], "cannot be planned with adapters"),
@@ -229,6 +238,9 @@ def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatc
     told = shown(capsys, monkeypatch, *on_one)
     assert "Adapters take far less: plan them with --lora-rank 16" in told
     assert "Adapters" not in shown(capsys, monkeypatch, *LLAMA)
+    # Where they would be refused they are not proposed.
+    told = shown(capsys, monkeypatch, *on_one, "--keep=offload_parameters=cpu")
+    assert "Adapters take far less" not in told
 
 
 def test_nodes_that_are_compared_have_a_network(capsys):

@@ -277,9 +277,9 @@ def question(
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
         keep |= resolve_offload(settings)
-    check_adapters(keep, outline)
     # Which numbers are trained is not the planner's to choose, but for what offloading asks for.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
+    check_adapters({"precision": precision, **keep}, outline)
     away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
     if away is None:
         keep["precision"] = precision

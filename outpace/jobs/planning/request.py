@@ -1,7 +1,8 @@
 """Planning requests from what the user gives: model, machine, batch, fixed settings."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -28,6 +29,7 @@ from outpace.planner.model.adapters import (
     ADAPTER_NAMES,
     ADAPTER_STRATEGIES,
     AdapterSettings,
+    is_known,
     require_adaptable,
 )
 from outpace.planner.model.outline import parameters
@@ -65,10 +67,11 @@ _WHAT_IF = ("link", "inside", "memory", "nodes")
 class PlanQuestion:
     """The user's question to the planner.
 
-    `machine` is a name in the catalog or a file of outpace probe; None: this machine. `autocast`:
-    the planned trainer uses 16 bits only through autocast. `trainer`: the training software; None:
-    outpace. `measures`: if this machine has no accelerator and was not probed, first measure matrix
-    products, which takes about two seconds.
+    `machine` is a name in the catalog or a file of outpace probe; None: this machine. `adapters`:
+    settings of adapters, as their own options have them. `autocast`: the planned trainer uses 16
+    bits only through autocast. `trainer`: the training software; None: outpace. `measures`: if this
+    machine has no accelerator and was not probed, first measure matrix products, which takes about
+    two seconds.
     """
 
     model: str
@@ -80,6 +83,7 @@ class PlanQuestion:
     global_batch: int | None = None
     precision: Precision | None = None
     keep: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     vary: str | None = None
     most_tp: int | None = None
     tokens: int | None = None
@@ -104,9 +108,9 @@ def job(asked: PlanQuestion) -> PlanningProblem:
             f"most {outline.max_positions}."
         )
     outline = _with_positions(outline, seq_len, asked.trained)
-    keep = read_keep(asked.keep)
-    check_adapters(keep, outline, asked.trainer)
+    keep = _add_adapters(read_keep(asked.keep), asked)
     precision = asked.precision or _precision(cluster, asked.autocast)
+    check_adapters({"precision": precision, **keep}, outline, asked.trainer)
     check_dtype(keep.get("precision", precision), cluster.device)
     question = PlanningProblem(
         outline=outline,
@@ -295,20 +299,33 @@ def read_keep(text: str | None) -> dict[str, Any]:
     return found
 
 
-def check_adapters(keep: Mapping[str, Any], outline: Outline, trainer: str | None = None) -> None:
-    """Raise BadInputError for adapters that cannot be planned with what else is insisted on."""
-    adapters = AdapterSettings.from_values(keep)
+def _add_adapters(keep: Mapping[str, Any], asked: PlanQuestion) -> dict[str, Any]:
+    """Add the adapters that have options of their own. Raises BadInputError."""
+    found = dict(keep)
+    for name, text in asked.adapters.items():
+        typed = f"--{name.replace('_', '-')} {text}"
+        if name in keep:
+            raise BadInputError(f"{typed} and --keep {asked.keep}: say it once.")
+        found[name] = _parse_value(name, "+".join(re.split(r"[\s,+]+", text.strip())), typed)
+    return found
+
+
+def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | None = None) -> None:
+    """Raise BadInputError for adapters that cannot be planned with the other settings of a plan."""
+    adapters = AdapterSettings.from_values(values)
     if adapters is None:
-        alone = [name for name in ADAPTER_NAMES if name in keep]
-        if alone and keep[alone[0]] != Plan.model_fields[alone[0]].default:
-            raise BadInputError(
-                f"{alone[0]} {keep[alone[0]]} belongs to LoRA. Give a lora_rank, such as 16, or "
-                f"leave {alone[0]} out."
-            )
+        for name in ADAPTER_NAMES:
+            value = values.get(name)
+            if value is not None and value != Plan.model_fields[name].default:
+                raise BadInputError(
+                    f"{name} {value} belongs to LoRA. Give a lora_rank, such as 16, "
+                    f"or leave {name} out."
+                )
         return
     require_adaptable(outline)
     adapters.matrices(outline)
-    what = _find_unknown_beside_adapters(keep)
+    unknown = (name for name, value in values.items() if not is_known(name, value))
+    what = next((f"{name} {values[name]}" for name in unknown), None)
     if trainer not in (None, "outpace"):
         what = f"--trainer {trainer}"
     if what is not None:
@@ -317,20 +334,6 @@ def check_adapters(keep: Mapping[str, Any], outline: Outline, trainer: str | Non
             f"adapters that outpace trains with strategy {', '.join(ADAPTER_STRATEGIES)}, without "
             "offloading. Leave one of the two out; outpace memory traces any plan."
         )
-
-
-def _find_unknown_beside_adapters(keep: Mapping[str, Any]) -> str | None:
-    """Return a setting with which adapters cannot be planned, and its value."""
-    allowed: Mapping[str, Collection[Any]] = {
-        "strategy": ADAPTER_STRATEGIES, "tp": (1,), "cp": (1,), "pp": (1,), "ep": (1,),
-        "offload_activations": ("none",), "offload_parameters": ("none",),
-        "offload_optimizer": ("none",), "optimizer_in_backward": (False,),
-    }  # fmt: skip
-    refused: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimizer": ("muon",)}
-    for name, value in keep.items():
-        if value not in allowed.get(name, (value,)) or value in refused.get(name, ()):
-            return f"{name} {value}"
-    return None
 
 
 _FEW_LETTERS = 4  # fewer begin too many names
@@ -400,13 +403,17 @@ def _read_vary(
     return found
 
 
-def _parse_value(name: str, value: str) -> Any:
-    """Parse a value as a plan has it; the plan's record says what is allowed."""
-    field = Plan.model_fields[name]
-    annotation: Any = field.annotation
-    for bound in field.metadata:
+def _parse_value(name: str, value: str, typed: str | None = None) -> Any:
+    """Parse a value as a plan has it; the plan's record says what is allowed.
+
+    `typed`: the option that has it; None: --keep.
+    """
+    typed = typed or f"--keep {name}={value}"
+    known = Plan.model_fields[name]
+    annotation: Any = known.annotation
+    for bound in known.metadata:
         annotation = Annotated[annotation, bound]
-    choices = get_args(field.annotation)
+    choices = get_args(known.annotation)
     whole = bool(choices) and all(isinstance(choice, int) for choice in choices)
     parts = value.split("+") if name == "lora_targets" else value
     try:
@@ -414,10 +421,10 @@ def _parse_value(name: str, value: str) -> Any:
         found = TypeAdapter(annotation).validate_python(given, strict=False)
     except ValidationError as error:
         remedy = _format_allowed(error.errors()[0])
-        raise BadInputError(f"--keep {name}={value}: {remedy}.") from None
+        raise BadInputError(f"{typed}: {remedy}.") from None
     except ValueError:
         allowed = f"one of {', '.join(map(str, choices))}"
-        raise BadInputError(f"--keep {name}={value}: use {allowed}.") from None
+        raise BadInputError(f"{typed}: use {allowed}.") from None
     if (name, found) == ("loss", "plain"):
         raise BadInputError(
             "--keep loss=plain: the planner supports loss=auto (chunked when logits are "

@@ -31,7 +31,6 @@ from outpace.planner.model.outline import layer_parameters, weights
 from outpace.planner.plan_batch import (
     OPTIMIZERS,
     PRECISIONS,
-    STRATEGIES,
     Bools,
     Floats,
     Ints,
@@ -348,21 +347,13 @@ def set_up_adapters(
 
 def _require_known(columns: PlanBatch) -> None:
     """Raise BadInputError for a plan of which there is no formula."""
-    c = columns
-    what = None
-    others = ~c.strategy_in(*ADAPTER_STRATEGIES)
-    if others.any():
-        what = f"strategy {STRATEGIES[c.strategy[others][0]]}"
-    elif (c.offload_activations + c.offload_parameters + c.offload_optimizer > 0).any():
-        what = "offloading"
-    elif c.in_backward.any():
-        what = "optimizer_in_backward"
-    if what is not None:
-        raise BadInputError(
-            f"the planner does not know the memory of adapters with {what}. Use strategy "
-            f"{', '.join(ADAPTER_STRATEGIES)} without offloading, or outpace memory, which traces "
-            "any plan."
-        )
+    for what, unknown in columns.unknown_with_adapters():
+        if unknown.any():
+            raise BadInputError(
+                f"the planner does not know the memory of adapters with {what}. Use strategy "
+                f"{', '.join(ADAPTER_STRATEGIES)} without offloading, or outpace memory, which "
+                "traces any plan."
+            )
 
 
 def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:

@@ -1,7 +1,7 @@
 """Low-rank adapters as a plan trains them, and the matrices of a block that they are on."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -13,6 +13,14 @@ from outpace.records.plan import Base, LoraTarget, Plan, Strategy
 ADAPTER_NAMES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base")
 # Strategies whose memory with adapters is known (`planner.memory.adapters`).
 ADAPTER_STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero3", "hsdp")
+# With these values of a plan's settings the memory and time of adapters are known.
+_KNOWN: Mapping[str, Collection[Any]] = {
+    "strategy": ADAPTER_STRATEGIES, "tp": (1,), "cp": (1,), "pp": (1,), "ep": (1,),
+    "offload_activations": ("none",), "offload_parameters": ("none",),
+    "offload_optimizer": ("none",), "optimizer_in_backward": (False,),
+}  # fmt: skip
+# With these they are not: Muon's time is that of whole matrices.
+_UNKNOWN: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimizer": ("muon",)}
 # Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values a byte, a scale of
 # 8 bits for 64 of them, one of 32 for 256 scales, what these have in common and their 256 levels.
 _BLOCK, _SCALES_BLOCK, _MATRIX_BYTES = 64, 256, 4 + 4 * 256
@@ -136,3 +144,17 @@ def require_adaptable(outline: Outline) -> None:
             f"lora_rank: {outline.name} cannot be planned with adapters: {why}. Leave lora_rank "
             "out to plan the training of all weights."
         )
+
+
+def is_known(name: str, value: Any) -> bool:
+    """Return whether the planner knows adapters with this value of a plan's setting."""
+    return value in _KNOWN.get(name, (value,)) and value not in _UNKNOWN.get(name, ())
+
+
+def can_plan_adapters(outline: Outline, values: Mapping[str, Any]) -> bool:
+    """Return whether the planner knows a model's adapters, with these settings of a plan."""
+    try:
+        require_adaptable(outline)
+    except BadInputError:
+        return False
+    return all(is_known(name, value) for name, value in values.items())

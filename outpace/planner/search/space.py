@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.planner.model.adapters import ADAPTER_STRATEGIES, AdapterSettings
+from outpace.planner.model.adapters import AdapterSettings
 from outpace.planner.model.outline import weights
 from outpace.planner.plan_batch import (
     MODES,
@@ -268,13 +268,13 @@ def _options_match(c: PlanBatch) -> Any:
 
 
 def _adapters_match(c: PlanBatch) -> Any:
-    """Return which plans train all weights, or adapters in a way whose memory is known."""
+    """Return which plans train all weights, or adapters in a way that the planner knows."""
     if c.common_adapters is None:
         return np.ones(len(c), bool)
-    away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
-    muon = c.optimizer == OPTIMIZERS.index("muon")  # whose time is that of whole matrices
-    fine = c.strategy_in(*ADAPTER_STRATEGIES) & ~away & ~muon
-    return fine & ~c.in_backward & ~c.precision_in("fp8", "fp64")
+    fine = np.ones(len(c), bool)
+    for _, unknown in c.unknown_with_adapters():
+        fine &= ~unknown
+    return fine
 
 
 def _possible(c: PlanBatch) -> Any:

@@ -185,6 +185,7 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
     ("values", "sentence"),
     [
         ({"lora_rank": 4, "offload_optimizer": "disk"}, "lora_rank 4 with offload_optimizer disk"),
+        ({"lora_rank": 4, "optimizer": "muon"}, "lora_rank 4 with optimizer muon"),
         ({"global_batch": 7, "nproc": 2, "strategy": "ddp"}, "no plan can be laid out"),
         ({"nproc": 2, "pp_schedule": "zb"}, "no plan can be laid out"),
         ({"plan": "nowhere.json"}, "nowhere.json"),

@@ -7,8 +7,9 @@ import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS
+from outpace.jobs.planning.find_outline import find_outline
 from outpace.planner.memory.peak import anatomy, least_bytes, peak_bytes, reserved_bytes
-from outpace.planner.model.adapters import AdapterSettings, nf4_bytes
+from outpace.planner.model.adapters import AdapterSettings, can_plan_adapters, nf4_bytes
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.pipeline.stages import representatives
 from outpace.planner.plan_batch import PlanBatch, of_plans
@@ -109,13 +110,22 @@ def test_what_takes_less(smaller, larger):
     ("plan", "words"),
     [
         (lora(strategy="tp", tp=2), "adapters with strategy tp"),
-        (lora(offload_optimizer="cpu"), "adapters with offloading"),
-        (lora(optimizer_in_backward=True), "adapters with optimizer_in_backward"),
+        (lora(offload_optimizer="cpu"), "adapters with offload_optimizer cpu"),
+        (lora(optimizer_in_backward=True), "adapters with optimizer_in_backward True"),
+        (lora(precision="fp64"), "adapters with precision fp64"),
+        (lora(optimizer="muon"), "adapters with optimizer muon"),
     ],
 )
 def test_what_is_not_known_is_refused(plan, words):
     with pytest.raises(BadInputError, match=words):
         peak_bytes(outline(LLAMA, "x"), 64, columns_of(plan))
+
+
+def test_what_can_be_planned_with_adapters():
+    assert can_plan_adapters(outline(LLAMA, "x"), {"precision": "bf16", "strategy": "ddp", "tp": 1})
+    for values in ({"offload_parameters": "cpu"}, {"precision": "fp8"}, {"tp": 2}):
+        assert not can_plan_adapters(outline(LLAMA, "x"), values)
+    assert not can_plan_adapters(find_outline("mixtral-8x7b")[1], {})
 
 
 def test_a_target_that_the_model_lacks_is_named():
