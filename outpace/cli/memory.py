@@ -16,7 +16,7 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.strategies import splits_nothing
+from outpace.records.strategies import idle_strategy_note
 
 if TYPE_CHECKING:
     from outpace.jobs.memory.query import AnyQuery, MemoryQuery, ModuleQuestion
@@ -156,7 +156,7 @@ def _show(
     plot, out = arguments.plot, arguments.out_file
 
     command = _plan_command(asked, arguments)
-    alone = splits_nothing(asked.settings.strategy, asked.plan.world_size)
+    alone = idle_strategy_note(asked.settings.strategy, asked.plan.world_size)
     if alone is not None:
         more = "--nproc N" if arguments.machine is None else "--nodes N, or another --machine"
         alone = f"{alone}: these are the figures of one process. Give several with {more}."

@@ -127,10 +127,10 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
             f"{names[0]!r}), and each is a class of its own: where files name the same classes "
             "in two ways, write them alike"
         )
-    parted = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
-    if parted:
+    fractional = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
+    if fractional:
         hints.append(
-            f"labels such as {parted[0]!r} are numbers with a fraction, and are learnt as "
+            f"labels such as {fractional[0]!r} are numbers with a fraction, and are learnt as "
             f"{len(seen):,} classes without an order: outpace learns no numbers on a scale "
             "(regression)"
         )

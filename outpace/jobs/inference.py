@@ -118,10 +118,10 @@ class Writer:
             seed=sampling.seed,
             stop_ids=stop_ids,
         )
-        self._say_what_is_not_read(len(given), len(ids))
+        self._warn_of_truncation(len(given), len(ids))
         return given, ids[len(given) :]
 
-    def _say_what_is_not_read(self, given: int, written: int) -> None:
+    def _warn_of_truncation(self, given: int, written: int) -> None:
         """Say that the model has not read the beginning of a text."""
         positions = self._model.spec.max_positions
         half = generation.read_length(positions + 1, positions)

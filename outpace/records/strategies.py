@@ -150,7 +150,7 @@ def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ..
     return tuple(name for name, traits in TRAITS.items() if has(traits))
 
 
-def splits_nothing(strategy: Strategy | None, world_size: int) -> str | None:
+def idle_strategy_note(strategy: Strategy | None, world_size: int) -> str | None:
     """Return a sentence if a strategy that splits something has one process, else None."""
     if world_size > 1 or strategy is None or not TRAITS[strategy].axes:
         return None

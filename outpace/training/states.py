@@ -254,7 +254,7 @@ class _QuietWriter(io.BufferedWriter):
 
 
 class _ThroughCache(FileSystem):
-    """Writes as torch does, and says nothing of files that could not be written."""
+    """Writes like torch, without warnings when a closed file is flushed again."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:

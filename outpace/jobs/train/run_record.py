@@ -25,7 +25,7 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.precisions import COMPUTES_IN_FP16, MEANS, PURE
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.records.strategies import splits_nothing
+from outpace.records.strategies import idle_strategy_note
 from outpace.records.units import show_count, show_seconds
 from outpace.records.version import __version__
 from outpace.training.accounting import OPENING_STEPS
@@ -241,7 +241,7 @@ def _unused_gpus(job: Job) -> list[str]:
 def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
     """Return hints on settings that have no effect, or with which training rarely succeeds."""
     hints = []
-    if (alone := splits_nothing(settings.strategy, plan.world_size)) is not None:
+    if (alone := idle_strategy_note(settings.strategy, plan.world_size)) is not None:
         hints.append(f"{alone}. Start several with --nproc N or torchrun")
     if settings.lr is not None and settings.lr > _LARGE_RATE and settings.optimizer != "sgd":
         hints.append(

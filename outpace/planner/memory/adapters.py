@@ -59,8 +59,8 @@ _COPIES = np.array([traits.copies for traits in _TRAITS])
 class AdapterMemory:
     """A step with adapters: its model, device and plans, which have these adapters in common.
 
-    `matrices` are those of a block, `block` is a layer of the stack. `finds`: whether timelines
-    are asked for the peak's kinds.
+    `matrices` are those of a block, `block` is a layer of the stack. `records_kinds`: whether
+    timelines are asked for the peak's kinds.
     """
 
     outline: Outline
@@ -72,15 +72,15 @@ class AdapterMemory:
     sizes: Shapes
     block: Layer
     ends: OutsideElements
-    finds: bool
+    records_kinds: bool
 
-    def timelines(self, last: bool = False) -> Iterator[tuple[Ints, MemoryTimeline]]:
+    def timelines(self) -> Iterator[tuple[Ints, MemoryTimeline]]:
         """Yield the timeline of a rank: all are alike."""
         yield np.arange(len(self.columns)), adapter_timeline(self)
 
     def timelines_at_start(self) -> Iterator[MemoryTimeline]:
         """Yield the timeline of a rank, up to the first forward."""
-        timeline = MemoryTimeline(len(self.columns), self.finds)
+        timeline = MemoryTimeline(len(self.columns), self.records_kinds)
         add_permanent(timeline, self)
         yield timeline
 
@@ -175,11 +175,11 @@ class AdapterMemory:
         """Return the bytes of a low-rank product: T·r."""
         return self.sizes.tokens * self.settings.rank * self.sizes.operand
 
-    def read_bytes(self, matrix: Matrix) -> Floats:
+    def input_bytes(self, matrix: Matrix) -> Floats:
         """Return the bytes of what a matrix reads, in the dtype of products."""
         return self.sizes.tokens * matrix.inputs * self.sizes.operand
 
-    def made_bytes(self, matrix: Matrix) -> Floats:
+    def output_bytes(self, matrix: Matrix) -> Floats:
         """Return the bytes of a matrix's outputs, in the dtype of products."""
         return self.sizes.tokens * matrix.outputs * self.sizes.operand
 
@@ -188,7 +188,7 @@ class AdapterMemory:
         """Return the bytes that a dropout keeps for each number: on a CPU a factor."""
         return np.where(self.device == "cpu", self.sizes.operand, 1.0)
 
-    def dropped_bytes(self, matrix: Matrix) -> Floats:
+    def dropout_bytes(self, matrix: Matrix) -> Floats:
         """Return what an adapter's dropout keeps: the input without what was dropped, and which."""
         if not self.settings.dropout:
             return np.zeros(len(self.columns))
@@ -199,7 +199,7 @@ class AdapterMemory:
         readers = [m for m in self.matrices if m.adapted and m.name in names]
         if not readers or self.settings.dropout:
             return np.zeros(len(self.columns))
-        return self.read_bytes(readers[0])
+        return self.input_bytes(readers[0])
 
     def has(self, *names: str) -> bool:
         """Return whether one of these matrices has an adapter."""
@@ -238,7 +238,7 @@ class AdapterMemory:
         """Return the bytes of a block that recomputes nothing, and whose input has a gradient."""
         b = self.block
         inner = 3 if b.gated else 1
-        own = [self.low + self.dropped_bytes(m) for m in self.matrices if m.adapted]
+        own = [self.low + self.dropout_bytes(m) for m in self.matrices if m.adapted]
         return (
             b.norms * (b.residual + b.norm)
             + self.shared_bytes(*_QKV)
@@ -281,11 +281,11 @@ class AdapterMemory:
         down, up = self.matrix("down"), self.matrix("up")
         later = self.shared_bytes("down")
         if down.adapted:
-            later = later + self.low + self.dropped_bytes(down)
-        wide = 2 * self.made_bytes(up) - later if up.adapted else -later
+            later = later + self.low + self.dropout_bytes(down)
+        wide = 2 * self.output_bytes(up) - later if up.adapted else -later
         scratch = self.gelu_scratch
         gelu = np.where(scratch > 0, 2 * self.block.inner + scratch - later, 0.0)
-        return throughout + np.maximum(np.maximum(wide, gelu), self.made_bytes(down))
+        return throughout + np.maximum(np.maximum(wide, gelu), self.output_bytes(down))
 
     @cached_property
     def gelu_scratch(self) -> Floats:
@@ -307,7 +307,7 @@ class AdapterMemory:
         gelu = np.where(self.gelu_scratch > 0, b.inner + self.gelu_scratch, 0.0)
         full = b.inner * (tensors + up.adapted)
         full = throughout + np.maximum(full, b.inner * tensors + gelu)
-        kept = self.made_bytes(down) * (2 if down.adapted else 1) + self.low
+        kept = self.output_bytes(down) * (2 if down.adapted else 1) + self.low
         selective = throughout + b.inner * tensors + gelu - kept
         return np.where(share_of(self.columns, "selective") > 0, selective, full)
 
@@ -321,14 +321,14 @@ class AdapterMemory:
             kept = kept + b.mixed
         if mode == "selective":  # every product's output: of the matrix and of both factors
             for m in self.matrices:
-                kept = kept + self.made_bytes(m)
-                kept = kept + (self.made_bytes(m) + self.low if m.adapted else 0.0)
+                kept = kept + self.output_bytes(m)
+                kept = kept + (self.output_bytes(m) + self.low if m.adapted else 0.0)
         return kept
 
 
 def set_up_adapters(
     outline: Outline, seq_len: int, columns: PlanBatch, device: str, settings: AdapterSettings,
-    finds: bool,
+    records_kinds: bool,
 ) -> AdapterMemory:  # fmt: skip
     """Return a step with these adapters.
 
@@ -341,7 +341,7 @@ def set_up_adapters(
         outline=outline, seq_len=seq_len, device=device, columns=columns, settings=settings,
         matrices=tuple(settings.matrices(outline)), sizes=sizes,
         block=layer(outline, outline.stacks[0], columns, sizes, device, True),
-        ends=outside_elements(outline, columns), finds=finds,
+        ends=outside_elements(outline, columns), records_kinds=records_kinds,
     )  # fmt: skip
 
 
@@ -394,7 +394,7 @@ def _state_bytes(step: AdapterMemory) -> Floats:
 
 def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
     """Return the timeline of a step on a rank; all ranks are alike."""
-    timeline = MemoryTimeline(len(step.columns), step.finds)
+    timeline = MemoryTimeline(len(step.columns), step.records_kinds)
     add_permanent(timeline, step)
     _add_root(timeline, step)
     _add_forward(timeline, step)
@@ -622,7 +622,7 @@ def _add_attention(
     if begins:
         timeline.drop("activations", b.mixed)
         return
-    mixed = step.read_bytes(out)
+    mixed = step.input_bytes(out)
     heads = b.queries + 2 * b.keys
     timeline.take("temporary", heads)
     _add_workspace(timeline, step)
@@ -637,7 +637,7 @@ def _add_attention(
         matrix = step.matrix(name)
         read = step.shared_bytes(*_QKV) if name == "q" else np.zeros_like(cast)
         _add_linear(
-            timeline, step, matrix, made=step.made_bytes(matrix), read=read, joins=joins,
+            timeline, step, matrix, made=step.output_bytes(matrix), read=read, joins=joins,
             has_gradient=not first,
         )  # fmt: skip
         joins = not first
@@ -659,7 +659,7 @@ def _add_linear(
     The gradient of its input stays, if it `has_gradient`; `joins`: there is such a one, to which it
     is added.
     """
-    into = step.read_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
+    into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
     rank = step.settings.rank
     if matrix.adapted:
         _add_gradient(timeline, step, rank * matrix.outputs)
@@ -683,7 +683,7 @@ def _add_linear(
         timeline.drop("temporary", step.low)
         if step.settings.dropout:
             timeline.moment("temporary", into)
-            timeline.drop("activations", step.dropped_bytes(matrix))
+            timeline.drop("activations", step.dropout_bytes(matrix))
         timeline.moment("temporary", into)
         timeline.drop("temporary", into)
     else:

@@ -66,7 +66,7 @@ def anatomy(
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
     question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)
     best = np.zeros(len(columns))
-    for rows, timeline in _timelines(question, columns, finds=True):
+    for rows, timeline in _timelines(question, columns, records_kinds=True):
         fuller = timeline.peak > best[rows]
         chosen = rows[fuller]
         best[chosen] = timeline.peak[fuller]
@@ -115,17 +115,20 @@ def offloaded_bytes(
 
 
 def _timelines(
-    question: MemoryQuestion, columns: PlanBatch, finds: bool = False, only_last: bool = False
+    question: MemoryQuestion,
+    columns: PlanBatch,
+    records_kinds: bool = False,
+    only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
     """Yield plans, and timelines of a step on ranks of theirs that may need the most memory."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.take(rows)
         if adapters is None:
-            timelines = step_timelines(q, part, finds, only_last)
+            timelines = step_timelines(q, part, records_kinds, only_last)
         else:
-            step = set_up_adapters(q.outline, q.seq_len, part, q.device, adapters, finds)
-            timelines = step.timelines(only_last)
+            step = set_up_adapters(q.outline, q.seq_len, part, q.device, adapters, records_kinds)
+            timelines = step.timelines()
         for within, timeline in timelines:
             yield rows[within], timeline
 

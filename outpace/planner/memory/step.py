@@ -17,39 +17,42 @@ from outpace.planner.plan_batch import Ints, PlanBatch
 
 
 def step_timelines(
-    question: MemoryQuestion, columns: PlanBatch, finds: bool = False, only_last: bool = False
+    question: MemoryQuestion,
+    columns: PlanBatch,
+    records_kinds: bool = False,
+    only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
     """Yield plans and timelines of the ranks that may need the most memory, or of the last one.
 
-    They start when gradients exist; if fewer activations are kept then, also before. `finds`:
-    whether the contents of the peak will be asked for.
+    They start when gradients exist; if fewer activations are kept then, also before.
+    `records_kinds`: whether the contents of the peak will be asked for.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
     for place in places(question.outline, columns):
         if only_last and not place.last.all():
             continue
         later = place.later_chunks >= place.chunks
-        yield everyone, _step_timeline(set_up_rank(setup, place, later), finds)
+        yield everyone, _step_timeline(set_up_rank(setup, place, later), records_kinds)
         again = np.flatnonzero((place.later_chunks > 0) & ~later)
         if len(again):
             some = set_up(question, columns.take(again))
             rank = set_up_rank(some, place.select(again), np.ones(len(again), dtype=bool))
-            yield again, _step_timeline(rank, finds)
+            yield again, _step_timeline(rank, records_kinds)
 
 
 def start_timelines(question: MemoryQuestion, columns: PlanBatch) -> Iterator[MemoryTimeline]:
     """Yield timelines of the ranks that may need the most memory, up to the first forward."""
     setup, early = set_up(question, columns), np.zeros(len(columns), dtype=bool)
     for place in places(question.outline, columns):
-        timeline = MemoryTimeline(len(columns), finds=False)
+        timeline = MemoryTimeline(len(columns), records_kinds=False)
         add_permanent_tensors(timeline, set_up_rank(setup, place, early))
         yield timeline
 
 
-def _step_timeline(rank: RankSetup, finds: bool) -> MemoryTimeline:
+def _step_timeline(rank: RankSetup, records_kinds: bool) -> MemoryTimeline:
     """Return the timeline of a step on one rank of each plan."""
     setup, place = rank.setup, rank.place
-    timeline = MemoryTimeline(len(place.layers), finds)
+    timeline = MemoryTimeline(len(place.layers), records_kinds)
     add_permanent_tensors(timeline, rank)
     # Of chunks before, the gradients that weights' are still to be made from.
     before = np.where(rank.later, place.waiting, 0.0)

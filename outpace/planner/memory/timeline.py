@@ -14,13 +14,13 @@ class MemoryTimeline:
     """Changes of memory in the order of a step, from which the contents of the peak can be read.
 
     Every change is one number per plan, in bytes. The peak is checked after an allocation (`take`),
-    not after a release or a change over many steps (`pass_over`). `finds`: whether `by_kind` will
-    be called. Offloaded bytes have separate maxima in host memory and on disk, which need not
-    coincide with the device's peak.
+    not after a release or a change over many steps (`pass_over`). `records_kinds`: whether
+    `by_kind` will be called. Offloaded bytes have separate maxima in host memory and on disk, which
+    need not coincide with the device's peak.
     """
 
-    def __init__(self, plans: int, finds: bool = True) -> None:
-        self._finds = finds
+    def __init__(self, plans: int, records_kinds: bool = True) -> None:
+        self._records_kinds = records_kinds
         self._plans: Bools | None = None
         self.peak: Floats = np.zeros(plans)
         self.host_peak: Floats = np.zeros(plans)
@@ -63,7 +63,7 @@ class MemoryTimeline:
 
     def look(self) -> None:
         """Record this moment if it is the peak."""
-        if self._finds:
+        if self._records_kinds:
             self._at[self._live > self.peak] = len(self._changes)
         np.maximum(self.peak, self._live, out=self.peak)
 

@@ -15,7 +15,8 @@ from outpace.records.outline import Outline
 
 _FP32 = 4.0
 
-# Operators: dropout, two products with their transposed weights, scaling, sum; backwards without.
+# Operators with a dropout, which is one of either: two products with their transposed weights,
+# scaling, sum; backwards without transpositions.
 _OPERATORS_AHEAD, _OPERATORS_BACK = 7.0, 5.0
 # Casts of adapters that are kept in fp32: of the input, to the product's dtype and back. Multiplied
 # in fp32 the result is cast instead, and backwards the frozen product's gradient, too.
@@ -52,7 +53,9 @@ class Adapters:
     its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype), multiplied in 16 bits
     by autocast or FSDP ("cast") or as they are ("fp32").
     `unpacks_by_operators`: unpacking is operators of torch, whose result autograd keeps for the
-    backward; else a kernel, once more before the gradient of the input.
+    backward; else a kernel, once more before the gradient of the input. `drops_inputs`: a dropout
+    comes first. `scales_outputs`: what is scaled is the outputs, as PEFT does; else the low-rank
+    product (nn.lora).
     """
 
     rank: int
@@ -60,12 +63,15 @@ class Adapters:
     base_bytes: float | None = None
     kept: Literal["low", "cast", "fp32"] = "low"
     unpacks_by_operators: bool = False
+    drops_inputs: bool = True
+    scales_outputs: bool = True
 
     @property
     def operators(self) -> tuple[float, float]:
         """Return the operators of one adapter, forwards and backwards."""
         ahead, back = _CASTS[self.kept]
-        return _OPERATORS_AHEAD + ahead, _OPERATORS_BACK + back
+        less = 0.0 if self.drops_inputs else 1.0
+        return _OPERATORS_AHEAD + ahead - less, _OPERATORS_BACK + back - less
 
     def parameters(self, outline: Outline) -> float:
         """Return the number of trained parameters."""
@@ -89,22 +95,26 @@ def adapter_products(settings: AdapterSettings, outline: Outline) -> Adapters:
             outputs = sum(matrix.outputs for matrix in adapted)
             share = outputs / sum(matrix.outputs for matrix in joined)
             targets[name] = Target(len(adapted), share)
-    return Adapters(settings.rank, targets, NF4_BYTES if settings.base == "nf4" else None)
+    return Adapters(
+        settings.rank, targets, NF4_BYTES if settings.base == "nf4" else None,
+        drops_inputs=settings.dropout > 0, scales_outputs=False,
+    )  # fmt: skip
 
 
 def adapter_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
-    item: Floats,
+    rate: Floats, item: Floats,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Seconds forwards, of gradients of inputs, and of the adapters' own gradients.
 
-    `shape` is tokens, outputs and inputs of the frozen product on a rank; products are in 16 bits,
-    or in fp32 without tensor cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
+    `shape` is tokens, outputs and inputs of the frozen product on a rank; products are in
+    16 bits, or in fp32 as the frozen ones' `rate` is; beside 16 bits those in fp32 have no tensor
+    cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
     """
     tokens, n, k = shape
     count, share = adapters.targets[weight.name]
     each, rank = n * share / count, np.full_like(tokens, float(adapters.rank))
-    rate = np.full_like(tokens, device.rate("bf16"))
+    rate = np.minimum(rate, device.rate("bf16"))  # float8 is of frozen weights alone
 
     def product(rows: Floats, columns: Floats, inner: Floats) -> Floats:
         if adapters.kept == "fp32":
@@ -114,9 +124,12 @@ def adapter_s(
     inputs, outputs = count * tokens * k, tokens * n * share
     (input_ahead, output_ahead), (input_back, output_back) = _moved_bytes(adapters, item)
     ahead = product(tokens, rank, k) + product(tokens, each, rank)
-    ahead = ahead + (inputs * input_ahead + outputs * output_ahead) / device.memory_bytes_per_s
+    scaled = 0.0 if adapters.scales_outputs else 2 * item * count * tokens * rank  # of T·r
+    moved = inputs * input_ahead + outputs * output_ahead + scaled
+    ahead = ahead + moved / device.memory_bytes_per_s
     back = product(tokens, k, rank) + product(tokens, rank, each)
-    back = back + (inputs * input_back + outputs * output_back) / device.memory_bytes_per_s
+    moved = inputs * input_back + outputs * output_back + scaled
+    back = back + moved / device.memory_bytes_per_s
     own = product(k, rank, tokens) + product(rank, each, tokens)
     return ahead, back, own
 
@@ -126,18 +139,21 @@ def _moved_bytes(
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """Return bytes of an adapter's input and output, forwards and backwards.
 
-    peft/tuners/lora/layer.py, Linear.forward: dropout reads, writes and masks the input; the output
-    is scaled and added to the frozen product's. Backwards dropout's and the sum of the input's
-    gradients, and the scaling's. Kept in fp32, the input is cast before (_cast_input_dtype), by
-    each adapter for itself, and for the product once more; or what is multiplied in fp32 has its
-    sum cast. So are their gradients.
+    peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the input;
+    the output is scaled and added to the frozen product's. Backwards dropout's and the sum of the
+    input's gradients, and the scaling's. Kept in fp32, the input is cast before
+    (_cast_input_dtype), by each adapter for itself, and for the product once more; or what is
+    multiplied in fp32 has its sum cast. So are their gradients.
     """
+    wide = item if adapters.kept == "low" else np.full_like(item, _FP32)
+    dropout = (2 * wide + 1) * adapters.drops_inputs
+    scaled = wide if adapters.kept == "fp32" else item
+    scaling = 2 * scaled * adapters.scales_outputs
     if adapters.kept == "low":
-        return (2 * item + 1, 5 * item), (5 * item + 1, 2 * item)
-    cast, dropout = item + _FP32, 2 * _FP32 + 1
+        return (dropout, scaling + 3 * item), (dropout + 3 * item, scaling)
+    cast = item + _FP32
     if adapters.kept == "cast":
-        return (2 * cast + dropout, 5 * item), (2 * cast + dropout + 3 * item, 2 * item)
-    scaling = 2 * _FP32
+        return (2 * cast + dropout, scaling + 3 * item), (2 * cast + dropout + 3 * item, scaling)
     ahead = (cast + dropout, scaling + item + 2 * _FP32 + cast)
     return ahead, (dropout + cast + 3 * item, 2 * cast + scaling)
 

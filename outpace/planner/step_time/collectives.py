@@ -110,7 +110,7 @@ def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineT
         ],
         axis=0,
     )
-    exposed = exposed + _posted_s(setup)
+    exposed = exposed + _launch_s(setup)
     exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
     return np.where(c.strategy_in("dp", "ps"), _one_to_all_s(setup, collectives.grads), exposed)
 
@@ -134,11 +134,15 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     c, fabric, adapters = setup.columns, setup.fabric, setup.question.adapters
     together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
     gathered, reduced = c.shard_bytes()
+    frozen = adapters.base_bytes if adapters is not None else None
+    if frozen is not None and not setup.question.other_program:
+        # What a block with packed weights has beside them is sent as it is kept (memory.adapters).
+        reduced = setup.numbers.kept
     grads = setup.parameters.trained * np.where(c.zero < 2, setup.numbers.kept, reduced)
     # Gathered is what was stepped; where weights are spread, all of them.
     width = np.where(setup.numbers.item < FP32, 2.0, FP32)
-    frozen = adapters.base_bytes if adapters is not None else None
-    spread = setup.parameters.present * (gathered if frozen is None else frozen)
+    packed = setup.parameters.packed
+    spread = (setup.parameters.present - packed) * gathered + packed * (frozen or 0.0)
     low = np.where(c.zero < 2, setup.parameters.trained * width, spread)
     far = c.tp * c.cp * c.dp_shard
     each = grads / np.where(c.zero > 0, c.dp_shard, 1)
@@ -232,7 +236,7 @@ def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
     return found
 
 
-def _posted_s(setup: StepTimeSetup) -> Floats:
+def _launch_s(setup: StepTimeSetup) -> Floats:
     """Return the host's part of gathering shards and summing up gradients, unit by unit."""
     c, units = setup.columns, np.maximum(setup.layers, 1.0)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)

@@ -110,15 +110,18 @@ _EAGER_LOSS = (3, 6)  # times the bytes of a logit, and of a number in fp32
 # sum (2 + 4 read, 4 written), experts joined (4 + 4), cast (4 + 2). Backwards both casts (2 + 4,
 # 4 + 2), experts joined (2 + 2), and each factor's product and sum (4 + 4 + 4).
 _EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
-# Operators of Megatron-Core's experts beyond those that any layer of experts has (d98e8a64,
-# transformer/moe): of 71 its router has 11 and its balancing loss 12 (router.py, moe_utils.py),
-# counts by experts and ranks 14, with 5 copies to the host, orders and all-to-alls with tokens and
-# with their weights 13 (token_dispatcher.py), experts and their activation 16 (experts.py).
-_MEGATRON_OPERATORS = 71.0 - 20
-# Operators of scattermoe beyond those that any layer of experts has (fms-acceleration 876e2ed,
-# plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): its sort, the blocks that experts'
-# tokens are padded to, three products with their buffers; where ranks share experts out, counts
-# that are exchanged and read, the order of what arrives, and the way back (expert_parallel.py).
+# Operators that any layer of experts has beyond its products, as `_operators` counts them.
+_EXPERT_OPERATORS = 20.0
+# Operators of Megatron-Core's experts beyond those (d98e8a64, transformer/moe): of 71 its router
+# has 11 and its balancing loss 12 (router.py, moe_utils.py), counts by experts and ranks 14, with 5
+# copies to the host, orders and all-to-alls with tokens and with their weights 13
+# (token_dispatcher.py), experts and their activation 16 (experts.py).
+_MEGATRON_OPERATORS = 71.0 - _EXPERT_OPERATORS
+# Estimates, not counted one by one, of scattermoe's operators beyond those that any layer of
+# experts has (fms-acceleration 876e2ed, plugins/accelerated-moe, scattermoe.py and
+# khd/kernels/ops): its sort, the blocks that experts' tokens are padded to, three products with
+# their buffers; where ranks share experts out, counts that are exchanged and read, the order of
+# what arrives, and the way back (expert_parallel.py).
 _SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
 # Of an expert's product in Python (transformers 4.45, granitemoe, GraniteMoeParallelExperts): its
 # slice of the weight, transposed, and the product. Backwards beyond those: a second product,
@@ -278,7 +281,9 @@ def _frozen_weight(
         before = unpacking_s(device, cells.adapters, shape[1] * shape[2], cells.item)
         one, inputs = one + before[0], inputs + before[1]
     if weight.name in cells.adapters.targets:
-        ahead, back, grads = adapter_s(device, cells.adapters, weight, shape, cells.item)
+        ahead, back, grads = adapter_s(
+            device, cells.adapters, weight, shape, cells.rate, cells.item
+        )
         one, inputs = one + ahead, inputs + back
     return one, inputs, grads
 
@@ -563,7 +568,7 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
         inner += 2 if fused else 12
         count += 3  # back, and the product
     if stack.mlp is not None:
-        count += 3 + (2 if stack.mlp.gated else 0) + (20 if stack.mlp.experts else 0)
+        count += 3 + (2 if stack.mlp.gated else 0) + (_EXPERT_OPERATORS if stack.mlp.experts else 0)
     count += 2 * (2 if stack.dropout else 1)
     return count + inner + sum(p.count for p in stack.other), inner
 

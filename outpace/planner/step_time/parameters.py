@@ -44,13 +44,16 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
     Where ranks split parameters each casts its shard before it is gathered, and all gradients as
     they are copied to the buffer that they are reduced in. Frozen weights are kept as they are
-    multiplied, or unpacked; but outpace's autocast casts those of 32 bits each time.
+    multiplied, or unpacked; but outpace casts those of 32 bits that are not packed each time, or
+    their shards.
     """
-    c, numbers, adapters = setup.columns, setup.numbers, setup.question.adapters
+    c, numbers = setup.columns, setup.numbers
     present, rate = setup.parameters.present, setup.device.memory_bytes_per_s
-    if adapters is not None:
-        whole = adapters.base_bytes is None and not setup.question.other_program
-        frozen_s: Floats = present * np.where(numbers.autocast & whole, 6.0, 0.0) / rate
+    if setup.question.adapters is not None:
+        each = np.where(numbers.autocast, 6.0, 0.0)
+        each = np.where(numbers.casts_shards, 6.0 / setup.shards, each)
+        whole = present - setup.parameters.packed
+        frozen_s: Floats = whole * each * (not setup.question.other_program) / rate
         return frozen_s
     # Weights are read in 4 bytes and written in 2, gradients the other way round; of weights that
     # micro-batches share the cast of (train.step), once a step.

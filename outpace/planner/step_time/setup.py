@@ -68,12 +68,14 @@ class Numbers:
 class RankParameters:
     """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
 
-    Who shares out experts shards as well: `owned` are those that a rank has its shard of.
+    Who shares out experts shards as well: `owned` are those that a rank has its shard of. `packed`
+    are those present that adapters' base has packed: matrices of blocks, without biases.
     """
 
     present: Floats
     owned: Floats
     trained: Floats
+    packed: Floats
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,15 @@ def _recomputes(columns: PlanBatch) -> Bools:
 
 def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameters:
     c, outline = columns, question.outline
-    layers, more = np.zeros(len(c)), np.zeros(len(c))
+    layers, more, matrices = np.zeros(len(c)), np.zeros(len(c)), np.zeros(len(c))
     for stack in outline.stacks:
         experts = sum(w.elements for w in weights(stack, outline.hidden) if w.experts)
         rest = layer_parameters(stack, outline.hidden) - experts
         layers = layers + stack.layers * (rest / c.tp + experts / (c.ep * c.etp))
+        for w in weights(stack, outline.hidden):
+            if w.name != "router":
+                cut = c.ep * c.etp if w.experts else c.tp
+                matrices = matrices + stack.layers * w.inputs * w.outputs * max(1, w.experts) / cut
         # Of what is sharded ep is a part, with as many of tp's ranks as have whole experts.
         alone = np.where(c.zero > 0, c.ep * c.etp / c.tp, 1)
         more = more + stack.layers * experts * (alone - 1) / (c.ep * c.etp)
@@ -205,9 +211,11 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
     # A pipeline's ends have the embedding and the head; the fuller one decides.
     present = layers / c.pp + np.where(c.pp > 1, ends / (1 if outline.tied else 2), ends)
     if question.adapters is None:
-        return RankParameters(present=present, owned=present + more / c.pp, trained=present)
+        none = np.zeros(len(c))
+        return RankParameters(present, owned=present + more / c.pp, trained=present, packed=none)
     trained = question.adapters.parameters(outline) / (c.tp * c.pp)
-    return RankParameters(present=present, owned=trained, trained=trained)
+    packed = matrices / c.pp * (question.adapters.base_bytes is not None)
+    return RankParameters(present, owned=trained, trained=trained, packed=packed)
 
 
 def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> tuple[Cells, Ints]:

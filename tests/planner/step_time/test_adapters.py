@@ -12,12 +12,14 @@ from outpace.catalog.stacks import STACKS
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
+from outpace.planner.model.adapters import NF4_BYTES
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan_batch import of_plans
 from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.estimate import StepTimes, estimate
-from outpace.planner.step_time.setup import StepTimeQuestion
-from outpace.records.outline import Mlp, Outline, Stack
+from outpace.planner.step_time.parameters import weight_traffic_s
+from outpace.planner.step_time.setup import StepTimeQuestion, set_up
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
 RATE, NEVER, MOVED = 1e15, 1e30, 1e12
@@ -34,6 +36,7 @@ BLOCKS = Outline(
     vocab=0, max_positions=1 << 20,
 )  # fmt: skip
 ON_UP = Adapters(8, {"up": Target(1)})
+ATTENTION = AttentionShape(heads=8, kv_heads=8, head_dim=128, value_dim=128)
 
 
 def step(question, samples=8, **values):
@@ -109,6 +112,70 @@ def test_adapters_kept_in_fp32_cast_their_inputs_twice_either_way():
     fast = replace(slow, best_flops_per_s={"bf16": RATE, "fp32": NEVER})
     found = step(replace(whole, device=fast), micro_batch=8)
     assert sum(found.values()) > sum(step(cast, micro_batch=8).values())
+
+
+def test_outpace_s_adapters_have_a_dropout_if_asked_and_scale_the_low_rank_product():
+    slow = replace(FLAT, memory_bytes_per_s=MOVED)
+    peft = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
+    own = replace(peft, adapters=replace(ON_UP, drops_inputs=False, scales_outputs=False))
+    less = sum(step(peft, micro_batch=8).values()) - sum(step(own, micro_batch=8).values())
+    tokens = 16 * 8 * 512
+    # Dropout reads, writes and masks, and scaling reads and writes, either way.
+    moved = 2 * (1024 * (2 + 2 + 1) + 4096 * 2 * 2 - 8 * 2 * 2)
+    assert less == pytest.approx(tokens * moved / MOVED, rel=1e-6)
+    wide, few = own.adapters.operators, peft.adapters.operators
+    assert (few[0] - wide[0], few[1] - wide[1]) == (1, 1)
+
+
+TIED = BLOCKS.model_copy(update={"vocab": 8192, "outputs": 8192, "tied": True})
+LORA = {"lora_rank": 8, "lora_targets": ("up",), "optimizer": "adamw-fused"}
+
+
+def planned(device=FLAT, **values):
+    layer = Stack(layers=16, mlp=Mlp(width=4096), norms=0, attention=ATTENTION)
+    model = TIED.model_copy(update={"stacks": (layer,)})
+    return StepTimeQuestion(model, 512, device, WIRED), {**LORA, **values}
+
+
+@pytest.mark.parametrize("base", ["fp32", "nf4"])
+def test_frozen_weights_that_are_not_packed_are_cast_whole_or_by_shards(base):
+    slow = replace(FLAT, memory_bytes_per_s=MOVED, best_flops_per_s={"bf16": NEVER, "fp32": NEVER})
+    table, matrices = 8192 * 1024, 16 * (2 * 1024 * 4096 + 4 * 1024 * 1024)
+    cast = 6 * (table + (0 if base == "nf4" else matrices)) / MOVED
+
+    def cast_s(**values):
+        question, settings = planned(slow, base=base, precision="bf16", **values)
+        plan = Plan.parse(settings, "test")
+        return weight_traffic_s(set_up(question, of_plans([plan], 8, 16)))[0]
+
+    assert cast_s() == pytest.approx(cast, rel=1e-6)
+    assert cast_s(strategy="zero3", dp_shard=8) == pytest.approx(cast / 8, rel=1e-6)
+
+
+def test_packed_blocks_gather_what_is_not_packed_in_16_bits():
+    slow = replace(FLAT, hides=0.0)
+    spread = {"strategy": "zero3", "dp_shard": 8, "precision": "bf16"}
+    table, matrices = 8192 * 1024, 16 * (2 * 1024 * 4096 + 4 * 1024 * 1024)
+    adapters = 16 * 8 * (1024 + 4096)
+    packed, plain = (
+        step(question, **values)["data_s"]
+        for question, values in (planned(slow, base=base, **spread) for base in ("nf4", "fp32"))
+    )
+    part = 7 / 8 / 100e9
+    assert packed == pytest.approx(part * (2 * (NF4_BYTES * matrices + 2 * table) + 4 * adapters))
+    assert plain == pytest.approx(part * (2 * 2 * (matrices + table) + 4 * adapters))
+
+
+def test_adapters_of_an_fp32_plan_are_multiplied_at_its_rate():
+    slow = replace(FLAT, best_flops_per_s={"bf16": RATE, "fp32": RATE / 16})
+    low, full = (
+        step(question, **values)["products_s"]
+        for question, values in (
+            planned(slow, precision="bf16-pure", optimizer="adamw-bf16"),
+            planned(slow, precision="fp32"),
+        )
+    )
+    assert full == pytest.approx(16 * low, rel=1e-6)
 
 
 def test_products_of_adapters_in_fp32_have_tiles_of_32():
