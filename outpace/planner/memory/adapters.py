@@ -16,6 +16,7 @@ import numpy as np
 from outpace.planner.memory.adapter_loss import add_frozen_head_loss
 from outpace.planner.memory.fullest_rank import recompute_interval
 from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES, optimizer_bytes
+from outpace.planner.memory.permanent_tensors import WORKSPACES
 from outpace.planner.memory.saved_activations import FP32, Layer, Shapes, layer, shapes, share_of
 from outpace.planner.memory.states import OutsideElements, by_plans, outside_elements
 from outpace.planner.memory.timeline import MemoryTimeline
@@ -43,9 +44,6 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, PURE, WEIGHTS
 
 _MIB = 2**20
-# Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
-# handle pool, 4096 KiB × 8).
-_WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
 # nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 _GELU_ELEMENTS = 1 << 18  # nn.gelu, on a CPU in bf16: at a time
@@ -373,7 +371,7 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     buckets = np.where(c.strategy_in("ddp"), trained, 0.0)
     apart = np.where(c.strategy_in("ddp") | ~step.gathers, trained, trained / step.shards)
     timeline.pass_over("gradients", buckets + np.where(c.passes > 1, apart, 0.0))
-    timeline.pass_over("workspaces", _WORKSPACES[step.device])
+    timeline.pass_over("workspaces", WORKSPACES[step.device])
     samples = (c.micro_batch * c.passes).astype(float)
     timeline.pass_over("inputs", 16.0 * step.seq_len * samples)
     timeline.look()

@@ -5,30 +5,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.memory.gradients import add_gradient, added_bytes
+from outpace.planner.memory.logit_pieces import (
+    CHUNK_ROWS,
+    KEPT_OF_TOKEN,
+    LOW_HEAD_ROWS,
+    accelerator_rows,
+    block_bytes,
+    exceeds_cpu,
+    fits,
+    padded_columns,
+    softmax_rows,
+    whole_bf16_rows,
+)
 from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_batch import Bools, Floats
 from outpace.records.precisions import COMPUTES_IN_BF16
-
-_MIB = 2**20
-# nn.loss, on a CPU: rows of a chunk, from how many bytes of fp32 logits chunks are taken.
-_CHUNK_ROWS = 512
-_CHUNKS_FROM = 32 * _MIB
-# nn.head_loss, on an accelerator: what the vocabulary is padded to, up to how many bytes all logits
-# are made at once, bytes and least rows of a chunk, and of fp32 logits that eager passes have.
-_PADDED_TO = 64
-_WHOLE_BYTES = 4096 * _MIB
-_CHUNK_BYTES = 2048 * _MIB
-_CHUNK_ROWS_ACCELERATOR = 4096
-_BLOCK_BYTES = 256 * _MIB
-_KEPT_OF_TOKEN = 4 + 8 + 1  # log Σ exp, the target's column, whether there is one
-# On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
-# the head that are multiplied at a time.
-_LOW_BYTES = 256 * _MIB
-_LOW_BLOCK_BYTES = 2 * _MIB
-_LOW_HEAD_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -109,10 +103,10 @@ def _add_logits(
     cast = setup.sizes.operand < item
     chunked = _uses_chunks(setup, rows, vocab)
     if _uses_head_loss(setup):
-        padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
-        copied = cast | (padded != vocab)
-        head = _Head(setup, rows, padded, padded * hidden, more, last, copied)
-        whole = ~chunked & _keeps_logits(setup, rows, padded)
+        wide = padded_columns(vocab)
+        copied = cast | (wide != vocab)
+        head = _Head(setup, rows, wide, wide * hidden, more, last, copied)
+        whole = ~chunked & _keeps_logits(setup, rows, wide)
         ways = [(whole, _add_logits_in_place), (~whole, _add_chunks_in_place)]
     else:
         head = _Head(setup, rows, vocab, vocab * hidden, more, last, cast)
@@ -145,10 +139,9 @@ def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
     """Return which losses take logits in chunks: where asked for, or where they are large."""
     c = setup.columns
     if _uses_head_loss(setup):
-        large = ~_fits(setup, rows, vocab)
+        large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
     else:
-        large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
-        large = np.where(_takes_bf16_logits(setup), rows > _whole_bf16_rows(vocab), large)
+        large = exceeds_cpu(rows, vocab, _takes_bf16_logits(setup))
     chunks: Bools = ((large & ~_splits_backward(setup)) | c.chunked_loss) & (c.tp == 1)
     return chunks & setup.question.traits.chunks_loss
 
@@ -158,25 +151,12 @@ def _uses_head_loss(setup: MemorySetup) -> bool:
     return setup.question.traits.chunks_loss and setup.question.device == "cuda"
 
 
-def _fits(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Whether all logits are made at once by their size."""
-    padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
-    fits: Bools = rows * padded * setup.sizes.operand <= _WHOLE_BYTES
-    return fits
-
-
-def _keeps_logits(setup: MemorySetup, rows: Floats, padded: Floats) -> Bools:
+def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
     """Whether logits are there between forward and backward; else the forward ends them."""
     c = setup.columns
-    between: Bools = _splits_backward(setup) | (c.tp > 1) | (c.compile & _fits(setup, rows, padded))
+    whole = c.compile & fits(rows, columns, setup.sizes.operand)
+    between: Bools = _splits_backward(setup) | (c.tp > 1) | whole
     return between
-
-
-def _loss_block(head: _Head, rows: Floats) -> Floats:
-    """Return bytes of logits in fp32 beside the logits; compiled passes have none."""
-    most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(head.vocab, 1))))
-    block = FP32 * np.minimum(rows, most) * head.vocab
-    return np.where(head.setup.columns.compile, 0.0, block)
 
 
 def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
@@ -184,9 +164,9 @@ def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     s, rows = head.setup.sizes, head.rows
     states = rows * head.setup.outline.hidden
     cast = np.where(s.operand < s.stream, states * s.operand, 0.0)
-    kept = rows * head.vocab * s.operand + cast + rows * _KEPT_OF_TOKEN
+    kept = rows * head.vocab * s.operand + cast + rows * KEPT_OF_TOKEN
     copy = np.where(head.copied, head.elements * s.operand, 0.0)
-    block = _loss_block(head, rows)
+    block = block_bytes(rows, head.vocab, head.setup.columns.compile)
     output = np.where(s.casts, states * s.stream, 0.0)
     timeline.pass_over("activations", head.more * kept)
     timeline.pass_over("weight copies", (1 + head.more) * copy)
@@ -204,15 +184,15 @@ def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     """Add all logits or some rows of them, whose gradient the forward multiplies."""
     s, rows, item = head.setup.sizes, head.rows, head.setup.sharding.item
     hidden = head.setup.outline.hidden
-    row_bytes = np.maximum(head.vocab, 1) * s.operand
-    chunk = _chunk_rows(head, row_bytes)
+    c, row_bytes = head.setup.columns, np.maximum(head.vocab, 1) * s.operand
+    chunk = accelerator_rows(rows, head.vocab, s.operand, c.chunked_loss)
     states_grad = rows * hidden * s.stream
     weights_grad = head.elements * FP32
     cast = np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
     logits = chunk * row_bytes + cast
     copy = np.where(head.copied, head.elements * s.operand, 0.0)
     # Cast for the softmax, and the softmax.
-    block = _loss_block(head, chunk) * np.where(s.operand < FP32, 2, 1)
+    block = block_bytes(chunk, head.vocab, c.compile) * np.where(s.operand < FP32, 2, 1)
     block = block + np.where(rows > chunk, weights_grad, 0.0)
     timeline.pass_over("activations", (1 + head.more) * states_grad + head.more * weights_grad)
     output = rows * hidden * s.stream
@@ -222,18 +202,6 @@ def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.drop("communication", head.last)
     timeline.moment("temporary", np.where(item < FP32, head.elements * item, 0.0))
     timeline.drop("activations", states_grad + weights_grad)
-
-
-def _chunk_rows(head: _Head, row_bytes: Floats) -> Floats:
-    """Return the rows of logits that an accelerator makes at a time."""
-    rows = head.rows
-    most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
-    most = np.maximum(_CHUNK_ROWS_ACCELERATOR, most)
-    chunks = np.ceil(rows / most)
-    chunk = np.ceil(rows / np.maximum(chunks, 1) / _PADDED_TO) * _PADDED_TO
-    chunk = np.where(_fits(head.setup, rows, head.vocab), rows, chunk)
-    chunk = np.where(head.setup.columns.chunked_loss, _CHUNK_ROWS_ACCELERATOR, chunk)
-    return np.minimum(chunk, rows)
 
 
 def _splits_backward(setup: MemorySetup) -> Bools:
@@ -248,19 +216,6 @@ def _takes_bf16_logits(setup: MemorySetup) -> Bools:
     return takes
 
 
-def _whole_bf16_rows(vocab: Floats) -> Floats:
-    """Return the number of tokens of which all logits are held."""
-    rows: Floats = np.maximum(_CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
-    return rows
-
-
-def _softmax_rows(vocab: Floats, rows: Floats) -> Floats:
-    """Return the tokens whose softmax is made at a time."""
-    most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
-    block: Floats = np.minimum(np.maximum(1, most), rows)
-    return block
-
-
 def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
     """Add all logits in 16 bits, of which the gradient is made in place."""
     s, rows, vocab = head.setup.sizes, head.rows, head.vocab
@@ -268,10 +223,10 @@ def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
     logits = rows * vocab * s.operand
     output = np.where(s.casts, states * s.stream, 0.0)
     read = np.where(s.operand < s.stream, states * s.operand, 0.0)
-    part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * head.setup.outline.hidden
+    part = s.operand * np.minimum(vocab, LOW_HEAD_ROWS) * head.setup.outline.hidden
     cast = np.where(head.copied, part, 0.0)
     timeline.pass_over("activations", head.more * logits)
-    within = np.maximum(read + cast, 2 * FP32 * _softmax_rows(vocab, rows) * vocab)
+    within = np.maximum(read + cast, 2 * FP32 * softmax_rows(vocab, rows) * vocab)
     timeline.moment("temporary", logits + within + output)
     timeline.take("activations", logits)
     timeline.drop("communication", head.last)
@@ -317,7 +272,7 @@ def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
     s, hidden, item = head.setup.sizes, head.setup.outline.hidden, head.setup.sharding.item
     rows, vocab, low = head.rows, head.vocab, _takes_bf16_logits(head.setup)
     asked = head.setup.columns.chunked_loss
-    chunk = np.where(low & ~asked, _whole_bf16_rows(vocab), float(_CHUNK_ROWS))
+    chunk = np.where(low & ~asked, whole_bf16_rows(vocab), float(CHUNK_ROWS))
     chunk = np.minimum(chunk, rows)
     states_grad = rows * hidden * np.where(low, s.stream, np.maximum(s.operand, FP32))
     weights_grad = head.elements * np.maximum(FP32, item)
@@ -327,9 +282,9 @@ def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
     cast = np.where(low & head.copied, head.elements * s.operand, 0.0)
     # In bf16 a chunk's gradient of the head lives while the next one is made.
     grad = head.elements * s.operand
-    block = _softmax_rows(vocab, chunk)
+    block = softmax_rows(vocab, chunk)
     softmax = 2 * FP32 * block * vocab + np.where(rows > chunk, grad, 0.0)
-    part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
+    part = s.operand * np.maximum(np.minimum(vocab, LOW_HEAD_ROWS), chunk) * hidden
     in_place = s.operand * chunk * vocab + np.maximum(softmax, grad + part)
     inside = np.where(low, in_place, FP32 * (chunk + block) * vocab)
     timeline.moment("temporary", inside + output + cast + raised)

@@ -12,7 +12,7 @@ from outpace.planner.plan_batch import OFFLOADS, Floats
 _MIB = 2**20
 # Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
 # handle pool, 4096 KiB × 8).
-_WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
+WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
 _CPU, _DISK = OFFLOADS.index("cpu"), OFFLOADS.index("disk")
 
 
@@ -69,7 +69,7 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
     made = states / np.maximum(rank.stored_elements, 1) * rank.largest
     moved = (c.offload_optimizer == _DISK) & (device == "cpu")
     timeline.moment("temporary", np.where(moved, made, 0.0))
-    timeline.pass_over("workspaces", _WORKSPACES[device])
+    timeline.pass_over("workspaces", WORKSPACES[device])
     # Numbers of tokens and their targets, 8 bytes each; under dp rank 0 reads everyone's.
     readers = np.where(setup.dp, c.data_parallel, 1).astype(float)
     samples: Floats = readers * (c.micro_batch * c.microbatches * c.passes).astype(float)

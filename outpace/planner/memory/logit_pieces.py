@@ -1,0 +1,73 @@
+"""Pieces in which the loss takes logits: all at once, or in chunks and blocks of rows."""
+
+import numpy as np
+
+from outpace.planner.memory.saved_activations import FP32
+from outpace.planner.plan_batch import Bools, Floats
+
+_MIB = 2**20
+# nn.loss, on a CPU: rows of a chunk, from how many bytes of fp32 logits chunks are taken.
+CHUNK_ROWS = 512
+_CHUNKS_FROM = 32 * _MIB
+# nn.head_loss, on an accelerator: what the vocabulary is padded to, up to how many bytes all logits
+# are made at once, bytes and least rows of a chunk, and of fp32 logits that eager passes have.
+_PADDED_TO = 64
+_WHOLE_BYTES = 4096 * _MIB
+_CHUNK_BYTES = 2048 * _MIB
+_CHUNK_ROWS_ACCELERATOR = 4096
+_BLOCK_BYTES = 256 * _MIB
+KEPT_OF_TOKEN = 4 + 8 + 1  # log Σ exp, the target's column, whether there is one
+# On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
+# the head that are multiplied at a time.
+_LOW_BYTES = 256 * _MIB
+_LOW_BLOCK_BYTES = 2 * _MIB
+LOW_HEAD_ROWS = 2048
+
+
+def padded_columns(vocab: Floats) -> Floats:
+    """Return the columns of logits on an accelerator."""
+    columns: Floats = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
+    return columns
+
+
+def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
+    """Return whether an accelerator makes all logits at once; `columns` are padded."""
+    whole: Bools = rows * columns * operand <= _WHOLE_BYTES
+    return whole
+
+
+def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
+    """Return the rows of logits that an accelerator makes at a time; `asked`: in chunks anyway."""
+    row_bytes = np.maximum(columns, 1) * operand
+    most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
+    chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
+    chunk = np.ceil(rows / np.maximum(chunks, 1) / _PADDED_TO) * _PADDED_TO
+    chunk = np.where(fits(rows, columns, operand), rows, chunk)
+    chunk = np.where(asked, _CHUNK_ROWS_ACCELERATOR, chunk)
+    return np.minimum(chunk, rows)
+
+
+def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
+    """Return bytes of logits in fp32 beside the logits; compiled passes have none."""
+    most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(columns, 1))))
+    return np.where(compiled, 0.0, FP32 * np.minimum(rows, most) * columns)
+
+
+def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
+    """Return whether logits are too large for a CPU to take all of them at once."""
+    large = (rows > CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
+    found: Bools = np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
+    return found
+
+
+def whole_bf16_rows(vocab: Floats) -> Floats:
+    """Return the number of tokens of which all logits are held on a CPU in bf16."""
+    rows: Floats = np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
+    return rows
+
+
+def softmax_rows(vocab: Floats, rows: Floats) -> Floats:
+    """Return the tokens whose softmax is made at a time on a CPU in bf16."""
+    most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
+    block: Floats = np.minimum(np.maximum(1, most), rows)
+    return block
