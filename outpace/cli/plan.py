@@ -57,10 +57,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     answer = answer.model_copy(update={"defaults": _defaults(arguments, answer, question)})
     number = arguments.explain or 1
     if number > len(answer.plans):
-        raise BadInputError(
-            f"--explain {number}: only {len(answer.plans)} plans are listed. List more with "
-            f"--count {number}."
-        )
+        count = len(answer.plans)
+        listed = "one plan is" if count == 1 else f"{count} plans are"
+        more = f"List more with --count {number}" if number > asked.count else "There are no others"
+        raise BadInputError(f"--explain {number}: {listed} listed. {more}.")
     if arguments.out is not None and arguments.emit is None:
         _save(answer.plans[number - 1].plan, question, arguments.out)
     if arguments.emit is not None:

@@ -243,6 +243,25 @@ def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatc
     assert "Adapters take far less" not in told
 
 
+def test_a_plan_of_adapters_is_started_on_trained_weights(capsys):
+    words = ["plan", "--model=gpt2", "--machine=l4", "--lora-rank=4", "--emit=outpace", "--json"]
+    assert main(words) == 0
+    assert "--model path/to/hf-model " in json.loads(capsys.readouterr().out)["command"]
+
+
+def test_a_plan_that_is_not_there_is_not_promised(capsys):
+    words = ["plan", "--model=gpt2", "--machine=l4", "--seq-len=16", "--global-batch=1"]
+    sentence = refused(capsys, *words, "--explain=2")
+    assert "--explain 2: one plan is listed. There are no others." in sentence
+    sentence = refused(capsys, *words, "--explain=9")
+    assert "List more with --count 9." in sentence
+
+
+def test_sentences_below_compared_nodes_have_spaces(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, *LLAMA[:3], "--global-batch=64", "--compare-nodes=1,2")
+    assert "share of a step. The network" in text
+
+
 def test_nodes_that_are_compared_have_a_network(capsys):
     """As hgx-h100 alone has none, the same is assumed as for several."""
     words = [*LLAMA[:3], "--global-batch=512", "--compare-nodes=2,4"]

@@ -12,6 +12,7 @@ from outpace.records.settings import TrainSettings
 
 _FILE = "plan.json"
 _SPEC = "model.json"
+_FOLDER = "path/to/hf-model"
 
 
 def write(request: ExportRequest) -> ExportedPlan:
@@ -22,6 +23,9 @@ def write(request: ExportRequest) -> ExportedPlan:
     if model is None:
         model = _SPEC
         notes.append(Note(f"The model is no preset: save its ModelSpec as {_SPEC}."))
+    if plan.lora_rank is not None and model in (_SPEC, *PRESETS):
+        model = _FOLDER
+        notes.append(Note(f"Adapters need trained weights: put your model's folder for {_FOLDER}."))
     untrained = isinstance(request.model, Outline) and request.model.untrained
     if untrained:
         notes.append(Note(f"{untrained}: it plans this model and does not train it."))

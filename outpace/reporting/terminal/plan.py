@@ -339,21 +339,21 @@ def scaling(
             f"{nodes:,}", f"{devices:,}", show_count(one.rate[0]), show_share(each / first),
             show_share(exposed), show_bytes(one.peak_memory_bytes), _marked_title(planned),
         )  # fmt: skip
-    caption = (
+    caption = [
         f"Global batch {global_batch:,} throughout. efficiency: {unit} of a device, against the "
-        "first row that fits. network: the exposed share of a step."
-        + ((
-            f"The network dominates from {over:,} nodes: its exposed time is more than half of "
-            "computation."
-        ) if over
-           else "The network never dominates (more than half of computation).")
-        + ("More than 100 %: with more devices sharing the states, each has memory for a faster "
-           "plan (a larger micro-batch, less recomputation or offloading)."
-           if is_above_linear else "")
-    )  # fmt: skip
+        "first row that fits. network: the exposed share of a step.",
+        f"The network dominates from {over:,} nodes: its exposed time is more than half of "
+        "computation." if over
+        else "The network never dominates (more than half of computation).",
+    ]  # fmt: skip
+    if is_above_linear:
+        caption.append(
+            "More than 100 %: with more devices sharing the states, each has memory for a faster "
+            "plan (a larger micro-batch, less recomputation or offloading)."
+        )
     if any(planned is not None and planned.untrained for *_, planned in rows):
         notes = (_UNTRAINED, *notes)
-    return Group(table, Text(caption), *(_item("•", note) for note in notes))
+    return Group(table, Text(" ".join(caption)), *(_item("•", note) for note in notes))
 
 
 _LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained
