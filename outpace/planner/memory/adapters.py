@@ -14,8 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from outpace.planner.memory.adapter_loss import add_frozen_head_loss
+from outpace.planner.memory.block_backward import flash_workspace_bytes
 from outpace.planner.memory.fullest_rank import recompute_interval
 from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES, optimizer_bytes
+from outpace.planner.memory.optimizer_step import add_step_tensors
 from outpace.planner.memory.permanent_tensors import WORKSPACES
 from outpace.planner.memory.saved_activations import FP32, Layer, Shapes, layer, shapes, share_of
 from outpace.planner.memory.states import OutsideElements, by_plans, outside_elements
@@ -38,19 +40,15 @@ from outpace.planner.plan_batch import (
     PlanBatch,
 )
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import OPTIMIZER_TRAITS
 from outpace.records.outline import Outline
 from outpace.records.plan import Checkpointing
-from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, PURE, WEIGHTS
+from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, WEIGHTS
 
 _MIB = 2**20
 # nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 _GELU_ELEMENTS = 1 << 18  # nn.gelu, on a CPU in bf16: at a time
 _QKV = ("q", "k", "v")
-_TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
-_STEP_TENSORS = np.array([traits.tensors for traits in _TRAITS])
-_COPIES = np.array([traits.copies for traits in _TRAITS])
 
 
 @dataclass(frozen=True)
@@ -708,12 +706,8 @@ def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     one, c, b = step.outline.stacks[0].attention, step.columns, step.block
     assert one is not None
     if step.device == "cuda":
-        unit = 32 if one.head_dim <= 128 else 64
-        width = -(-one.head_dim // unit) * unit + 1
-        length = np.ceil(step.seq_len / 128) * 128
-        nbytes = FP32 * c.micro_batch * one.heads * length * width
-        repeated = 2 * b.queries if one.kv_heads != one.heads else 0
-        timeline.moment("temporary", nbytes + repeated)
+        nbytes = flash_workspace_bytes(one, c, step.seq_len, b.queries)
+        timeline.moment("temporary", nbytes)
         return
     item = step.sizes.operand
     rows = min(_SCORE_ROWS, step.seq_len)
@@ -741,8 +735,4 @@ def _add_optimizer(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     widened = c.precision_in("fp16-master") & ~step.gathers
     timeline.take("gradients", np.where(widened, FP32 * elements, 0.0))
     item = np.maximum(s.weight, FP32)
-    in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[c.optimizer].T
-    rounds = c.precision_in("bf16-pure")
-    chosen = np.where(c.precision_in(*PURE), np.where(rounds, in_bf16, in_fp16), in_fp32)
-    timeline.moment("temporary", chosen * largest * item)
-    timeline.moment("temporary", _COPIES[c.optimizer] * elements * item)
+    add_step_tensors(timeline, c, largest * item, elements * item)

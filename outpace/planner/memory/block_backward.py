@@ -9,7 +9,8 @@ from outpace.planner.memory.rank_setup import BlockMode, RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Floats
+from outpace.planner.plan_batch import Floats, PlanBatch
+from outpace.records.outline import AttentionShape
 
 _ATTENTION_ROWS = 512  # of scores that ring attention holds at once
 
@@ -147,14 +148,25 @@ def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
 
 
 def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add FlashAttention's sums of queries' gradients in fp32 (Dao, arXiv 2307.08691, §3)."""
+    """Add what attention's kernel has for itself on an accelerator."""
     one = setup.outline.stacks[0].attention
     if setup.question.device == "cpu" or one is None:
         return
     c = setup.columns
+    nbytes = flash_workspace_bytes(one, c, setup.question.seq_len, setup.block.queries)
+    timeline.select(c.cp == 1).moment("temporary", nbytes)
+
+
+def flash_workspace_bytes(
+    one: AttentionShape, columns: PlanBatch, seq_len: int, queries: Floats
+) -> Floats:
+    """Return FlashAttention's sums of queries' gradients in fp32 (Dao, arXiv 2307.08691, §3).
+
+    And gradients of keys and values for each of the `queries` (bytes) that share them.
+    """
     unit = 32 if one.head_dim <= 128 else 64
     width = -(-one.head_dim // unit) * unit + 1
-    length = np.ceil(setup.question.seq_len / 128) * 128
-    nbytes = FP32 * c.micro_batch * one.heads / c.tp * length * width
-    repeated = 2 * setup.block.queries if one.kv_heads != one.heads else 0
-    timeline.select(c.cp == 1).moment("temporary", nbytes + repeated)
+    length = np.ceil(seq_len / 128) * 128
+    nbytes = FP32 * columns.micro_batch * one.heads / columns.tp * length * width
+    found: Floats = nbytes + (2 * queries if one.kv_heads != one.heads else 0)
+    return found

@@ -7,7 +7,7 @@ from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.states import whole_share
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import OFFLOADS, OPTIMIZERS, Floats
+from outpace.planner.plan_batch import OFFLOADS, OPTIMIZERS, Floats, PlanBatch
 from outpace.records.optimizers import OPTIMIZER_TRAITS
 from outpace.records.precisions import PURE
 
@@ -43,8 +43,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
         timeline.offload(copies, False)
         timeline.offload(-copies, False)
     item = np.maximum(setup.sizes.weight, FP32)
-    timeline.moment("temporary", _step_tensors(rank) * rank.largest * item)
-    timeline.moment("temporary", _COPIES[c.optimizer] * stepped * item)
+    add_step_tensors(timeline, c, rank.largest * item, stepped * item)
     if on_cpu:
         timeline.drop("temporary", copies)
 
@@ -82,10 +81,15 @@ def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats
     return np.where(by_unit, np.minimum(unit, stepped), stepped)
 
 
-def _step_tensors(rank: RankSetup) -> Floats:
-    """Return how many tensors as large as a parameter a step makes for each."""
-    c = rank.setup.columns
-    pure, rounds = c.precision_in(*PURE), c.precision_in("bf16-pure")
-    in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[c.optimizer].T
-    chosen: Floats = np.where(pure, np.where(rounds, in_bf16, in_fp16), in_fp32)
-    return chosen
+def add_step_tensors(
+    timeline: MemoryTimeline, columns: PlanBatch, largest: Floats, stepped: Floats
+) -> None:
+    """Add the tensors that a step makes: some as large as the `largest` parameter, some copies.
+
+    Both are in bytes: of that parameter, and of all that is stepped at once.
+    """
+    pure, rounds = columns.precision_in(*PURE), columns.precision_in("bf16-pure")
+    in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[columns.optimizer].T
+    chosen = np.where(pure, np.where(rounds, in_bf16, in_fp16), in_fp32)
+    timeline.moment("temporary", chosen * largest)
+    timeline.moment("temporary", _COPIES[columns.optimizer] * stepped)

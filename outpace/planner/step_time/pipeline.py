@@ -50,7 +50,7 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
     layer_s = passes.forward("seconds") + passes.backward("seconds")
     first_s, last_s = passes.ends.first_s, passes.ends.last_s
     stages = c.pp * c.stages_per_rank
-    first, middle, last = _cut(setup, stages)
+    first, middle, last = _split_layers(setup, stages)
     way = layers * layer_s + first_s + last_s
     # A rank has one of the slowest stages, and others of the mean beside it.
     beside, traffic = c.stages_per_rank - 1, weight_traffic_s(setup)
@@ -63,7 +63,7 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
     return PipelineTime(own + traffic, way, own, tuple(rows if (stages > 1).any() else rows[:1]))
 
 
-def _cut(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
+def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
     """Blocks of the first stage, the fullest of those between, and the last.
 
     Cut by multiply-adds, as outpace does (`stages.layers_per_stage`), whatever takes how long.
