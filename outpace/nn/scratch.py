@@ -11,6 +11,7 @@ process, however it ends: nothing can be left behind or be mistaken for a checkp
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -78,7 +79,7 @@ class Scratch:
         mapping, descriptor, used = self._end
         try:
             # A page of a sparse file that finds no room on the disk would kill the process.
-            os.posix_fallocate(descriptor, used, pages)
+            _allocate(descriptor, used, pages)
         except OSError as error:
             raise self._refusal(error, pages) from None
         self._end = (mapping, descriptor, used + pages)
@@ -147,6 +148,23 @@ class Scratch:
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False
         return _copy(tensor, memory, 0), region
+
+
+def _allocate(descriptor: int, start: int, nbytes: int) -> None:
+    """Take disk space for part of a file, all of it or none. Raises OSError.
+
+    A file system may take all that is free before it refuses, and others' writes fail meanwhile.
+    """
+    disk = os.fstatvfs(descriptor)
+    if nbytes > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        os.posix_fallocate(descriptor, start, nbytes)
+    except OSError:
+        length = os.fstat(descriptor).st_size
+        os.truncate(descriptor, start)
+        os.truncate(descriptor, length)
+        raise
 
 
 @torch.no_grad()

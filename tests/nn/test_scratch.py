@@ -1,5 +1,6 @@
 """Scratch memory: values stay, names never are, and what the disk cannot hold is refused."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -48,10 +49,32 @@ def test_a_killed_process_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_refused_before_it_is_used(tmp_path):
+def test_a_disk_that_is_too_small_is_refused_before_it_is_used(tmp_path, monkeypatch):
+    """Nothing of it is taken: what others write meanwhile would not fit."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("takes what is left"))
     free = os.statvfs(tmp_path)
     with pytest.raises(BadInputError, match="Name another directory with --offload-dir"):
         Scratch(tmp_path).take(free.f_bavail * free.f_frsize * 4)
+
+
+def test_a_disk_that_fills_meanwhile_gets_back_what_was_taken(tmp_path, monkeypatch):
+    allocate, sizes = os.posix_fallocate, []
+
+    def fill(descriptor, start, nbytes):
+        allocate(descriptor, start, nbytes // 2)
+        sizes.append((descriptor, os.fstat(descriptor).st_blocks))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    scratch = Scratch(tmp_path)
+    placed, _ = scratch.place([torch.ones(1000)])
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    with pytest.raises(BadInputError, match=r"cannot hold 1.00 MiB more .*No space left"):
+        scratch.take(1 << 20)
+    ((descriptor, blocks),) = sizes
+    assert blocks * 512 >= 1 << 19 and os.fstat(descriptor).st_blocks * 512 == 4096
+    monkeypatch.undo()
+    again, _ = scratch.place([torch.zeros(1000)])
+    assert placed[0].sum() == 1000 and again[0].sum() == 0
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory")
