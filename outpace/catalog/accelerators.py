@@ -330,7 +330,7 @@ def _usable(row: _Row) -> tuple[float, str]:
 
 
 def _card(card: Card) -> Accelerator:
-    """Make a card of the public table. 16-bit rates before Ampere are those of fp16 alone."""
+    """Make an accelerator from a table's row; 16-bit rates before Ampere are for fp16 only."""
     source = SOURCE.format(PAPERS[card.architecture])
     rates: Rates = {"fp32": card.fp32, "fp16": card.low}
     if card.architecture != "turing":

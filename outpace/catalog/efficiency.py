@@ -100,19 +100,20 @@ _GB200 = ProductCurve(
 
 
 def _power_share(power_w: float, reference_w: float) -> float:
-    """Return the sustained rate at a board's limit of power, relative to one at `reference_w`.
+    """Return the sustained rate at a power limit, relative to the rate at `reference_w`.
 
-    Dynamic power grows with the clock and the square of the voltage, which follows the clock: with
-    its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital design", 1992).
+    Dynamic power grows with the clock times the square of the voltage. Since the voltage follows
+    the clock, that is its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital
+    design", 1992).
     """
     share: float = (power_w / reference_w) ** (1 / 3)
     return share
 
 
 def _blackwell_ultra(power_w: float) -> ProductCurve:
-    """Return the curve of B300 or GB300, of whose products none was measured for long.
+    """Return the curve of a B300 or GB300, for which no sustained products have been measured.
 
-    A board sustains what B200's does of its short products' rate, at its own limit of power.
+    Assume B200's ratio of sustained to short products, scaled to the board's own power limit.
     """
     reference_w = ACCELERATORS["B200"].power_w
     more = _power_share(power_w, reference_w)
@@ -531,13 +532,13 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
 
 
 def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
-    """Return whether it is a Blackwell without a datacenter chip's tensor memory (sm120, sm121)."""
+    """Return whether this is a Blackwell (sm120, sm121) without a datacenter's tensor memory."""
     return accelerator.architecture == "blackwell" and accelerator.name.startswith(("RTX", "GB10"))
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether its fp32-accumulation rate is half its chip's, so that power does not limit
-    it.
+    """Return whether fp32 accumulation runs at half of the chip's rate, so that power is no
+    limit.
     """
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

@@ -176,7 +176,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def _repositories() -> Iterator[tuple[str, str]]:
-    """Repositories of the Hub, in small letters, whose models are known, with their names here."""
+    """Return known Hugging Face repositories, in lower case, with outpace's model names."""
     for name, one in PRESETS.items():
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name

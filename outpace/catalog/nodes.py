@@ -20,7 +20,7 @@ _GIB = 2**30
 def _node(
     name: str, devices: int, accelerator: str, topology: Topology, source: str, **host: Any
 ) -> Node:
-    """A machine whose accelerators have all the links that they are sold with, or none."""
+    """Make a node whose accelerators are connected by all of their advertised links, or by none."""
     chip = ACCELERATORS[accelerator]
     nics = host.pop("nics", None)
     return Node(
@@ -146,7 +146,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
     """Return the accelerators of `text`; None if the catalog has none of that name.
 
-    `name` is what the user calls them. Raises BadInputError if it says too little or too much.
+    `name` is the user's spelling. Raises BadInputError if it is ambiguous or contradicts itself.
     """
     counted = _COUNTED.fullmatch(text)
     if counted is None:
@@ -184,7 +184,7 @@ _MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
 def _number_last(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
     """Rewrite SLURM's "h100:8" as "8xh100".
 
-    A number that is a size of such a chip's memory stays that: "rtx-3060:12".
+    A number that is one of the chip's memory sizes is left alone: "rtx-3060:12".
     """
     found = _NUMBER_LAST.fullmatch(wanted)
     if found is None or _COUNT_FIRST.fullmatch(wanted) or int(found[2]) > _MOST_IN_HOST:
@@ -200,10 +200,10 @@ def _number_last(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
 
 
 def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
-    """Rewrite a name as drivers, SLURM and clouds write it into the catalog's: "8xh100:80gb".
+    """Rewrite a name used by drivers, SLURM or clouds in the catalog's form: "8xh100:80gb".
 
-    A driver's name in full becomes its accelerator; else maker, kind of memory and the socket's
-    generation are left out, and a size at the end is taken for the memory.
+    A driver's full name becomes its accelerator. Otherwise maker, kind of memory and socket
+    generation are dropped, and a size at the end is read as memory.
     """
     word, count = wanted.replace("_", "-"), None
     gres = _GRES.fullmatch(word)
@@ -235,7 +235,7 @@ def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
 
 
 def _base(chip: str) -> str:
-    """Return a chip's name in the catalog's form, without its memory."""
+    """Return a chip's name in the catalog's form, without its memory size."""
     return _SIZED.sub("", _slug(chip))
 
 
@@ -250,9 +250,9 @@ _USUAL_IN_HOST = 8
 
 
 def _require_one_host(name: str, text: str, count: int, chip: Accelerator) -> None:
-    """Raise BadInputError for more accelerators than a host has, saying how to name several.
+    """Raise BadInputError for more accelerators than a host has; tell how to name several hosts.
 
-    `text` is the catalog's form of the name.
+    `text` is the name in the catalog's form.
     """
     most = _IN_RACK.get(" ".join(chip.name.split()[:1]), _MOST_IN_HOST)
     if count <= most:
@@ -279,9 +279,9 @@ def _slug(name: str) -> str:
 def _variant(
     name: str, word: str, memory: str | None, accelerators: Mapping[str, Accelerator]
 ) -> Accelerator | None:
-    """Return the accelerator of a name, with that memory where it is sold with several sizes.
+    """Return the named accelerator with that much memory, if it is sold with several sizes.
 
-    Raises BadInputError if it is known, but not with that memory, or with which is not said.
+    Raises BadInputError if it is not sold with that size, or if the size is missing.
     """
     named = {_slug(known): one for known, one in accelerators.items()}
     if memory is None and word in named:
@@ -313,10 +313,10 @@ _NOMINAL = 1.07
 def _board_of(
     name: str, word: str, memory: str | None, accelerators: Mapping[str, Accelerator]
 ) -> Accelerator | None:
-    """Return the board of a chip that is named without its form, "h100": H100 SXM.
+    """Return the default board of a chip that is named without one: H100 SXM for "h100".
 
-    None for a chip that has none. Raises BadInputError if boards have several sizes of memory and
-    none is said.
+    None if the chip has no default. Raises BadInputError if its boards have several memory sizes
+    and none is given.
     """
     chips = {_slug(known): one for known, one in accelerators.items()}
     form = re.compile(rf"{re.escape(word)}-sxm\d?")
@@ -337,13 +337,13 @@ def _board_of(
 
 
 def _printed_gb(chip: Accelerator) -> int:
-    """Return the memory that a name says, else what is there: GH200 144 GB has 141 of them."""
+    """Return the memory size in a chip's name, else its real size: a GH200 144 GB has 141."""
     said = _SIZED.search(_slug(chip.name))
     return int(said[1]) if said else chip.memory_bytes // _GIB
 
 
 def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
-    """Return a host of `count` accelerators of one kind."""
+    """Return a host with `count` accelerators of one kind."""
     if count == 1:
         return Node(
             name=name, accelerator=chip.name, devices=1, host_link=chip.host_link,
@@ -376,15 +376,15 @@ _BOARD_NAMES = ("SXM", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", 
 
 
 def _is_card(chip: Accelerator) -> bool:
-    """Return whether it is a card in a slot, whose links need a bridge."""
+    """Return whether this is a card in a slot, which needs a bridge for links."""
     return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
 
 
 def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
-    """Return machines with that many such accelerators, "8xh100" or "h100", and what each is.
+    """Return similar machines ("8xh100", or "h100" for one) with a description of each.
 
-    One accelerator where a longer name ends with its own: "NVIDIA GeForce RTX 4090", "4090"; and
-    accelerators with the word in their names, "3060", where no machine has one.
+    One accelerator if a longer name ends with its name ("NVIDIA GeForce RTX 4090", "4090"); else,
+    if no machine matches, accelerators whose names contain the word ("3060").
     """
     found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
     if found is None:

@@ -27,7 +27,10 @@ def _gpt_like(
     positions: int, *, width: int | None = None, head_dim: int | None = None, bias: bool = True,
     outside: int = 0, tied: bool = True, learned: int = 0, dropout: bool = False, **stack: Any,
 ) -> Outline:  # fmt: skip
-    """Layer norms, an MLP of two products; `outside` comes beside the final norm."""
+    """Make the outline of a GPT-like model: layer norms, and an MLP of two products.
+
+    `outside`: numbers outside of layers besides the final norm.
+    """
     attention = _heads(heads, heads, head_dim or hidden // heads, qkv_bias=bias, out_bias=bias)
     block = Stack(
         layers=layers,
@@ -48,7 +51,7 @@ def _rms(
     name: str, family: str, source: str, stacks: tuple[Stack, ...], hidden: int, vocab: int,
     positions: int, *, tied: bool = False,
 ) -> Outline:  # fmt: skip
-    """Return an outline with a norm without bias after the layers."""
+    """Make the outline of a model with an RMS norm after its layers."""
     return Outline(
         name=name, hidden=hidden, stacks=stacks, vocab=vocab, outputs=vocab, tied=tied,
         outside_parameters=hidden, max_positions=positions, source=source,
@@ -117,7 +120,7 @@ def _mixtures() -> Iterator[Outline]:
 
 
 def _latent() -> Iterator[Outline]:
-    """DeepSeek's: the layers for predicting further tokens are not among V3's."""
+    """Yield DeepSeek-V2 and V3; V3 without its multi-token prediction layers."""
     attention = AttentionShape(
         heads=128, kv_heads=128, head_dim=192, value_dim=128,
         query_rank=1536, kv_rank=512, rope_dim=64,
@@ -169,8 +172,8 @@ def _phi3() -> Outline:
 
 
 def _t5() -> Outline:
-    """Return T5's outline; outside of layers: two norms, and 32 biases by distance a head,
-    twice.
+    """Make T5's outline. Outside of layers it has two norms, and twice 32 position biases per
+    head.
     """
     hidden, heads = 1024, 128
     attention = _heads(heads, heads, 128, causal=False)
@@ -189,7 +192,7 @@ def _t5() -> Outline:
 
 
 def _vits() -> Iterator[Outline]:
-    """Patches of 16 × 16 of an image of 224 × 224, and a token for the class."""
+    """Make ViT's outline: patches of 16 × 16 of a 224 × 224 image, and a class token."""
     patches, classes = 14 * 14, 1000
     for size, published, layers, hidden, heads in (
         ("b", "base", 12, 768, 12),

@@ -103,7 +103,7 @@ def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str
 
 
 def _layouts(ranks: int) -> Iterator[dict[str, Any]]:
-    """Every kind of strategy that a model of these sizes can be cut by."""
+    """Yield a layout of each strategy that can split a model of these sizes."""
     if ranks == 1:
         yield {"strategy": "single"}
         return

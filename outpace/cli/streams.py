@@ -63,7 +63,7 @@ def _encoding(stream: TextIO | None) -> str:
 
 
 class _Output(io.FileIO):
-    """Standard output that remembers a failed write, and accepts nothing afterwards."""
+    """Standard output that remembers a failed write and refuses later ones."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)

@@ -167,7 +167,7 @@ def reference(
 
 
 def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Run forward and backward of sums; return the sum of losses and the number of targets."""
+    """Run forward and backward of the sums; return the sum of losses and the number of targets."""
     first, *others = cut(batch, shares) if shares > 1 else [batch]
     totals = torch.zeros(2, dtype=torch.float64)
     for share in others:
@@ -185,9 +185,9 @@ def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
 
 
 def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run `_pass`, and keep only its gradients.
+    """Run `_pass` and keep only its gradients.
 
-    Buffers, counters, and parameters that the forward moves are each rank's own.
+    Buffers, counters, and parameters changed by the forward stay separate for each rank.
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
@@ -355,7 +355,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _look(self) -> None:
-        """Keep whole gradients; for sharded ones, every rank must have a part."""
+        """Keep complete gradients; check that every rank has its part of sharded ones."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said: list[dict[str, bool]] = [{}] * self._ranks.world_size
@@ -391,7 +391,7 @@ class PlannedRun:
         wanted: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Record the difference of each tensor from a reference's."""
+        """Record the difference of each tensor from its reference."""
         noted = self.found.whole if which == "whole" else self.found.cut
         of = scales(wanted, self._floor)
         for name, tensor in tensors.items():

@@ -126,7 +126,7 @@ def require_exportable(spec: ModelSpec) -> None:
 
 
 def _classifier_naming(model_type: str) -> Naming:
-    """Return a family's names in files of its classifiers; weights of other heads are ignored."""
+    """Return the names that a family's classifier files use; weights of other heads are ignored."""
     used = tensor_naming(model_type)
     assert used is not None  # require_exportable
     encoder = bool(used.head_bias)

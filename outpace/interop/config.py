@@ -160,7 +160,7 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
 
 
 def _source_files() -> Iterator[bytes]:
-    """Yield the modules that read a config; a change in one of them invalidates the cache."""
+    """Yield the modules that read a config; a change to one of them invalidates the cache."""
     for name in (__name__, ModelSpec.__module__, ReadValues.__module__):
         yield Path(str(sys.modules[name].__file__)).read_bytes()
 
@@ -228,7 +228,7 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
 
 
 def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
-    """Refuse settings that change what the model computes in a way that a spec cannot say."""
+    """Refuse settings that change the model's computation in a way that a spec cannot express."""
     for name, value in allowed.items():
         found = getattr(config, name, value)
         if found != value and found is not None:
@@ -313,7 +313,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Return which projections have biases, where the family's are not fixed."""
+    """Return which projections have biases, if the family does not fix that."""
     if not FAMILY_TRAITS[config.model_type].biases:
         return {}
     attention = config.attention_bias

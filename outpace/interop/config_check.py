@@ -124,7 +124,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
 
 
 def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], type, str]]:
-    """Yield the config and, where its class has one, that of its text; each with its class."""
+    """Yield the config and its `text_config`, if its class has one; each with its class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[str(values["model_type"])]
@@ -136,7 +136,7 @@ def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str,
 
 
 def _check_architectures(architectures: Any, model_type: str, where: str) -> None:
-    """Refuse classes of another model_type's."""
+    """Refuse architectures that belong to another model_type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if isinstance(architectures, str):
@@ -159,7 +159,7 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
 
 
 def _classes_of(model_type: str) -> set[str]:
-    """Return the models that transformers makes of a model_type, by the names of their classes."""
+    """Return the classes that transformers builds for a model_type, by their config classes."""
     from transformers.models.auto import modeling_auto
 
     found: set[str] = set()
@@ -215,10 +215,10 @@ _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_fac
 
 
 def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse rotary settings that transformers passes over or that contradict each other.
+    """Refuse rotary settings that transformers ignores or that contradict each other.
 
-    Scaling without a type, or with keys that its type does not read; two types; two values for the
-    same. `strict`: of a model that outpace would train.
+    These are scaling without a type or with keys that its type does not read, two types, or two
+    values of one key. `strict`: the model is to be trained by outpace.
     """
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
@@ -251,7 +251,7 @@ def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: boo
 
 
 def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
-    """transformers 4 reads rope_theta and rope_scaling, 5 rope_parameters first."""
+    """Refuse rope_theta or rope_scaling (transformers 4) that contradict rope_parameters (5)."""
     rope = values.get("rope_parameters")
     if not isinstance(rope, dict):
         return
@@ -275,7 +275,7 @@ def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> N
 
 
 def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
-    """Keys with a value that the config class does not have."""
+    """Return keys with a value that the config class does not have."""
     known = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
     known |= _NEUTRAL_KEYS
     return [
@@ -286,7 +286,7 @@ def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key's value says what is so without it."""
+    """Return whether a key has the value that its absence stands for."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -334,7 +334,7 @@ def reading_notes(
 
 
 def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
-    """Whole numbers that were read, are not in the file, and are transformers' own."""
+    """Note whole numbers that transformers' defaults replace because the file lacks them."""
     config = read.config
     aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
     given = {aliases.get(name, name) for name in values}
@@ -360,7 +360,7 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
 def _ignored_keys(
     values: Mapping[str, Any], read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """List keys that the class does not have: `every` one, or those that may change the layers."""
+    """List keys that the config class lacks: `every` one, or those that may change the layers."""
     names = [
         name
         for name in _unknown_keys(values, type(read.config))
@@ -377,7 +377,7 @@ def _ignored_keys(
 
 
 def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
-    """Keys with their values: "logits_scaling 8.0, embedding_multiplier 12.0"."""
+    """Format keys with their values: "logits_scaling 8.0, embedding_multiplier 12.0"."""
     said = [
         f"{shorten(name, 60)} {{…}}" if isinstance(values[name], dict)
         else f"{shorten(name, 60)} {shorten(excerpt(values[name]), 40)}"
@@ -388,7 +388,7 @@ def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
 
 
 def _dropouts(config: Any, where: str) -> list[str]:
-    """Several dropouts that differ, where a spec has one."""
+    """Note dropouts that are ignored because they differ and a spec has only one."""
     traits = FAMILY_TRAITS.get(config.model_type)
     names = () if traits is None else (*traits.dropouts, "classifier_dropout")
     found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -404,7 +404,7 @@ def _dropouts(config: Any, where: str) -> list[str]:
 
 
 def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
-    """Say that code in the model's folder is not run."""
+    """Note that code in the model's folder is not run."""
     named = values.get("auto_map")
     classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
         named, dict
@@ -418,7 +418,7 @@ def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
-    """Say what the folder has and a plan does not consider."""
+    """Note properties of the folder that a plan does not consider."""
     notes = []
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict):

@@ -70,7 +70,7 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
 
 
 def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> Any | None:
-    """Return the family's config, None if reading it back would not give the same model."""
+    """Return the family's config; None if reading it back would give another model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -91,7 +91,7 @@ def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _meaning(spec: ModelSpec) -> dict[str, Any]:
-    """Return a spec's values in one form, so that equal models compare equal."""
+    """Return a spec's values in a normal form, so that equal models compare equal."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

@@ -46,7 +46,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
 
 
 def _share_mode(folder: Path) -> None:
-    """Give all files the mode of one made here: safetensors lets nobody else read its own."""
+    """Give all files default permissions; safetensors makes its own readable by the owner only."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():

@@ -89,7 +89,7 @@ def _open_preset(name: str) -> OpenedModel:
 
 
 def _place(reference: str) -> Path:
-    """Return the path that a reference may be. Raises BadInputError for one that cannot exist."""
+    """Return the path that a reference may be. Raises BadInputError if it cannot exist."""
     try:
         path = Path(reference).expanduser()
         path.exists()
@@ -125,7 +125,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
-    """Return a run's exported model, to start from."""
+    """Open a run's exported model as a starting point."""
     model = path / "model"
     if (model / CUSTOM_MODEL_FILE).is_file():
         return OpenedModel(
@@ -149,7 +149,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _newest_step(path: Path) -> str:
-    """Return how the model of a run's newest checkpoint is written, or '' without one."""
+    """Return how to export the model of a run's newest checkpoint; '' if it has none."""
     names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:
@@ -160,7 +160,7 @@ def _newest_step(path: Path) -> str:
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
-    """Return an adapter, with the weights that it names."""
+    """Open an adapter with the base weights that it names."""
     base = base_of(path)
     tokenizer = _tokenizer(path) or _tokenizer(base)
     read = read_spec_with_notes(base)

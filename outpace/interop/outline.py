@@ -37,7 +37,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 class _Values:
-    """A config's values, looked at as they are taken."""
+    """Validating reader of a config's values."""
 
     def __init__(self, config: Any, where: str) -> None:
         self.config = config
@@ -48,7 +48,7 @@ class _Values:
         return default if found is None else found
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number, at least 1."""
+        """Return a whole number of at least 1."""
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             self.refuse(name, found, "it has to be a whole number, at least 1")
@@ -66,7 +66,7 @@ class _Values:
         raise BadInputError(f"{said}; {allowed}")
 
     def head_dim(self, hidden: int, heads: int) -> int:
-        """Return the width of a head: as given, or the hidden width over the number of heads."""
+        """Return a head's width: as given, else the hidden width divided by the heads."""
         given = self.get("head_dim")
         if given is not None:
             return self.whole("head_dim")
@@ -127,9 +127,9 @@ def outline_from_config(config: Any, where: str) -> Outline:
 
 
 def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
-    """Put back what the file says of a tied head: transformers 5 ties every T5's.
+    """Restore the file's tie_word_embeddings, since transformers 5 ties the head of every T5.
 
-    Raises BadInputError if a config and the one inside of it differ: programs take either.
+    Raises BadInputError if a config and its text_config differ, since programs read either of them.
     """
     tied, text = values.get("tie_word_embeddings"), values.get("text_config")
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
@@ -180,7 +180,7 @@ def _outline_from_config(config: Any, where: str) -> tuple[Outline, ModelSpec | 
 
 
 def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
-    """Layers one by one, the equal ones counted; in the order in which kinds come first."""
+    """Count equal layers; the kinds are in the order in which they first occur."""
     counts: dict[Stack, int] = {}
     for layer in layers:
         counts[layer] = counts.get(layer, 0) + layer.layers
@@ -188,7 +188,7 @@ def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
 
 
 def _windows(values: _Values, layers: int) -> list[int | None]:
-    """Return the attention window of each layer, None if it reaches everything."""
+    """Return each layer's attention window; None if it sees all positions."""
     window = values.get("sliding_window") or None
     kinds: Sequence[str] | None = values.get("layer_types")
     if kinds is None:
@@ -214,7 +214,7 @@ def _attention(values: _Values, hidden: int, **more: Any) -> AttentionShape:
 
 
 def _rows(values: _Values, positions: int | None = None) -> dict[str, Any]:
-    """Return the sizes outside of the layers: embedding, and a head over the vocabulary."""
+    """Return the sizes outside of the layers: the embedding, and a head over the vocabulary."""
     vocab = values.whole("vocab_size")
     return {
         "vocab": vocab,
@@ -231,7 +231,7 @@ def _llama_like(
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """RMS norms, rotary positions, gated MLPs; `mlp` gives that of each layer."""
+    """Return layers with RMS norms, rotary positions and gated MLPs, made by `mlp` per layer."""
     hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
@@ -295,7 +295,7 @@ def _experts(values: _Values, number: str, width: str, **more: Any) -> Mlp:
 
 
 def _sparse(values: _Values, experts: Mlp) -> Callable[[int], Mlp]:
-    """Return a function that gives each layer of a Qwen its MLP, dense or of experts."""
+    """Return a function that makes the MLP of a Qwen layer, dense or with experts."""
     only, step = values.get("mlp_only_layers", []), values.whole("decoder_sparse_step", 1)
     dense = _dense(values)
     return lambda layer: dense if layer in only or (layer + 1) % step else experts
@@ -317,7 +317,7 @@ def _qwen3_moe(values: _Values) -> dict[str, Any]:
 
 
 def _deepseek(values: _Values) -> dict[str, Any]:
-    """Read a DeepSeek model, without its layers for predicting further tokens."""
+    """Read a DeepSeek model, without its multi-token prediction layers."""
     hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
     heads, bias = values.whole("num_attention_heads"), bool(values.get("attention_bias", False))
     rope = values.whole("qk_rope_head_dim")
@@ -372,7 +372,7 @@ def _gemma3(values: _Values) -> dict[str, Any]:
 
 
 def _gemma3_text(values: _Values) -> dict[str, Any]:
-    """Return the text part of a model that also sees: its tower of vision is left out."""
+    """Read the text part of a multimodal model, without its vision tower."""
     return _gemma3(_Values(values.config.text_config, f"{values.where}: text_config"))
 
 
@@ -392,7 +392,10 @@ def _gpt_like(
     stack: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Layer norms and an MLP of two products; `outside` comes beside the final norm."""
+    """Return layers with layer norms and an MLP of two products.
+
+    `outside`: numbers outside of layers besides the final norm.
+    """
     hidden = values.whole("hidden_size")
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
     layers = Stack(
@@ -444,7 +447,7 @@ def _gpt_neox(values: _Values) -> dict[str, Any]:
 
 
 def _phi(values: _Values) -> dict[str, Any]:
-    """One norm of a layer; the head has a bias."""
+    """Read a Phi model: one norm per layer, and a head with a bias."""
     normed = bool(values.get("qk_layernorm", False))
     hidden = values.whole("hidden_size")
     dim = values.head_dim(hidden, values.whole("num_attention_heads"))
@@ -456,7 +459,7 @@ def _phi(values: _Values) -> dict[str, Any]:
 
 
 def _bloom(values: _Values) -> dict[str, Any]:
-    """Return a norm after the embedding; positions bias the scores and have no parameters."""
+    """Read BLOOM: a norm after the embedding, and position biases (ALiBi) without parameters."""
     hidden = values.whole("hidden_size")
     return _gpt_like(
         values, 4 * hidden, outside=2 * hidden, positions=values.whole("seq_length", 2048),
@@ -465,7 +468,7 @@ def _bloom(values: _Values) -> dict[str, Any]:
 
 
 def _mpt(values: _Values) -> dict[str, Any]:
-    """No biases at all; positions bias the scores and have no parameters."""
+    """Read an MPT model: no biases, and position biases of scores (ALiBi) without parameters."""
     width = values.whole("expansion_ratio", 4) * values.whole("hidden_size")
     return _gpt_like(
         values, width, bias=False, norm_bias=False, positions=values.whole("max_seq_len"),
@@ -474,7 +477,7 @@ def _mpt(values: _Values) -> dict[str, Any]:
 
 
 def _opt(values: _Values) -> dict[str, Any]:
-    """Two rows of the positions are never used; the smallest but one has a narrow embedding."""
+    """Read OPT, which never uses two rows of positions; the 350M has a narrower embedding."""
     hidden, narrow = values.whole("hidden_size"), values.whole("word_embed_proj_dim")
     final = values.get("do_layer_norm_before", True)
     final = final and not values.get("_remove_final_layer_norm", False)
@@ -495,7 +498,7 @@ def _opt(values: _Values) -> dict[str, Any]:
 
 
 def _vit(values: _Values) -> dict[str, Any]:
-    """Patches and one token for the class, which alone is read by the classifier."""
+    """Read a ViT: patches and a class token, which is all that the classifier reads."""
     hidden = values.whole("hidden_size")
     image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
@@ -536,7 +539,7 @@ def _pair(values: _Values, name: str) -> tuple[int, int]:
 
 
 def _t5(values: _Values) -> dict[str, Any]:
-    """Return an encoder, and a decoder that also sees what the encoder gave."""
+    """Read a T5: an encoder, and a decoder that also attends to the encoder's output."""
     hidden, heads = values.whole("d_model"), values.whole("num_heads")
     dim = values.whole("d_kv")
     attention = AttentionShape(

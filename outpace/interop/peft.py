@@ -109,7 +109,7 @@ def write_adapter(
 
 
 def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
-    """Return the model's adapters by the names of modules of theirs, those of one joined."""
+    """Return the model's adapters by PEFT's module names, joined where these join matrices."""
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
     for stored, names in group(shapes, used).items():
@@ -122,7 +122,7 @@ def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
 
 
 def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
-    """One adapter of those of matrices that lie above one another; None: a matrix without."""
+    """Join adapters of matrices stored as one, row below row; None: a matrix without adapter."""
     there = [part for part in parts if part is not None]
     a = torch.cat([a for a, _, _ in there]).detach().float().cpu()
     b = torch.zeros(sum(rows), len(a))
@@ -162,7 +162,7 @@ def _config(
 
 
 def _plain(number: float) -> int | float:
-    """PEFT's alphas are whole numbers where they can be."""
+    """Return a whole number as an int, since PEFT's alphas are ints where possible."""
     return int(number) if number == int(number) else number
 
 
@@ -204,7 +204,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_form(values: Mapping[str, Any], path: Path) -> None:
-    """Raises BadInputError for adapters that are more than B · A beside the base's weights."""
+    """Refuse adapters that do more than add B · A to the base's weights. Raises BadInputError."""
     begun = values.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
         raise BadInputError(
@@ -222,7 +222,7 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
-    """Raises BadInputError for what `_scale` cannot go by."""
+    """Refuse alphas that `_scale` cannot use. Raises BadInputError."""
     patterns = values.get("alpha_pattern") or {}
     for key, found in (("alpha_pattern", patterns), ("rank_pattern", values.get("rank_pattern"))):
         _check_patterns(key, found or {}, path)
@@ -232,7 +232,7 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_patterns(key: str, patterns: Any, path: Path) -> None:
-    """Raises BadInputError for patterns of names that are none."""
+    """Refuse invalid patterns of module names. Raises BadInputError."""
     if not isinstance(patterns, dict):
         raise BadInputError(
             f"{path}: {key} is {excerpt(patterns)}; it has to be an object, of names of modules "
@@ -313,10 +313,10 @@ def merge(
 
 
 def _require_targets(folder: Path, held: Collection[str], known: Collection[str]) -> None:
-    """Refuse an adapter that holds other modules than its config says. Raises BadInputError.
+    """Refuse an adapter whose tensors do not match the modules in its config. Raises BadInputError.
 
-    `held` are the modules of its tensors, `known` those of the base. PEFT leaves out, without a
-    word, what is held and not named, and takes what is named and not held as zeros.
+    `held`: modules of its tensors; `known`: modules of the base. PEFT silently skips tensors of
+    modules that are not named, and takes missing tensors of named modules as zeros.
     """
     targeted = _target_rule(read_adapter_config(folder))
     if targeted is None:
@@ -341,15 +341,13 @@ def _require_targets(folder: Path, held: Collection[str], known: Collection[str]
 
 
 def _inner(module: str) -> str:
-    """Return a module's name from its layer's number on, where it has one."""
+    """Return a module's name from its layer number on, if it has one."""
     found = re.search(r"(?:^|\.)(\d+\..+)$", module)
     return found[1] if found else module
 
 
 def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Return whether a module is among those that a config names, as PEFT decides; None: not
-    known.
-    """
+    """Return whether a module is one of the config's targets, as PEFT decides; None if unknown."""
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     if not targets or targets == "all-linear" or config.get("exclude_modules"):
         return None
@@ -404,7 +402,7 @@ def _note(folder: Path) -> AdapterNote | None:
 
 
 def _round(weights: dict[str, Tensor]) -> None:
-    """Round the blocks' matrices to 4 bits, in place."""
+    """Quantize the matrices of the blocks to 4 bits and back, in place."""
     ends = tuple(f".{place}.weight" for place in PLACES.values())
     for name, weight in weights.items():
         if name.startswith("blocks.") and name.endswith(ends):
@@ -413,7 +411,7 @@ def _round(weights: dict[str, Tensor]) -> None:
 
 
 def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
-    """Yield the adapters in a folder, by the names of their modules."""
+    """Yield the adapters in a folder with their module names."""
     config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
     require_small_files(folder)
     require_readable(path)
@@ -449,13 +447,13 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
 
 
 def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return what the first pattern of a module's name stands for, as PEFT chooses it."""
+    """Return the value of the first pattern that matches a module's name, as PEFT does."""
     own = (value for end, value in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", module))
     return next(own, default)
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """α/r, or α/√r where the config says so (Kalajdzievski, arXiv 2312.03732)."""
+    """Return α/r, or α/√r if the config uses rsLoRA (Kalajdzievski, arXiv 2312.03732)."""
     patterns = config.get("alpha_pattern") or {}
     alpha = float(_of_module(patterns, module, config.get("lora_alpha", 8)))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -88,7 +88,7 @@ def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
 
 
 def _names_class(folder: Path) -> bool:
-    """Return whether transformers may build the tokenizer by a class of its own."""
+    """Return whether transformers may build the tokenizer with a special class."""
     told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
     if named is None:  # then by the model's type; without one it is not read at all
@@ -105,7 +105,7 @@ def _values(path: Path) -> Mapping[str, Any]:
 
 
 def _contents(folder: Path) -> list[bytes]:
-    """Names and contents of the files that a class may read, which differ between classes."""
+    """Return names and contents of the files that a tokenizer class may read."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     small = (path for path in files if path.stat().st_size <= _FILE_BYTES)
     return [part for path in small for part in (os.fsencode(path.name), _content(path))]
@@ -120,7 +120,7 @@ def _content(path: Path) -> bytes:
 def _find_once(
     cache_dir: Path, tokenizer: Tokenizer, key: list[bytes], work: "partial[dict[str, Any] | None]"
 ) -> dict[str, Any] | None:
-    """The difference, by what is kept of an equal question: transformers takes seconds to load."""
+    """Return the difference, cached by tokenizer, since loading transformers takes seconds."""
     digest = blake2b(digest_size=16)
     versions = (version(name).encode() for name in ("transformers", "tokenizers"))
     for part in (tokenizer.fingerprint.encode(), *versions, *key):
@@ -149,10 +149,10 @@ def _export_differ(
 
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the first text with other ids, or other ids around it.
+    """Return the first text for which ids, or special tokens around them, differ.
 
-    Raises BadInputError if transformers reads no such tokenizer, or not all texts with it, and the
-    others have the same ids.
+    Raises BadInputError if transformers cannot read the tokenizer, or fails on some texts while the
+    others have equal ids.
     """
     from transformers import AutoTokenizer
 
@@ -178,7 +178,7 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
 
 
 def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] | None:
-    """Ids of a text, alone and with those around it, where transformers has others."""
+    """Return both tokenizers' ids of a text if they differ, with or without special tokens."""
     pairs = (
         (tokenizer.encode(text), theirs(text, add_special_tokens=False)["input_ids"]),
         (tokenizer.inner.encode(text).ids, theirs(text)["input_ids"]),
@@ -190,6 +190,6 @@ def _differ_in(text: str, tokenizer: Tokenizer, theirs: Any) -> dict[str, Any] |
 
 
 def _quote_ids(found: Mapping[str, Any]) -> str:
-    """Return the text and its ids by both."""
+    """Format the text and its ids by both tokenizers."""
     here, there = (shorten(str(found[side]), 60) for side in ("here", "there"))
     return f"{found['text']!r} is {here} here and {there} there"

@@ -84,13 +84,13 @@ def _read_folder(path: Path) -> LoggedRun:
 
 
 def _number(text: str) -> float | None:
-    """Return what a text says; None: nothing that a run can have."""
+    """Parse a number; None if no run can have it."""
     value = float(text.replace(",", ""))
     return value if value == 0 or _LEAST < value < _MOST else None
 
 
 def _steady_median(values: Sequence[float]) -> float | None:
-    """Return the median of what was logged after the first entry, which has start-up in it."""
+    """Return the median of logged values after the first one, which includes start-up."""
     return statistics.median(values[1:] if len(values) > 1 else values) if values else None
 
 
@@ -132,18 +132,17 @@ def _read_outpace(path: Path) -> LoggedRun:
 
 
 def _is_possible(value: object) -> TypeGuard[float]:
-    """Return whether it is a number that a run can have."""
+    """Return whether this is a number that a run can have."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return _LEAST < value < _MOST
 
 
 def _clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, float] | None:
-    """Return the least and the most that a step took by the times at the beginning of lines.
+    """Return bounds of the step time, from the timestamps at the start of lines.
 
-    `step` finds a step's number. Between two lines other things may have happened, too
-    (evaluations, checkpoints): both are of the median pair of lines. None: no times, or of
-    less than two steps.
+    `step` finds a step's number. Evaluations and checkpoints may fall between two lines, so both
+    bounds come from the median pair. None without timestamps or with fewer than two steps.
     """
     marks: list[tuple[int, float]] = []
     unit_s = 0.0
@@ -255,7 +254,7 @@ def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[str, Any]:
-    """Read what Megatron's arguments say of sharding, experts and recomputation."""
+    """Read sharding, experts and recomputation from Megatron's arguments."""
     words = re.compile(r"(\w+) \.{2,} (\w+)\s*$")
     said = {match[1]: match[2] for line in lines if (match := words.search(line))}
     options: dict[str, Any] = {}
@@ -292,7 +291,7 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
 
 
 def _find_settings(lines: Iterable[str], names: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Settings that a trainer prints with dots between name and value."""
+    """Find settings printed as a name, dots and a value."""
     pattern = re.compile(r"(\w+) \.{2,} (\d{1,15})\s*$")
     for line in lines:
         match = pattern.search(line)
@@ -355,7 +354,7 @@ def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[float]:
-    """Numbers as nanotron writes them: 1.05M."""
+    """Read numbers in nanotron's form: 1.05M."""
     powers = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     compiled = re.compile(pattern)
     matches = [match for line in lines if (match := compiled.search(line))]
@@ -370,7 +369,7 @@ _RESUMED = (
 
 
 def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return the last line of a Trainer's console: numbers, or in version 5 numbers as texts."""
+    """Return the last values that a Trainer printed: numbers, or strings in version 5."""
     value = rf"'?{_NUMBER}'?"
     ends = [place for place, line in enumerate(lines) if "'train_steps_per_second'" in line]
     rate = _find_numbers(rf"'train_steps_per_second': {value}", lines)
@@ -396,7 +395,7 @@ def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
 def _subtract_evaluations(
     runtime_s: float, evaluations_s: Sequence[float], where: str
 ) -> tuple[float, tuple[str, ...]]:
-    """Return the seconds of Trainer's runtime without those of evaluations in it, and a note."""
+    """Return the Trainer's runtime without the evaluations in it, in seconds, and a note."""
     if not evaluations_s:
         return runtime_s, ()
     total = sum(evaluations_s)
@@ -415,7 +414,7 @@ def _subtract_evaluations(
 
 
 def _batch(samples_per_s: float | None, steps_per_s: float) -> int | None:
-    """Samples of a step, where their rates are exact enough to tell: both have three decimals."""
+    """Return the samples per step, if the two rates, which have three decimals, determine it."""
     if samples_per_s is None or steps_per_s < 0.1:
         return None
     return max(1, round(samples_per_s / steps_per_s))
@@ -480,7 +479,7 @@ def read_trainer_rate(folder: Path) -> float | None:
 
 
 def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
-    """Return a time in a row of log_history. Raises BadInputError, naming it, for what is none."""
+    """Return a time from a row of log_history. Raises BadInputError if it is not a time."""
     value = row[name]
     if _is_possible(value):
         return value
@@ -491,16 +490,16 @@ def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
 
 
 def _show_value(value: object) -> str:
-    """The value as JSON has it."""
+    """Format the value as JSON."""
     return shorten(json.dumps(value))
 
 
 def _log_name(path: Path) -> str:
-    """ "run-7/console.log": in every run's folder logs have such names."""
+    """Name a log with its folder: "run-7/console.log", since logs of all runs share a name."""
     return f"{path.resolve().parent.name}/{path.name}"
 
 
 def _folder_name(path: Path) -> str:
-    """ "out", or "out/checkpoint-40": every run has checkpoints of such names."""
+    """Name a folder, as in "out/checkpoint-40", since checkpoints of all runs share names."""
     inside = path.name.startswith("checkpoint-")
     return f"{path.parent.name}/{path.name}" if inside else path.name

@@ -109,7 +109,7 @@ Maker = Callable[[Any], Any]
 
 
 def _maker(config: Any, text: Any) -> tuple[Maker, bool, str]:
-    """Return what makes the model in a dtype, whether it also decodes, and what it lacks."""
+    """Return a builder of the model in a dtype, whether it has a decoder, and what is missing."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -135,7 +135,7 @@ def _text_of(auto: Any, config: Any, text: Any, dtype: Any) -> Any:
 
 
 def _text_config(config: Any, where: str) -> Any:
-    """The part of a config that is about text: itself for most."""
+    """Return the config of the text part, which for most models is the whole config."""
     try:
         text = config.get_text_config()
     except ValueError as error:
@@ -149,7 +149,7 @@ def _text_config(config: Any, where: str) -> Any:
 
 
 def _restore_tied_head(config: Any, text: Any, values: Mapping[str, Any]) -> None:
-    """Put back what the file says of a tied head."""
+    """Restore the file's setting of a tied head."""
     tied = values.get("tie_word_embeddings")
     if isinstance(tied, bool):
         config.tie_word_embeddings = text.tie_word_embeddings = tied
@@ -166,7 +166,7 @@ def _check_layers(config: Any, where: str) -> None:
 
 
 def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model also decodes, and the class that makes it with its head; None: no
+    """Return whether the model has a decoder, and its class with a head; None if there is no
     class.
     """
     import transformers
@@ -199,7 +199,7 @@ def _positions(config: Any) -> int | None:
 def _names_of_defaults(
     values: Mapping[str, Any], config: Any, text: Any, where: str
 ) -> Iterator[str]:
-    """Whole numbers that the file leaves out and transformers has defaults for."""
+    """Name whole numbers that the file omits and transformers fills in with defaults."""
     inner = values.get("text_config") if text is not config else values
     given = inner if isinstance(inner, dict) else {}
     aliases: Mapping[str, str] = getattr(text, "attribute_map", {})

@@ -91,7 +91,7 @@ def _remember(path: Path) -> None:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Import a file, as `python file.py` would: beside it lie the modules that it may import."""
+    """Import a file as `python file.py` would, with its folder on the path for its modules."""
     digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
     name = path.stem if path.stem.isidentifier() else f"own_{digest}"
     known = sys.modules.get(name)
@@ -118,8 +118,8 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now: Python's bytecode cache takes a file of the same second and
-    size for the old one.
+    """Loader that compiles the current file: the bytecode cache ignores changes that keep size
+    and second.
     """
 
     def get_code(self, fullname: str) -> CodeType:

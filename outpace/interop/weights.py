@@ -123,7 +123,7 @@ def _convert_all(
     used: Naming | None,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Check that the files hold all tensors, and convert each to ours."""
+    """Check that the files hold exactly the model's tensors, and convert them to outpace's."""
     _check(found, groups, shapes, used, directory)
     weights: dict[str, Tensor] = {}
     for stored, names in groups.items():
@@ -154,7 +154,7 @@ def _by_canonical_name(
 def _check_tied(
     found: dict[str, StoredTensor], spec: ModelSpec, used: Naming | None, directory: Path
 ) -> None:
-    """Settle on one tensor where a file holds the same one twice; refuse if they differ."""
+    """Drop the duplicate of a tied head. Raises BadInputError if head and embedding differ."""
     if used is None:
         return
     bias = used.tied_head.replace("weight", "bias")
@@ -188,7 +188,7 @@ def _check(
     used: Naming | None,
     directory: Path,
 ) -> None:
-    """Refuse files that do not hold exactly the model's tensors, naming them."""
+    """Refuse files with missing or additional tensors, naming them."""
     missing = [name for name in groups if name not in found]
     unexpected = [tensor.name for name, tensor in found.items() if name not in groups]
     wrong = []
@@ -222,7 +222,7 @@ def _stored_shape(
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
 ) -> tuple[int, ...]:
-    """Return the shape in the file of our tensors `names`, joined."""
+    """Return the stored shape of outpace's tensors `names`, joined."""
     first, *rest = shapes[names[0]]
     shape = (first * len(names), *rest)
     return shape[::-1] if used is not None and used.is_transposed(stored) else shape
@@ -236,7 +236,7 @@ def _convert(
     stored: str,
     directory: Path,
 ) -> dict[str, Tensor]:
-    """Convert a stored tensor to ours: transposed, split, in fp32, in memory of their own."""
+    """Convert a stored tensor to outpace's: transposed, split, in fp32, in separate memory."""
     whole = tensor.read()
     require_numbers(whole, f"{directory}: {tensor.name}")
     if used is not None and used.is_transposed(stored):
@@ -279,10 +279,10 @@ def _open_tensors(directory: Path) -> Iterator[list[StoredTensor]]:
 
 
 def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-    """The tensors by the names that they have in the model itself.
+    """Return the tensors under the model's names, without the prefixes of wrappers.
 
-    Programs that save a compiled or wrapped model write `_orig_mod.` before all names or before
-    those of each block (torch.compile), or `module.` before all (DistributedDataParallel).
+    Compiled models are saved with `_orig_mod.` before all names or before those of each block, and
+    models in DistributedDataParallel with `module.` before all.
     """
     names = [tensor.name.replace("_orig_mod.", "") for tensor in tensors]
     while names and all(name.startswith(_WRAPPED) for name in names):
@@ -291,9 +291,9 @@ def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
 
 
 def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
-    """Drop tensors that the index takes from another file.
+    """Drop tensors that the index assigns to another file.
 
-    Files that were written before, for a model in another format, may hold more than it names.
+    Files left from another format of the model may hold additional ones.
     """
     index = directory / (INDEX if tensors[0].file.suffix == ".safetensors" else BIN_INDEX)
     files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -330,8 +330,8 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether a .bin file beside a model, or in a folder `below` it, has no name of
-    weights.
+    """Return whether a .bin file next to a model, or in a folder `below` it, may be data, by its
+    name.
     """
     if _MODEL_NAME.search(path.stem.lower()):
         return False
@@ -355,9 +355,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _require_one_model(single: Path, index: Path) -> None:
-    """Refuse a whole model beside one in parts: programs take the one or the other.
+    """Refuse a complete model next to one in parts, since programs differ in which they read.
 
-    An index whose parts are gone was left behind, and says nothing.
+    An index without its parts is ignored.
     """
     parts: list[Path] = []
     with suppress(BadInputError):
@@ -450,7 +450,7 @@ def _open_bin(path: Path) -> list[StoredTensor]:
 
 
 def _unsafe(path: Path, said: str) -> str:
-    """Say why a pickle is not read. torch's own message advises to run it."""
+    """Explain why a pickle is not read; torch's own message suggests running its code."""
     code = re.search(r"GLOBAL ([\w.]+)", said)
     if code is None:
         return f"{path} cannot be read: it holds no weights that torch knows. Fetch it again."

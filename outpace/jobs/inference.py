@@ -332,7 +332,7 @@ def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
 def _batches(
     dataset: Any, size: int, most: int | None, seed: int, device: torch.device
 ) -> Iterator[list[Batch]]:
-    """Yield every sample once, or `most` batches of `size`; the rest comes in smaller batches."""
+    """Yield every sample once, or `most` batches of `size`; the last batches may be smaller."""
     whole = len(dataset) // size
     left = len(dataset) % size
     small = math.gcd(size, left)

@@ -59,7 +59,7 @@ def _numbers(inside: str, text: str) -> tuple[str, ...]:
 
 
 def _box(first: str, last: str, text: str) -> Iterator[str]:
-    """Return all places of a box: each letter is a coordinate, in base 36."""
+    """Return all places in a box of coordinates; each letter is one coordinate, in base 36."""
     if len(first) != len(last):
         raise _format_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"

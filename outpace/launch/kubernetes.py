@@ -118,7 +118,7 @@ def _resources(job: ClusterJob) -> dict[str, Any]:
 def _disks(
     job: ClusterJob, options: KubernetesOptions
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return volumes, and where each is mounted."""
+    """Return volumes and their mount points."""
     # Containers have 64 MiB of shared memory; data workers and NCCL need more.
     volumes: list[dict[str, Any]] = [{"name": _SHM, "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": _SHM, "mountPath": "/dev/shm"}]

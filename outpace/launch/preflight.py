@@ -82,11 +82,9 @@ def check_hosts(
 
 @contextmanager
 def _token(out: Path) -> Iterator[Path]:
-    """Yield a file in this folder, or where it will be, that all who share it can see; then remove
-    it.
+    """Yield a file that everyone who shares this folder can see; remove it afterwards.
 
-    While hosts that are away are queried, a run may take an empty folder as its own; it ignores
-    this file.
+    A run may start in an empty folder while unreachable hosts are queried; it ignores this file.
     """
     places = (out.absolute(), *out.absolute().parents)
     try:  # also to look: the disk may be gone

@@ -60,9 +60,9 @@ def _note_newest(job: ClusterJob) -> Iterator[str]:
 
 
 def _put_back(job: ClusterJob) -> Iterator[str]:
-    """Requeue the job, unless it twice saved nothing within its time, which would never end.
+    """Yield lines that requeue the job unless it has twice saved nothing within its time limit.
 
-    The first time, it may have tokenized its data, which are cached.
+    The first time it may have tokenized its data, which are cached.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'
@@ -106,8 +106,8 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """Return cores per task; None: as the cluster does it. torchrun is one task for all ranks of
-    its node.
+    """Return cores per task; None for the cluster's default. torchrun is one task for all ranks
+    of a node.
     """
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node

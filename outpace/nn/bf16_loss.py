@@ -94,8 +94,8 @@ def _low_loss_backward(
 ) -> list[Tensor]:
     """Compute gradients of `hidden`, `weight` (if it `trains`) and `bias`, in their dtypes.
 
-    `loss_grad` scales the products while they are still in fp32. The parts of `hidden`'s gradient
-    from pieces of the head are rounded to bf16 and summed in fp32.
+    `loss_grad` scales the products while they are in fp32. The parts of `hidden`'s gradient from
+    pieces of the head are rounded to bf16 and summed in fp32.
     """
     scale = loss_grad.item()
     hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)

@@ -23,7 +23,7 @@ ELEMENTS = 1 << 18  # at a time: three times as many numbers in fp32 stay in the
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gelu(x) and its derivative, both in x's dtype and shape. `x` is dense, of 16 bits.
+    """Compute gelu(x) and its derivative in x's dtype and shape. `x` is dense and has 16 bits.
 
     The derivative is NaN beyond 10¹³, where the cube is infinite in fp32.
     """

@@ -50,7 +50,7 @@ class Visibility:
 
 
 def _mask_of(blocks: BlockMask, rows: Tensor, keys: int) -> Tensor:
-    """Return the mask of some queries, with `rows` of shape (B or 1, 1, S, 1): (B, 1, S, T)."""
+    """Return the mask of some queries as (B, 1, S, T); `rows` has the shape (B or 1, 1, S, 1)."""
     samples = torch.arange(blocks.kv_indices.shape[0], device=rows.device)[:, None, None, None]
     columns = torch.arange(keys, device=rows.device)
     mask: Tensor = blocks.mask_mod(samples, samples, rows, columns)

@@ -59,7 +59,7 @@ def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -
 
 
 def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return (count,) int64: words `first`, `first` + 1, … of SplitMix64 with this state."""
+    """Return words `first`, `first` + 1, … of SplitMix64 with this state, (count,) int64."""
     return mix(torch.arange(first + 1, first + 1 + count, device=device).mul_(GAMMA).add_(key))
 
 

@@ -58,7 +58,7 @@ class BufferKeeper:
         return self._places if self._moving is None else list(self._moving)
 
     def _note(self, moved: set[_Place]) -> set[_Place]:
-        """All that have moved so far."""
+        """Return all buffers that have moved so far."""
         late = set() if self._moving is None else moved - self._moving
         if late:
             _, name = next(iter(late))

@@ -113,7 +113,7 @@ def _build(
     noise: Noise,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW is Loshchilov and Hutter's (ICLR 2019), Adafactor Shazeer and Stern's (ICML 2018)."""
+    """Build the named optimizer; Adafactor is Shazeer and Stern's (ICML 2018)."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
     assert lr is not None  # settled before the first step
     kept = OPTIMIZER_TRAITS[name].kept

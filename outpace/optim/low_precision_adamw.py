@@ -300,7 +300,7 @@ class _Part:
 
     @property
     def length(self) -> int:
-        """Number of values that share a scale."""
+        """Return the number of values that share a scale."""
         scale = self.moments[0][1]
         return 1 if scale is None else self.weight.numel() // scale.numel()
 
@@ -318,7 +318,7 @@ class _Part:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Properties that parts must share to use one compiled function."""
+        """Return the properties that parts must share to use one compiled function."""
         return (self.length, self.weight.dtype, self.weight.device, self.counted)
 
     def rows(self) -> list[Tensor]:

@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     def _turn_together(self, group: dict[str, Any]) -> None:
-        """Do as `_turn` for all with gradients: few operators, products of whole batches."""
+        """Step all matrices with gradients like `_turn`, in few, batched operators."""
         turned = [p for p in group["params"] if p.grad is not None]
         for parameter in turned:
             if not self.state[parameter]:

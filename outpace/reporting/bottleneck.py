@@ -62,7 +62,7 @@ def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
 
 
 def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
-    """Shares of a step that are not spent on forwards and backwards."""
+    """Return the shares of a step not spent on forwards and backwards."""
     parts = seen.parts
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
@@ -151,7 +151,7 @@ def _other_programs(share: float) -> Bottleneck:
 
 
 def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
-    """Forwards and backwards take nearly all of a step."""
+    """Return the finding that forwards and backwards take nearly all of a step."""
     share = _percent((seen.parts.forward_s + seen.parts.backward_s) / seen.parts.total_s)
     if seen.strategy is not None and TRAITS[seen.strategy].communicates_within:
         return Bottleneck(

@@ -55,7 +55,7 @@ def _read(name: str) -> str:
 
 
 def _plotly() -> str:
-    """The library's script, without importing the library."""
+    """Return plotly's script without importing plotly."""
     found = find_spec("plotly")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         path = Path(folder) / "package_data" / "plotly.min.js"
@@ -65,7 +65,7 @@ def _plotly() -> str:
 
 
 def _hash(script: str) -> str:
-    """Return the hash by which the page's own policy knows its scripts from any other."""
+    """Return the hash by which the page's content security policy allows the script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
@@ -94,6 +94,6 @@ def plotly_texts(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """Return JSON that cannot close the script element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

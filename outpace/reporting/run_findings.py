@@ -46,7 +46,7 @@ def run_examination(run: RunFolder) -> Examination:
 
 
 def _measured_parts(run: RunFolder) -> BottleneckInputs:
-    """Measured parts of a step; of an unfinished run, of the steps that it did."""
+    """Return measured parts of a step; for an unfinished run, of the steps so far."""
     measured = run.measurement
     loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
     plan = run.record.plan
@@ -62,7 +62,7 @@ def _measured_parts(run: RunFolder) -> BottleneckInputs:
 
 
 def _limits(seen: BottleneckInputs) -> list[Finding]:
-    """Shares of a step that are not spent computing, each large enough to matter."""
+    """Return shares of a step not spent computing that are large enough to matter."""
     return [
         Finding(
             check="speed",

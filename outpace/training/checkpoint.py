@@ -66,7 +66,7 @@ class Progress(Record):
 
 
 def _tensor_bytes(state: Any) -> int:
-    """Bytes of all tensors in nested containers."""
+    """Return the bytes of all tensors in nested containers."""
     leaves = tree_leaves(state)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -94,7 +94,7 @@ def _file_names(folder: Path) -> set[str]:
 
 
 def _require_files(folder: Path, metadata: "Metadata") -> None:
-    """Raises OSError unless every rank's files are to be seen from here."""
+    """Raise OSError unless the files of all ranks are visible from here."""
     wanted = {info.relative_path for info in (metadata.storage_data or {}).values()}
     for _ in range(_LOOKS):
         missing = sorted(name for name in wanted if not (folder / name).is_file())
@@ -144,9 +144,9 @@ def _file_damage(folder: Path) -> str | None:
 
 
 def _content_damage(folder: Path) -> str | None:
-    """Say what is impossible in the files that describe a checkpoint.
+    """Describe impossible contents of the files that describe a checkpoint.
 
-    Raises BadInputError for metadata that are none: marked so, they were never damaged by chance.
+    Raises BadInputError if metadata marked as complete are not metadata, which no accident causes.
     """
     from outpace.training.safe_checkpoint import read_metadata
 
@@ -267,7 +267,7 @@ class Checkpointer:
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background, lent or copied, or now where there is no room for a copy."""
+        """Write in the background, lent or copied; or now, if there is no room for a copy."""
         from outpace.training import states
 
         if self._copies:
@@ -291,7 +291,7 @@ class Checkpointer:
         return done
 
     def _make_stager(self, state: dict[str, Any]) -> "InPlaceStager | PinnedCopies | None":
-        """Return what saves a state from where it lies while training continues; None: a copy."""
+        """Return a stager that saves state in place during training; None to copy it."""
         from outpace.training import states
 
         if states.can_lend(state):
@@ -307,7 +307,7 @@ class Checkpointer:
             self._lent = None
 
     def _prepare(self, folder: Path, progress: Progress) -> bool:
-        """Make the folder on rank 0; all ranks learn whether that worked."""
+        """Create the folder on rank 0, and tell all ranks whether that worked."""
         worked = torch.ones(1)
         if self._rank == 0:
             try:
@@ -322,7 +322,7 @@ class Checkpointer:
         return bool(worked)
 
     def _finish(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
-        """Mark the checkpoint whole, on rank 0 in the background, once all files are there."""
+        """Mark the checkpoint as complete, on rank 0 in the background, after all files."""
         metadata = written.result()
         if self._rank == 0:
             _require_files(folder, metadata)
@@ -369,14 +369,14 @@ class Checkpointer:
         return saved
 
     def _fail(self, folder: Path, error: BaseException) -> None:
-        """Leave nothing half-written; the checkpoints before stay."""
+        """Remove everything half-written; earlier checkpoints stay."""
         if self._rank == 0:
             _remove(folder)
             why = self._disk_full() or first_reason(error)
             self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
 
     def _disk_full(self) -> str | None:
-        """Said plainly, since a writer on a full disk fails in words of its own."""
+        """Return the error for a full disk, since writers report it in different ways."""
         try:
             free = shutil.disk_usage(self.directory.parent).free
         except OSError:
@@ -431,9 +431,9 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
 
 
 def _remove(folder: Path) -> None:
-    """The marker goes first, so that a kill in between leaves no marked half.
+    """Remove a checkpoint, its marker first, so that an interruption leaves no marked half.
 
-    Of a link only the link goes: what it leads to was not written here.
+    If the folder is a link, only the link is removed, since its target was not written here.
     """
     with suppress(OSError):
         if folder.is_symlink():

@@ -73,13 +73,13 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def _kind(operator: str) -> str | None:
-    """None for what sends nothing: a receive, a wait."""
+    """Return the kind of a collective; None for operators that send nothing (a receive, a wait)."""
     fitting = [name for name in _KINDS if operator.startswith(name)]
     return _KINDS[max(fitting, key=len)] if fitting else None
 
 
 def _group(args: Any) -> dist.ProcessGroup:
-    """Return a collective's group: an argument, or named by the last one if functional."""
+    """Return a collective's group: an argument; for functional ones named by the last argument."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
         named: dist.ProcessGroup = _resolve_process_group(args[-1])

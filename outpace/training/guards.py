@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class _EndSignal(BaseException):
-    """Raised by a signal; a compiler takes any Exception for a failure of its own."""
+    """Interruption by a signal; no Exception, which a compiler would take for its failure."""
 
 
 _WAITED_FOR = (
@@ -39,10 +39,10 @@ _WAITED_FOR = (
 
 
 class _Arrivals:
-    """Signals that reach the process within this context, handled by Python or not yet.
+    """Signals that have reached the process in this context, even if Python has yet to handle them.
 
-    The kernel's handler writes their numbers into a pipe. Where a program has such a pipe itself
-    (asyncio), or outside of the main thread, none are noted.
+    The kernel's handler writes their numbers to a pipe. None are recorded outside of the main
+    thread, or if the program (such as asyncio) already uses such a pipe.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Arrivals:
                 self._pipe = None
 
     def take(self) -> bool:
-        """Whether one that asks to end came since this was asked last."""
+        """Return whether a signal to end has arrived since the last call."""
         with self._lock, suppress(BlockingIOError):
             return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
         return False

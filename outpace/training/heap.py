@@ -101,7 +101,7 @@ class PagePrefaulter:
 
 
 class _Heap:
-    """The few functions of a C library that hand out memory."""
+    """Allocation functions of a C library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._malloc, self.free, self._madvise = library.malloc, library.free, library.madvise
@@ -110,7 +110,7 @@ class _Heap:
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def next_room(self, nbytes: int) -> range:
-        """Return addresses of the next bytes that are handed out; none if there are too few."""
+        """Return the addresses of the next bytes to be allocated; empty if there are too few."""
         start = self._malloc(nbytes)
         if start is None:
             return range(0)
@@ -118,13 +118,13 @@ class _Heap:
         return range(start, start + nbytes)
 
     def prefer_huge_pages(self, room: range) -> None:
-        """Prefer huge pages where they are wholly inside."""
+        """Request huge pages where they lie completely inside."""
         first = -(-room.start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         whole = (room.stop - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if whole > 0:
             self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # a kernel without them says no
 
     def pieces(self, count: int) -> list[int]:
-        """Return as many pieces as there are, `count` at most."""
+        """Return the available pieces, at most `count`."""
         found = [self._malloc(_PIECE_BYTES) for _ in range(count)]
         return [piece for piece in found if piece is not None]

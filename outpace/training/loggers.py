@@ -49,10 +49,10 @@ class LoggerContext:
 
 
 class _Scalars(Callback):
-    """Passes the figures of steps and evaluations on to `_write(values, step)`.
+    """Base class that passes figures of steps and evaluations to `_write(values, step)`.
 
-    Where that fails (a server that is away, a full disk) it is said, and tried again after a
-    pause, which doubles.
+    If that fails (unreachable server, full disk), it reports so once and retries after a pause,
+    which doubles each time.
     """
 
     _name = ""
@@ -75,7 +75,7 @@ class _Scalars(Callback):
             self._note(error, f"at step {step}")
 
     def _note(self, error: Exception, when: str) -> None:
-        """Say that logging failed, once, and leave it for a while."""
+        """Report once that logging failed, and pause it."""
         # A signal, and the end of a loader's worker, which torch reports wherever it is heard of.
         if isinstance(error, OutpaceError) or str(error).startswith("DataLoader worker"):
             raise error
@@ -95,13 +95,13 @@ class _Scalars(Callback):
             self._note(error, "at the end")
 
     def on_step(self, record: StepRecord) -> None:
-        """Log the figures that are known."""
+        """Log the known figures."""
         figures = {name: getattr(record, name) for name in _CURVES}
         known = {f"train/{name}": value for name, value in figures.items() if value is not None}
         self._send(known, record.step)
 
     def on_load(self, load: Load, step: int) -> None:
-        """Log how busy devices and cores are."""
+        """Log the utilisation of devices and cores."""
         figures = {"cores": load.host.utilisation, "run_cores": load.host.run_cores}
         for device in load.devices:
             name = f"device_{device.index}"
@@ -110,7 +110,7 @@ class _Scalars(Callback):
         self._send(known, step)
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Log the held-out loss and a task's metrics."""
+        """Log the held-out loss and the task's metrics."""
         figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
         named = {f"eval/{name}": value for name, value in {**figures, **evaluation.metrics}.items()}
         self._send(named, evaluation.step)
@@ -179,9 +179,9 @@ class Wandb(_Scalars):
 
 
 def _newest_id(folder: Path) -> str | None:
-    """The id of the W&B run that is resumed: of the newest folder that wandb made for it.
+    """Return the id of the resumed W&B run, from the newest folder that wandb made for it.
 
-    None where there is none, or WANDB_RUN_ID says which it is.
+    None if there is none, or if WANDB_RUN_ID is set.
     """
     if os.environ.get("WANDB_RUN_ID"):
         return None

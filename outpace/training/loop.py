@@ -87,7 +87,7 @@ class Loop:
         self.checkpointer.wait_for_ranks()
 
     def _first_step(self) -> RawStep:
-        """The first step, in which compilers work: a signal ends it at once."""
+        """Run the first step, which includes compilation, so that a signal ends it at once."""
         return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
 
     def _step(self, step: int) -> RawStep:
@@ -108,10 +108,10 @@ class Loop:
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _record_steps(self, waiting: deque[RawStep], left: int) -> None:
-        """Account for steps until `left` are still waiting for the device, or fewer.
+        """Account for finished steps until at most `left` are still waiting for the device.
 
-        Steps that are done are not waited for. Of several ranks each goes by the count alone, so
-        that all find at the same step that a loss is no number, and end.
+        A single rank also accounts for all steps that are already done. Several ranks follow the
+        count alone, so that all of them find a NaN loss at the same step and end together.
         """
         alone = self.world_size == 1
         while waiting and (len(waiting) > left or (alone and waiting[0].done)):
@@ -119,7 +119,7 @@ class Loop:
             notify(self.callbacks, "on_step", record)
 
     def _end_step(self, step: int, waiting: deque[RawStep]) -> None:
-        """Evaluate and save when due; end the run when a signal asked for it."""
+        """Evaluate and save when due; end the run if a signal requested it."""
         settings = self.settings
         heard = self.stepper.heard
         stopping = heard is not None and heard.stop and step < self.total_steps

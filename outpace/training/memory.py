@@ -64,7 +64,7 @@ class CacheFreer:
         self._freed_bytes += max(0, before - self._held_bytes())
 
     def _held_bytes(self) -> int:
-        """Return what the allocator has reserved on CUDA, the resident process on a CPU."""
+        """Return the bytes that CUDA's allocator reserves, or that a CPU process occupies."""
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
         return int(psutil.Process().memory_info().rss)
@@ -76,7 +76,7 @@ class CacheFreer:
 
 
 def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
-    """Return glibc's `malloc_trim`, which gives back free pages in the midst of the heap, too."""
+    """Return glibc's `malloc_trim`, which also releases free pages in the middle of the heap."""
     library = c_library() if device.type == "cpu" else None
     if not hasattr(library, "malloc_trim"):
         raise BadInputError(

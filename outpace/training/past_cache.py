@@ -21,7 +21,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _block() -> mmap.mmap:
-    """Make a block that begins at a page, as O_DIRECT asks, and is shared, in case others fork."""
+    """Make a page-aligned block, as O_DIRECT requires; it is shared, in case other threads fork."""
     return mmap.mmap(-1, _BLOCK_BYTES)
 
 
@@ -85,7 +85,7 @@ class DirectWriter:
             self._file = None
 
     def _put(self, count: int) -> None:
-        """Write the first bytes of the block, and move the rest to its beginning."""
+        """Write the first bytes of the block, and move the rest to its start."""
         assert self._file is not None
         done = 0
         with memoryview(self._block) as block:
@@ -130,7 +130,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _direct_or_not(file: int, act: Callable[[], int]) -> int:
-    """Bytes that `act` moved, through the cache where the file system refuses it past that."""
+    """Return the bytes that `act` moved, without O_DIRECT if the file system refuses it."""
     try:
         return act()
     except OSError as error:

@@ -82,7 +82,7 @@ class RunDir:
         return RunRecord.load(self.path / RUN_FILE)
 
     def _refuse_links(self) -> None:
-        """Refuse links out of the run, which may be anyone's: it writes and removes by names."""
+        """Refuse links out of the run, since its files are written and removed by name."""
         root = self.path.resolve()
         for folder, below, files in os.walk(self.path):
             for path in (Path(folder, name) for name in (*below, *files)):
@@ -197,7 +197,7 @@ class RunDir:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def _remove_leftovers(self) -> None:
-        """Remove what a kill left half-written. A whole model that was to be replaced is kept."""
+        """Remove files that a kill left half-written; keep complete models being replaced."""
         for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
             if not self.model.exists():
                 path.rename(self.model)
@@ -243,7 +243,7 @@ def model_damage(folder: Path) -> str | None:
 
 
 def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
-    """A record, or in words why what is there is none; neither where nothing is there."""
+    """Return a record and None, or None and what is wrong; (None, None) if it is missing."""
     if not os.path.lexists(path):
         return None, None
     try:
@@ -253,7 +253,7 @@ def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
 
 
 def _target(link: Path) -> Path:
-    """Return where a link leads; one that leads in a circle, as far as it says itself."""
+    """Return a link's target; for a circular link, the target as written."""
     try:
         return link.resolve()
     except (OSError, RuntimeError):
@@ -285,7 +285,7 @@ class MetricsWriter(Callback):
 
 
 class _LineWriter(AbstractContextManager["_LineWriter"]):
-    """Appends whole lines to a file; nothing is left to write when it is closed."""
+    """Writer that appends whole lines to a file and buffers nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

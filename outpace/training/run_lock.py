@@ -50,7 +50,7 @@ def lock_run(
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return the open file that is now locked by us; None: somebody else has it."""
+    """Return the open file, now locked by this process; None if another process has the lock."""
     try:
         own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -78,7 +78,7 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """Say who holds the lock, in brackets, if that can be read."""
+    """Describe the holder of the lock, in brackets, if that can be read."""
     with suppress(OSError):
         if said := path.read_text(errors="replace")[:200]:
             return f" ({said})"

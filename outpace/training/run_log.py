@@ -93,7 +93,7 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
 
 
 def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Lines whose steps increase: of two that do not, the one that fits its neighbours."""
+    """Keep lines with increasing steps: of two out of order, the one that fits its neighbours."""
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
         before = kept[-1].record.step if kept else -1
@@ -105,7 +105,7 @@ def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
 
 
 def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
-    """Say which lines are lost; those that were changed by themselves where all were."""
+    """Describe damaged lines; if all of them were only changed, not cut, say so."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
@@ -118,7 +118,7 @@ def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str
 
 
 def _truncate(path: Path, kept: Sequence[bytes]) -> None:
-    """The file's first lines; the last of them may have lost its line end to a kill."""
+    """Keep only the file's first lines, and restore a missing line end of the last one."""
     length = sum(map(len, kept))
     if path.stat().st_size < length:
         with path.open("ab") as file:

@@ -68,7 +68,7 @@ _IN_PYTHON: Any = pickle._Unpickler
 
 
 def _build(unpickler: Any) -> None:
-    """Give state to what was made: to nothing that this process has, as a class is."""
+    """Set an unpickled object's state, but never that of a class or of another live object."""
     made = unpickler.stack[-2]
     if isinstance(made, type) or not is_dataclass(made):
         raise pickle.UnpicklingError(f"it would change {made!r}")
@@ -76,7 +76,7 @@ def _build(unpickler: Any) -> None:
 
 
 class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
-    """The form of it in Python, whose instructions can be refused one by one."""
+    """Unpickler in pure Python, whose instructions can be refused one by one."""
 
     dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _build}
 

@@ -52,10 +52,10 @@ _STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
 
 
 def _options(trained_only: bool) -> StateDictOptions:
-    """Each parameter's optimizer state under its own name, so that any layout finds what it needs.
+    """Return options that store each parameter's optimizer state under its name, for any layout.
 
-    Without frozen parameters what is not in a checkpoint is missing in the file, and found out
-    there; that the rest of the model is not there either is no error.
+    With `trained_only`, the checkpoint has no frozen parameters, so loading accepts that the rest
+    of the model is missing from it.
     """
     if not trained_only:
         return StateDictOptions(flatten_optimizer_state_dict=True)
@@ -108,7 +108,7 @@ class InPlaceStager(AsyncStager):
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy by this thread alone, into memory that it has: torch takes threads from the step."""
+        """Copy into existing memory, in this thread, since torch's copy would use several."""
         if self._room is None or not tensor.is_contiguous() or not tensor.numel():
             return tensor.clone()
         copied = torch.frombuffer(self._room, dtype=tensor.dtype, count=tensor.numel())
@@ -226,7 +226,7 @@ class PinnedCopies(AsyncStager):
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads what is lent; of what all ranks have only what this one writes."""
+    """Save planner that reads lent tensors, and of data on all ranks only what this rank writes."""
 
     def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
         super().__init__()
@@ -242,10 +242,10 @@ class _Planner(DefaultSavePlanner):
 
 
 class _QuietWriter(io.BufferedWriter):
-    """A file that may be flushed after it was closed.
+    """File that may be flushed after it was closed.
 
-    torch's streams flush it when they are deleted: where a disk was full that is after its end,
-    and Python 3.13 says of each that an exception was ignored.
+    torch's streams flush it on deletion. If the disk was full, that comes after its end, and Python
+    3.13 reports an ignored exception each time.
     """
 
     def flush(self) -> None:
@@ -254,7 +254,7 @@ class _QuietWriter(io.BufferedWriter):
 
 
 class _ThroughCache(FileSystem):
-    """Writes like torch, without warnings when a closed file is flushed again."""
+    """Writer like torch's, without warnings when a closed file is flushed again."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -263,7 +263,7 @@ class _ThroughCache(FileSystem):
 
 
 class _PastCache(FileSystem):
-    """Writes so that nothing beside it lacks memory."""
+    """Writer that bypasses the page cache, which would take memory from the computation."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -272,11 +272,11 @@ class _PastCache(FileSystem):
 
 
 class _Writer(_FileSystemWriter):
-    """Leaves out torch's checksum of each tensor: files have a better one.
+    """Writer without torch's checksum of each tensor, since the files have a better one.
 
-    Of the class below `FileSystemWriter`, which would make the copies, too, rather than a stager.
-    `past_cache`: for what is written beside a step that computes, which the system's cache would
-    slow down. Such files bring themselves to the disk.
+    It derives from the class below `FileSystemWriter`, so that a stager makes the copies.
+    `past_cache`: bypass the page cache, for writing during a step. These files sync themselves to
+    disk.
     """
 
     def __init__(self, folder: Path, past_cache: bool = False) -> None:
@@ -417,7 +417,7 @@ def load_tensors(
 
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The fp32 copies of a model's weights that an optimizer keeps, by the weights' names."""
+    """Return the fp32 copies of weights that an optimizer keeps, by the weights' names."""
     kept = master_weights(optimizer)
     named = model.named_parameters(remove_duplicate=False)
     return {name: kept[parameter] for name, parameter in named if parameter in kept}
@@ -425,7 +425,7 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A rank that holds a share of the parameters may have none of a group, which torch expects."""
+    """Drop empty parameter groups, which torch refuses; a rank may have no share of a group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:

@@ -221,7 +221,7 @@ class Stepper:
             return self._layout.gradients(batches, replace(hooks, cast=cast))
 
     def _mark(self, part: str) -> None:
-        """A part is done; freeing its cache belongs to it."""
+        """Mark the end of a part of the step, which includes freeing its cache."""
         if part in ("forward", "backward", "optimizer"):
             self.free_cache()
         self._timer.mark(part)
@@ -237,7 +237,7 @@ class Stepper:
         return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
 
     def _share_totals(self, totals: Tensor, stop: bool) -> tuple[RankReports, Any]:
-        """Begin to sum the totals over ranks and to gather what each rank has to say."""
+        """Start to sum the totals over ranks and to gather each rank's report."""
         peak = peak_memory_bytes(self._device)
         known_peak = -1.0 if peak is None else float(peak)
         if self._world_size == 1:
@@ -250,9 +250,9 @@ class Stepper:
         return RankReports(heard, work), summed
 
     def _wait_for_status(self, gathered: RankReports) -> None:
-        """Wait for what ranks said of this step; of the one before where the device is behind.
+        """Wait for the ranks' reports on this step, or on the one before if the device is behind.
 
-        All ranks go by the same step, whichever they have reached, as they have to stop together.
+        All ranks decide by the same step, since they have to stop together.
         """
         if self.queue.steps_behind and self._world_size > 1:
             before, self._speaking = self._speaking, gathered
@@ -263,10 +263,10 @@ class Stepper:
         self.heard = gathered
 
     def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Clip, step, zero.
+        """Clip gradients, step, and zero gradients.
 
-        Returns the norm before clipping; of fp16 the loss scale, and by device whether something
-        overflowed, so that the step was skipped.
+        Returns the norm before clipping; with fp16 also the loss scale and, for each device,
+        whether an overflow made it skip the step.
         """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:
@@ -292,6 +292,6 @@ class Stepper:
 
 
 def _wait(work: Any) -> None:
-    """Wait for a collective; where it is the device's, its stream waits and not the host."""
+    """Wait for a collective; on a device only its stream waits, not the host."""
     if work is not None:
         work.wait()

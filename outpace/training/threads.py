@@ -24,10 +24,10 @@ def set_threads(
 
 
 def _from_environment(environ: Mapping[str, str]) -> int | None:
-    """The number that the user set, where one is set.
+    """Return the number of threads set by the user; None if unset.
 
-    torchrun sets 1 where nothing is set, which leaves all cores but one of each rank unused, so
-    that 1 is not heard from it.
+    A 1 from torchrun is ignored: torchrun sets it by default, which leaves all but one core of each
+    rank idle.
     """
     threads = omp_threads(environ.get(OMP_NUM_THREADS, ""))
     run_id = environ.get("TORCHELASTIC_RUN_ID", OUTPACE)

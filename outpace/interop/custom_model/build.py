@@ -86,7 +86,7 @@ def _check_loss(loss: Any, name: str) -> None:
 
 
 def _check_cuts(model: CustomModel, name: str) -> None:
-    """Refuse `blocks`, `layouts` or `sync_batchnorm` of another kind than parallelize takes."""
+    """Refuse `blocks`, `layouts` or `sync_batchnorm` of types that parallelize does not take."""
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
     parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
     flat = [one for part in parts for one in ([part] if isinstance(part, str) else part)]

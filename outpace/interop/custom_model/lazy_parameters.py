@@ -37,7 +37,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
 
 
 def _run(custom: CustomModel) -> str | None:
-    """Run two samples and return why they cannot be run, None if they were."""
+    """Run two samples; return why that failed, None if it worked."""
     assert custom.dataset is not None
     try:
         samples = [custom.dataset[number] for number in range(min(_SAMPLES, len(custom.dataset)))]  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ class CustomObjective(nn.Module):
         return (loss_sum, count) if extra is None else (loss_sum + extra * count, count)
 
     def _require_targets_seen(self, batch: Any) -> None:
-        """Refuse (logits, scalar) of a forward that saw no targets: a term, and not the loss."""
+        """Refuse (logits, scalar) from a forward without targets: the scalar is not the loss."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return  # forward was given all of it
         names = [name for name in ("targets", "labels") if name in batch]
@@ -92,9 +92,9 @@ class CustomObjective(nn.Module):
             )
 
     def _router_loss(self, output: Any) -> Tensor | None:
-        """Return the auxiliary loss of a transformers mixture of experts, None if there is none.
+        """Return the scaled auxiliary loss of a transformers mixture of experts; None without one.
 
-        Raises BadInputError for an auxiliary loss by which nothing says what to multiply.
+        Raises BadInputError if the model does not say by which coefficient to scale it.
         """
         extra = _part(output, "aux_loss")
         if not isinstance(extra, Tensor):
@@ -111,7 +111,7 @@ class CustomObjective(nn.Module):
         return coefficient * _scalar(extra, "aux_loss")
 
     def _targets(self, batch: Any) -> Tensor | int:
-        """Count the targets that the module's mean is over."""
+        """Count the targets over which the module averages."""
         if not isinstance(batch, Mapping):
             return _samples(batch)
         counted = batch.get("targets")
@@ -123,7 +123,7 @@ class CustomObjective(nn.Module):
         return _samples(batch) if counted is None else (counted != IGNORED).sum()
 
     def _check_width(self, logits: Tensor) -> None:
-        """Refuse hidden states: cross-entropy would take them for scores of a few tokens."""
+        """Refuse hidden states, which cross-entropy would take for scores of a small vocabulary."""
         if self._vocab is not None and logits.shape[-1] < self._vocab:
             raise BadInputError(
                 f"the model returned {logits.shape[-1]} values per token, fewer than its "
@@ -132,7 +132,7 @@ class CustomObjective(nn.Module):
             )
 
     def _call(self, batch: Any) -> Any:
-        """Give the module the batch in the way its forward takes it."""
+        """Call the module with the batch in the form that its forward takes."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return self._call_with_user_batch(batch)
         accepts = self._signature.parameters
@@ -142,7 +142,7 @@ class CustomObjective(nn.Module):
         return self.model(batch["tokens"], **named)
 
     def _call_with_user_batch(self, batch: Any) -> Any:
-        """Call the module with a batch of the user's data, unpacked if its forward takes it so."""
+        """Call the module with the user's batch, unpacked if forward takes several arguments."""
         if isinstance(batch, Mapping) and self._takes(**batch):
             return self.model(**batch)
         if isinstance(batch, list | tuple) and self._takes(*batch):
@@ -152,7 +152,7 @@ class CustomObjective(nn.Module):
         return self._call_whole(batch)
 
     def _call_whole(self, batch: Any) -> Any:
-        """Give the batch as it is, as its parts are not what forward names."""
+        """Call the module with the whole batch, whose parts do not match forward's arguments."""
         parts = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else len(batch)
         try:
             return self.model(batch)
@@ -172,9 +172,9 @@ class CustomObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """Return the count of a user's mean over a micro-batch: its targets, else its samples.
+    """Return the number that a user's loss is averaged over: the targets, else the samples.
 
-    torch's losses ignore −100, so the mean of a batch with fewer targets is over fewer.
+    torch's losses skip targets of −100, so these do not count.
     """
     for name in ("targets", "labels"):
         found = batch.get(name) if isinstance(batch, Mapping) else None
@@ -184,21 +184,21 @@ def _mean_over(batch: Any) -> Tensor | int:
 
 
 def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of a mean; the sum is 0 where the count is, though the mean is NaN."""
+    """Return (sum, count) of a mean; a sum of 0 if the count is 0, although the mean is NaN."""
     if isinstance(count, Tensor):
         return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
     return _pair(mean * count, count)
 
 
 def _part(output: Any, name: str) -> Any:
-    """Return an attribute or an entry of a module's result."""
+    """Return an attribute or an entry of a module's output."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _module_loss(output: Any) -> Tensor | None:
-    """Find the loss in a module's result: itself, its `.loss`, or the scalar among its first two.
+    """Find the loss in a module's output: itself, its `.loss`, or a scalar in its first two items.
 
-    That is the order of transformers' tuples (loss, logits, …) and of nanoGPT's (logits, loss).
+    transformers returns tuples (loss, logits, …), nanoGPT returns (logits, loss).
     """
     loss = _part(output, "loss")
     if loss is not None:
@@ -210,7 +210,7 @@ def _module_loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Find scores (B, S, V) in a module's result; in a tuple the first, or the one after a loss."""
+    """Find the scores (B, S, V) in a module's output; in a tuple first, or after a loss."""
     found = _part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]
@@ -245,7 +245,7 @@ def _scalar(value: Any, what: str) -> Tensor:
 
 
 def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
-    """A sum and what it is over: whole numbers, or weights that need not be."""
+    """Return the sum in fp32 and its count, which may be fractional for weighted losses."""
     if not isinstance(count, Tensor | int | float) or (
         isinstance(count, Tensor) and count.numel() != 1
     ):

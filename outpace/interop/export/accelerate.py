@@ -79,7 +79,7 @@ def _kind(request: ExportRequest) -> Kind:
 
 
 def _command(request: ExportRequest, kind: Kind) -> str:
-    """`accelerate launch`, with the accumulation where only the environment can say it."""
+    """Return the `accelerate launch` command, with a variable for accumulation if needed."""
     words = ["accelerate", "launch", "--config_file", _FILE]
     if hosts(request.workers)[0] > 1:
         words += ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", f'"{HEAD}"']
@@ -236,7 +236,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
-    """Say what Accelerate leaves to the script that it starts."""
+    """Say what Accelerate leaves to the user's script."""
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader gives {samples} at once"

@@ -65,7 +65,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _launch(request: ExportRequest) -> str:
-    """Start a script that reads TrainingArguments, with those that the Trainer compares."""
+    """Return the command of a script with TrainingArguments, with those that the Trainer checks."""
     nodes, each = hosts(request.workers)
     where = f"--num_gpus {each}"
     if nodes > 1:
@@ -154,7 +154,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
 
 
 def _default_options(stage: int) -> dict[str, bool]:
-    """Return a stage's options; without the second the Trainer saves no model that loads."""
+    """Return a stage's options; without the second, saved stage-3 models cannot be loaded."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves

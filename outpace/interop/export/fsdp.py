@@ -28,7 +28,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {
 
 @dataclass(frozen=True)
 class _WrittenAxes:
-    """A plan without its pipeline: sizes of axes, and the batch on them."""
+    """Sizes of a plan's axes without its pipeline, and the batch on them."""
 
     sizes: dict[str, int]
     micro_batch: int
@@ -43,7 +43,7 @@ class _WrittenAxes:
 
     @property
     def shards(self) -> bool:
-        """Return whether FSDP has something to do; whole replicas are the Trainer's own."""
+        """Return whether FSDP is needed; the Trainer replicates by itself."""
         return self.sizes["dp_shard_size"] * self.sizes["cp_size"] > 1
 
 
@@ -89,7 +89,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
-    """Return the axes that there are, ranks of a pipeline as shards."""
+    """Return the axes that FSDP has, with the ranks of a pipeline turned into shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:
@@ -106,7 +106,7 @@ def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
 
 
 def _environment(written: _WrittenAxes, stage: int) -> str:
-    """Return variables for Accelerate, which reads axes that FSDP alone does not have."""
+    """Return variables that tell Accelerate about axes that FSDP itself lacks."""
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
     if sizes["tp_size"] * sizes["cp_size"] == 1 and not groups:
@@ -140,7 +140,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, bool]:
 
 
 def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> dict[str, Any]:
-    """Checkpointing that is the model's own: FSDP's knows all blocks or none."""
+    """Use the model's own checkpointing, since FSDP's covers all blocks or none."""
     done = request.recomputed_blocks
     if done.count == 0:
         return {}

@@ -82,19 +82,19 @@ def _script(request: ExportRequest, arguments: Sequence[Argument]) -> str:
 
 
 def _connections(request: ExportRequest) -> str:
-    """Return the queue between host and device, which it wants as it says."""
+    """Return the line that sets the number of hardware queues to what Megatron requires."""
     if _fsdp(request):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron FSDP refuses 1\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
 
 
 def _fsdp(request: ExportRequest) -> bool:
-    """Return whether gradients or parameters are sharded: not described beside pipelines there."""
+    """Return whether Megatron FSDP shards gradients or parameters; undocumented with pipelines."""
     return request.stage > 1 and request.plan.pp == 1
 
 
 def _virtual(request: ExportRequest, notes: list[str]) -> int:
-    """Stages that a rank of the pipeline gets."""
+    """Return the number of stages of each pipeline rank."""
     plan = request.plan
     several = plan.stages_per_rank
     if plan.pp == 1:
@@ -140,7 +140,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
 
 
 def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
-    """Return the arguments that place layers on ranks: evenly by a number, or by a layout."""
+    """Return the arguments that place layers on stages: a number for equal stages, or a layout."""
     plan, spec = request.plan, request.spec
     if plan.pp == 1:
         return []
@@ -160,7 +160,7 @@ def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
 
 
 def _layout(counts: Sequence[int]) -> str:
-    """Layers of each stage as Megatron writes them: "Et*3|(t*4|)*2,t*3,L"."""
+    """Format the layers of each stage as Megatron does: "Et*3|(t*4|)*2,t*3,L"."""
     first, *middle, last = counts
     parts = [f"Et*{first}|"]
     for count, alike in groupby(middle):
@@ -356,7 +356,7 @@ def _positions(spec: ModelSpec, notes: list[str]) -> list[Argument]:
 
 
 def _other_parts(spec: ModelSpec) -> list[str]:
-    """Name parts of a model that pretrain_gpt.py has no argument for."""
+    """Name the model's features for which pretrain_gpt.py has no argument."""
     biases = {spec.out_bias, spec.mlp_bias}
     found = {
         "attention in both directions (pretrain_bert.py has it)": not spec.causal,

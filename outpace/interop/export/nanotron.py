@@ -207,7 +207,7 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def _other_parts(spec: ModelSpec) -> list[str]:
-    """Name parts of a model with rotary positions that nanotron's configs have no key for."""
+    """Name features of a model with rotary positions for which nanotron's configs have no key."""
     found = {
         f"head_dim {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,
         "qk_norm": spec.qk_norm,

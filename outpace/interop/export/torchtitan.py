@@ -115,7 +115,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's name and flavor, with sentences on what to do if it has none."""
+    """Return the model's name and flavor, with instructions if torchtitan has none."""
     size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
     qwen = spec.family == "qwen3"
     name, flavors = ("qwen3", _QWEN3) if qwen else ("llama3", _LLAMA3)
@@ -141,7 +141,7 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
-    """Return whether a flavor's other settings are the model's too, not its dimensions alone."""
+    """Return whether a flavor matches the model in all settings, not only in its dimensions."""
     if qwen:
         tied = flavor in _TIED_QWEN3
         return (spec.head_dim, spec.rope_theta, spec.tied, spec.norm_eps) == (128, 1e6, tied, 1e-6)
@@ -149,7 +149,7 @@ def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
 
 
 def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
-    """Return arguments of torchtitan's dataclass of a model (0.2.2, models/*/model/args.py)."""
+    """Return arguments for torchtitan's model dataclass (0.2.2, models/*/model/args.py)."""
     arguments: dict[str, Any] = {
         "dim": spec.hidden,
         "n_layers": spec.layers,
@@ -180,16 +180,16 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
 
 
 def _mlp(spec: ModelSpec) -> tuple[int, float]:
-    """multiple_of and ffn_dim_multiplier of which its formula makes the MLP's width.
+    """Return multiple_of and ffn_dim_multiplier, from which its formula computes the MLP's width.
 
-    It takes two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
+    The formula takes two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
     """
     multiple = math.gcd(spec.ffn, 1024)
     return multiple, round((spec.ffn - multiple / 2) / int(8 * spec.hidden / 3), 6)
 
 
 def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """Say what the model has and torchtitan's has not, whatever its arguments."""
+    """Name features of the model that torchtitan's model lacks, whatever its arguments."""
     found = []
     if spec.tied and not qwen:
         found.append(
@@ -288,7 +288,7 @@ def _reshard(request: ExportRequest, notes: list[str]) -> str:
 
 
 def _pipeline(request: ExportRequest) -> dict[str, Any]:
-    """Return the schedule, and which layers each stage has, as outpace cuts them."""
+    """Return the schedule and the layers of each stage, as outpace splits them."""
     plan, spec = request.plan, request.spec
     values: dict[str, Any] = {
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
@@ -345,7 +345,7 @@ def _optimizer(plan: Plan, notes: list[str]) -> dict[str, Any]:
 
 
 def _flags(request: ExportRequest, tables: dict[str, dict[str, Any]]) -> str:
-    """Return the command of torchtitan 0.3, with the same numbers."""
+    """Return the command of torchtitan 0.3, with the same values."""
     name, flavor = tables["model"]["name"], tables["model"]["flavor"]
     words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]
     plain = {

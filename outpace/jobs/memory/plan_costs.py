@@ -103,8 +103,8 @@ def _cost(
 
 
 def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
-    """Return the host memory that saving needs: state, and a copy unless that is on disk
-    already.
+    """Return the host memory that saving needs: the state, and a copy unless it is already on
+    disk.
     """
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
     state = sum(found.by_kind.get(kind, 0) for kind in kinds)

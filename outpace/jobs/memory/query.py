@@ -201,7 +201,7 @@ def question(
 
 
 def _require_formula(plan: Plan, outline: Outline) -> None:
-    """Refuse what the formula does not know of a model that cannot be traced."""
+    """Refuse options that the formula does not cover, for a model that cannot be traced."""
     if plan.lora_rank is not None:
         raise BadInputError(
             f"--lora-rank: {outline.untrained}, and the formula assumes that all weights are "

@@ -113,7 +113,7 @@ def calibrate_machine(
 
 
 def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
-    """Return the machine before any correction, and the runs that corrected it."""
+    """Return the machine before any correction, and the runs used to correct it."""
     if asked.machine is None:
         raise BadInputError(
             "which machine are the logs from? Name it with --machine, such as --machine "
@@ -140,7 +140,7 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
 
 
 def _planned_bytes(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> int:
-    """Return the predicted memory of the kind in the run's log."""
+    """Return the predicted memory, of the kind that the run's log reports."""
     if run.memory_kind == "allocated":
         return planned.peak_memory_bytes - planned.memory.get("allocator and libraries", 0)
     if run.memory_kind == "reserved" and question.cluster.device.kind == "cuda":

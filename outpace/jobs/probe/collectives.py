@@ -63,12 +63,12 @@ class _Run:
 
     @property
     def rounds(self) -> int:
-        """Rounds of each case."""
+        """Return the rounds of each case."""
         return rounds_of(self.quick)
 
     @property
     def samples(self) -> int:
-        """Samples of each case, in all rounds."""
+        """Return the samples of each case, over all rounds."""
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
@@ -79,7 +79,7 @@ class _Run:
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
     def note_turns(self, what: str, turns: Turns[T]) -> Turns[T]:
-        """Note what is measured in these turns."""
+        """Record what these turns measure."""
 
         @contextmanager
         def note() -> Iterator[None]:

@@ -62,9 +62,7 @@ T = TypeVar("T")
 
 
 def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
-    """Probe this host: local sections in this process, and sections between ranks in new
-    processes.
-    """
+    """Say how much of the collectives is hidden by computation."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, Ranks())
@@ -122,7 +120,7 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
 
 @dataclass(frozen=True)
 class _ProcessState:
-    """State that all sections of a process share.
+    """Shared state of all sections in a process.
 
     `seen`: observations of its GPU by all sections. `slowed`: reports of slowdowns from processes
     that it started.
@@ -251,7 +249,7 @@ def _probe_started(
 
 
 def _world_size(request: ProbeRequest, device: torch.device) -> int:
-    """Return one process per device, or per group of cores."""
+    """Return the number of processes: one per device, or one per group of cores."""
     return request.settings.nproc or _default_nproc(device)
 
 

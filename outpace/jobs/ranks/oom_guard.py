@@ -167,7 +167,7 @@ class Guard:
     # What follows runs in the thread that looks, or in both.
 
     def _look(self) -> bool:
-        """Check once; returns True when the end of this process is taken care of."""
+        """Check once; return True if the end of this process is being handled."""
         if self._shortage is None:
             over = first_too_high(self._readings)
             if over is not None and not self.relieve():
@@ -198,7 +198,7 @@ class Guard:
                 interrupt(self._thread)
 
     def _see_to_the_end(self) -> bool:
-        """Wait for the training thread; end the process if it does not come."""
+        """Wait for the training thread to end; if it does not, end the process."""
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)

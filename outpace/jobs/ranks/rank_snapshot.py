@@ -72,7 +72,7 @@ def _line(at: traceback.FrameSummary) -> str:
 
 
 def _latest(events: list[CollectiveEvent]) -> list[CollectiveEvent]:
-    """Return the latest collectives, and the latest of every group."""
+    """Return the latest collectives, and the latest one of each group."""
     last = {one.group: place for place, one in enumerate(events)}
     kept = {*last.values(), *range(len(events))[-_LAST:]}
     return [events[place] for place in sorted(kept)]

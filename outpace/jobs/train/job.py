@@ -198,7 +198,7 @@ def _tidy_with(guard: Guard, message: str) -> None:
 def _as_far_as_torch_compiles(
     settings: TrainSettings, plan: Plan, heard: Sequence[Callback]
 ) -> Plan:
-    """Return the plan without compilation if the environment turns torch.compile off.
+    """Return the plan without compilation if the environment disables torch.compile.
 
     Raises BadInputError if compilation was requested.
     """
@@ -218,7 +218,7 @@ def _with_compile(
     groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
     total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
-    """Return the plan with `compile` as requested, else as it pays off within the run."""
+    """Return the plan with `compile` as requested, else enabled if it pays off within the run."""
     if settings.compile is not None or not plan.compile:
         return plan
     # The planner is loaded where it is asked.

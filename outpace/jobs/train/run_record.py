@@ -252,10 +252,10 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 
 
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
-    """Say that weights learnt at a high rate hardly move in a few steps at the default one.
+    """Warn that weights trained at a high rate hardly move in a few steps at the default rate.
 
-    Where nobody has recorded a rate nothing is said: most weights that are published ended at a low
-    one, for which the default is right, and sizes do not tell how they were learnt.
+    Nothing is reported if no rate was recorded: most published weights ended at a low rate, for
+    which the default is right, and their sizes do not show how they were trained.
     """
     settings = job.settings
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
@@ -273,7 +273,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
 
 
 def _recorded_rate(job: Job) -> tuple[Path, float] | None:
-    """The run whose weights are trained further, and its rate, as it or Trainer recorded it."""
+    """Return the run whose weights are trained further, and the rate recorded for it."""
     opened = job.inputs.opened
     named = (opened.folder if opened is not None else None) or Path(job.settings.model)
     for run in (named, named.parent):

@@ -103,7 +103,7 @@ def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
-    """Return each rank's facts with its host's load, which one rank per host has."""
+    """Add to each rank's facts the load of its host, which one rank per host reports."""
     loads = {facts.host: load for facts, load in said if load is not None}
     found = []
     for facts, _ in said:

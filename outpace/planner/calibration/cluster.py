@@ -186,7 +186,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Links between some of a node's devices: in a mesh those to the other devices are idle."""
+    """Return the links between some of a node's devices, without a mesh's links to the others."""
     found = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
@@ -245,7 +245,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
 
 
 def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
-    """Return measured by predicted time of each step."""
+    """Return the ratio of measured to predicted time of each step."""
     found = []
     for one in seen:
         question = StepTimeQuestion(one.outline, one.seq_len, rates.device, rates.fabric)
@@ -255,7 +255,7 @@ def _residuals(rates: RateFit, seen: Sequence[SeenStep]) -> tuple[float, ...]:
 
 
 def _median_off(residuals: Sequence[float]) -> float:
-    """Return the median of what steps are off by, of the time measured or predicted."""
+    """Return the median relative error of steps."""
     return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in residuals))
 
 
@@ -273,12 +273,12 @@ def _probed_fabric(known: "_ProbeFigures", ranks: int, kind: Kind) -> Fabric:
 
 
 def _by_gloo(fabric: Fabric) -> Fabric:
-    """torch's ProcessGroupGloo has its reduce-scatter sum up a copy of all (torch 2.13)."""
+    """Double the reduce-scatter's rounds: gloo sums a copy of the whole array (torch 2.13)."""
     return replace(fabric, scatter_rounds=2)
 
 
 def _with_all_rates(rates: RateFit) -> RateFit:
-    """Add the rates of which the catalog has no figure for an accelerator: steps correct them."""
+    """Add rates that the catalog lacks for accelerators, for measured steps to correct."""
     device = rates.device
     if device.kind == "cpu":
         return rates
@@ -289,7 +289,7 @@ def _with_all_rates(rates: RateFit) -> RateFit:
 
 
 def _reference_steps(known: "_ProbeFigures", ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """Yield the references' steps on `ranks` ranks of all hosts, those of this version."""
+    """Yield this version's reference steps on `ranks` ranks of all hosts."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
         key = figure.key
@@ -357,14 +357,14 @@ def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> 
 
 
 class _ProbeFigures:
-    """Figures of a probe by what they are of."""
+    """Figures of a probe, by what they measure."""
 
     def __init__(self, probed: ProbeRecord) -> None:
         self.probed = probed
         self._unstable: set[Key] = set()
 
     def value_of(self, figure: Figure | None) -> float | None:
-        """Return a figure's value; of an unstable one the median of what was measured."""
+        """Return a figure's value; if it is unstable, the median of its measurements."""
         if figure is None:
             return None
         if figure.value is None and figure.samples:
@@ -373,7 +373,7 @@ class _ProbeFigures:
         return figure.value
 
     def products(self, dtype: str) -> dict[float, float]:
-        """FLOP/s of square-like products by their FLOPs, the best of each size."""
+        """Return FLOP/s of square-like products by FLOPs, the best of each size."""
         best: dict[float, float] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -387,7 +387,7 @@ class _ProbeFigures:
         return best
 
     def product_points(self, dtype: str) -> dict[tuple[int, int, int], float]:
-        """Return seconds of each product that was measured, by its dimensions."""
+        """Return the seconds of each measured product, by its dimensions."""
         found: dict[tuple[int, int, int], list[float]] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -401,7 +401,7 @@ class _ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return what the host takes to launch an operator: the time of the smallest products."""
+        """Return the time to launch an operator: that of the smallest products."""
         small = [
             seconds
             for dtype in _DTYPES
@@ -411,12 +411,12 @@ class _ProbeFigures:
         return statistics.median(small) if small else None
 
     def memory_bytes_per_s(self, what: str) -> float | None:
-        """Return the rate of one kind of access to memory, of the largest array."""
+        """Return the rate of one kind of memory access, for the largest array."""
         own = [f for f in self.probed.figures if (f.key.kind, f.key.what) == ("memory", what)]
         return self.value_of(max(own, key=lambda f: f.key.number("bytes"), default=None))
 
     def pinned_bytes_per_s(self) -> float | None:
-        """Return the rate of copies between pinned memory and the device, of the slower way."""
+        """Return the rate of copies between pinned memory and device, the slower direction."""
         rates = [
             self.value_of(f) for f in self.probed.figures
             if f.key.kind == "memory" and f.key.what in ("to device", "to host")
@@ -425,9 +425,9 @@ class _ProbeFigures:
         return min((rate for rate in rates if rate), default=None)
 
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
-        """Return what `ranks` loaders of outpace load at best; infinite where none was probed.
+        """Return tokens/s that `ranks` of outpace's loaders reach at best; infinite if unknown.
 
-        One was probed at a time; that many at once are as fast as long as each worker has a core.
+        Loaders were probed one at a time; several are as fast as long as each worker has a core.
         """
         found = []
         for figure in self.probed.figures:
@@ -452,7 +452,7 @@ class _ProbeFigures:
 def _probed_device(
     machine: Machine, known: _ProbeFigures, ranks: int, chip: Accelerator | None
 ) -> DeviceRates:
-    """The catalog's device with measured rates in it; a CPU's cores are shared by the ranks."""
+    """Return the catalog's device with measured rates; a CPU's cores are shared by the ranks."""
     curves = {dtype: known.products(dtype) for dtype in _DTYPES}
     best = {dtype: max(points.values()) for dtype, points in curves.items() if points}
     if not best:
@@ -484,10 +484,10 @@ _SMALL_SIDE = 64  # of products that take what their launch takes
 def _measured_accelerator(
     machine: Machine, known: _ProbeFigures, chip: Accelerator, memory: float | None
 ) -> DeviceRates:
-    """Return the catalog's device with what was measured of it in place of what others reach.
+    """Return the catalog's device with measured rates in place of typical ones.
 
-    Products that were measured correct those near them, each by its own shape; rows that are no
-    multiple of 16 bytes take what they took; a launch takes what the smallest product did.
+    Measured products correct those of similar shapes, unaligned rows take the measured time, and a
+    launch takes as long as the smallest product.
     """
     base = of_accelerator(chip)
     launch_s = known.launch_s()
@@ -510,9 +510,9 @@ def _measured_accelerator(
 def _compare_products(
     base: DeviceRates, known: _ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredProduct, ...]], list[float]]:
-    """Return measured by predicted time of products of each dtype, and rates of unaligned ones.
+    """Return measured by predicted time of each dtype's products, and rates of unaligned rows.
 
-    Products that took less than `least_s` were launched no faster; they say nothing of the device.
+    Products below `least_s` are limited by their launch and ignored.
     """
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
@@ -529,7 +529,7 @@ def _compare_products(
 
 
 def _by_tiles(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
-    """Return seconds of a product by the catalog."""
+    """Return the time of a product by the catalog, s."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
     rate = np.array([device.rate(dtype)])
@@ -542,7 +542,7 @@ def _unknown(
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """An accelerator that the catalog has not: as measured, and for the rest as most are."""
+    """Return an accelerator that the catalog lacks: measured rates, else typical values."""
     if bytes_per_s is None:
         raise BadInputError(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
@@ -570,7 +570,7 @@ def _cpu(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """One of `ranks` processes on a host's cores and memory."""
+    """Return the rates of one of `ranks` processes that share a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
     found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
     # What exchanges does the same cores do that compute.
@@ -590,7 +590,7 @@ def _measured_cluster(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """A device of which no tiles are known: a CPU, unless what calls this says otherwise."""
+    """Return a device without known tiles: a CPU, unless the caller changes that."""
     return DeviceRates(
         name=name,
         kind="cpu",

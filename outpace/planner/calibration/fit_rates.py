@@ -123,7 +123,7 @@ def calibrate(
 
 
 def _limit_outliers(misses: Floats) -> Floats:
-    """Misses in spreads whose squares grow linearly beyond _SOFT: a disturbed step counts less."""
+    """Limit misses so that their squares grow linearly beyond _SOFT, against disturbed steps."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     found: Floats = np.sign(misses) * np.sqrt(squares)
     return found
@@ -140,7 +140,7 @@ class _Group:
     step_time_s: Floats
 
     def steps_s(self, rates: RateFit) -> Floats:
-        """Return the predicted time of each step."""
+        """Return the predicted time of each step, s."""
         return steps_s(
             StepTimeQuestion(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
         )
@@ -171,7 +171,7 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
 
 
 def _adjustments(rates: RateFit) -> list[Adjustment]:
-    """Return adjustments for every dtype and for all else that a step consists of."""
+    """Return adjustments for every dtype and for all other parts of a step."""
     return [
         *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
@@ -180,7 +180,7 @@ def _adjustments(rates: RateFit) -> list[Adjustment]:
 
 
 def _of_dtype(field: str, dtype: str) -> Adjustment:
-    """Return the adjustment of one of a device's rates by dtype."""
+    """Return the adjustment of a device's rate for one dtype."""
 
     def adjust(rates: RateFit, factor: float) -> RateFit:
         before = getattr(rates.device, field)

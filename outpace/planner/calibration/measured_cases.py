@@ -91,7 +91,7 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """0 for a case of the same model, chip, number, length, program and axes."""
+    """Return how far a case is: 0 if model, chip, count, length, program and axes are the same."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -136,7 +136,7 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
 
 
 def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the axes that are split on more devices than they were measured on."""
+    """Yield the axes that are split over more devices than were measured."""
     names = {"tp": "tensor parallelism", "pp": "pipelines", "cp": "context parallelism",
              "ep": "expert parallelism"}  # fmt: skip
     programs = _PROGRAMS.get(like.stack, ()) if like.stack != "outpace" else ()

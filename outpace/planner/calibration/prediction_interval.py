@@ -92,7 +92,7 @@ def interval(
 
 
 def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
-    """Return why a kind has no interval of its own."""
+    """Return why a kind has no separate interval."""
     row = table["without_interval"].get(kind_name(architecture, experts))
     if row is None:
         return f"none of them is on {architecture}"

@@ -57,7 +57,7 @@ class Deviations:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        """Factors on the assumed spreads of strategies and of all else: the likeliest by both."""
+        """Return the most likely factors on the assumed spreads, of strategies and of the rest."""
 
         def loss_of(times: tuple[float, float]) -> float:
             known = self._covariance(*times)
@@ -68,13 +68,13 @@ class Deviations:
         return min(product(_TIMES.tolist(), repeat=2), key=loss_of)
 
     def _covariance(self, strategies: float, rest: float) -> Floats:
-        """The covariance of what was measured."""
+        """Return the covariance of the measurements."""
         own = _by_size(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
         return strategies**2 * _by_strategy(self.plans, self.plans) + rest**2 * own
 
 
 def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance of what strategies add: by number of processes and precision."""
+    """Return the covariance due to strategies, by number of processes and precision."""
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
                         for some in (ones, others))  # fmt: skip
     same = np.array([[one == other for other in of_others] for one in kinds], dtype=float)
@@ -82,7 +82,7 @@ def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
 
 
 def _by_size(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """The covariance of what else each of `ones` has in common with each of `others`."""
+    """Return the covariance of what else each of `ones` shares with each of `others`."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
     found: Floats = _MICRO_BATCH**2 * np.exp(-(apart**2) / 2)

@@ -100,7 +100,7 @@ def _no_recompute(plan: Plan) -> Plan:
 
 
 def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """Yield the tally's kinds by purpose. What every job sends beside is put apart."""
+    """Yield the tally's kinds by purpose, without what every job sends in addition."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
@@ -143,7 +143,7 @@ def _same(part: Part, axis: Where, count: int) -> Flow:
 
 
 def _control_bytes(plan: Plan) -> Counter[str]:
-    """Return bytes of totals, the request to stop, the norm: a few numbers in every job."""
+    """Return bytes of totals, stop requests and the norm: a few numbers in every job."""
     tally = of_every_job(plan)
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
@@ -153,11 +153,11 @@ def _control_bytes(plan: Plan) -> Counter[str]:
 
 
 def _product(work: StepOnRank) -> Iterator[Flow]:
-    """3d: a rank's part of a stage, its shards and replicas, and what crosses stages.
+    """Yield a rank's flows on combined axes: within its stage, among replicas, between stages.
 
-    A pipeline's micro-batches share one reduction, and blocks are gathered for every forward and
-    once for the backwards of a pass (measured: `outpace verify --strategy 3d`). Averages over
-    parameters that differ between stages are not taken: it is this rank's.
+    A pipeline's micro-batches share one reduction; blocks are gathered for every forward and once
+    for the backwards of a pass (measured: `outpace verify --strategy 3d`). These are the values of
+    this rank, without averaging over stages.
     """
     plan, spec = work.plan, work.spec
     place = _place(work)
@@ -189,7 +189,7 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
 
 
 def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iterator[Flow]:
-    """Yield tensor and context parallelism: for each layer of the stage and micro-batch."""
+    """Yield flows of tensor and context parallelism, per layer of the stage and micro-batch."""
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
         hidden = work.hidden_elements // plan.cp
@@ -210,10 +210,10 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
 
 
 def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
-    """Return collectives of a block's forward that full recomputation repeats.
+    """Return the collectives of a block's forward that full recomputation repeats.
 
-    All but the last, where nothing of the backward reads what it gives: measured, 2 all-gathers
-    and a reduce-scatter of 4 collectives, or one all-reduce of 2. A dropout or a norm reads it.
+    The last one is not repeated if the backward does not read its result (measured: 2 all-gathers
+    and a reduce-scatter of 4 collectives, or one all-reduce of 2); a dropout or a norm reads it.
     """
     plan, spec = work.plan, work.spec
     modes = plan.modes(spec.layers)
@@ -228,7 +228,7 @@ def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> 
 
 @dataclass(frozen=True)
 class _Place:
-    """Position of a rank in a product, and what it holds: rows and width of parameters, by unit."""
+    """Position of a rank on combined axes, with the rows and widths of its parameters by unit."""
 
     layers: int
     first: bool
@@ -268,7 +268,7 @@ def _place(work: StepOnRank) -> _Place:
 
 
 def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
-    """Whether a parameter outside of blocks is on a rank with the first or the last stage."""
+    """Return whether the first or the last stage holds a parameter outside of blocks."""
     if name.startswith("embed."):
         return first or (last and tied and name == "embed.tokens.weight")
     return last

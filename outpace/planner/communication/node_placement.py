@@ -45,7 +45,7 @@ def place(plan: Plan, flow: Flow, per_node: int) -> Crossing:
 
 
 def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
-    """Ranks of a group, and how far apart they are."""
+    """Return the ranks of a group, and the distance between them."""
     sequences = plan.cp * plan.tp
     if axis == "world":
         return plan.world_size, 1
@@ -59,7 +59,7 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Place a flow between neighbours in the pipeline; of a tied embedding between its ends."""
+    """Place a flow between pipeline neighbours, or for a tied embedding between its ends."""
     apart = plan.world_size // plan.pp
     pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
     leaving: Counter[int] = Counter()

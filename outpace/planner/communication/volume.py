@@ -100,7 +100,7 @@ class StepOnRank:
 
     @property
     def _holds_masters(self) -> bool:
-        """Whether shards in fp32 are the master weights of a plan in bf16-master."""
+        """Return whether fp32 shards are the master weights of a plan in bf16-master."""
         return self.plan.precision == "bf16-master" and self.plan.fully_shards
 
     @property
@@ -173,10 +173,10 @@ def of_every_job(plan: Plan) -> Tally:
 
 
 def _replicas(work: StepOnRank, tally: Tally) -> None:
-    """ddp: one all-reduce of Ψ numbers a step, in buckets (Li et al., VLDB 2020, §3.2).
+    """Add ddp: one all-reduce of Ψ numbers a step, in buckets (Li et al., VLDB 2020, §3.2).
 
-    How they are cut depends on the order in which gradients come; here the reverse of the
-    parameters'.
+    Buckets depend on the order in which gradients are ready; the reverse order of parameters is
+    assumed.
     """
     limit, buckets = work.plan.bucket_mib * 2**20, [0]
     for size in reversed(work.sizes):
@@ -188,10 +188,10 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_states(work: StepOnRank, tally: Tally) -> None:
-    """zero1: as ddp, and each rank tells the others the parameters that it has stepped.
+    """Add zero1: as ddp, and each rank broadcasts the parameters that it has stepped.
 
-    Rajbhandari et al., SC 2020, §7.1, whose reduce-scatter is an all-reduce here. Parameters go
-    whole to the rank with the least: matrices first, then vectors, the largest first.
+    Rajbhandari et al., SC 2020, §7.1, with an all-reduce for their reduce-scatter. Whole parameters
+    go to the rank that has the least: matrices before vectors, the largest first.
     """
     _replicas(work, tally)
     ranks = work.plan.world_size
@@ -205,10 +205,10 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
 
 
 def _ring(work: StepOnRank, tally: Tally) -> None:
-    """ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
+    """Add ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
 
-    A buffer has a number more for each parameter. Where N does not divide its length, pieces
-    differ by one number, and a rank sends up to two numbers a buffer more or less than this.
+    A buffer has one more number for each parameter. If N does not divide its length, pieces differ
+    by one number, and a rank sends up to two numbers per buffer more or less than this.
     """
     ranks, item = work.plan.world_size, work.gradient_item_bytes
     for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
@@ -231,14 +231,14 @@ def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
-    """zero2: an all-gather and a reduce-scatter of Ψ a pass, 2(N−1)/N · Ψ, as ddp sends.
+    """Add zero2, zero3 and hsdp: gathers of parameters and sums of gradients.
 
-    zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et
-    al., "ZeRO", SC 2020, §7.2); what lies outside of blocks is gathered once. Torch reduces
-    gradients in every pass, ddp once a step. In mixed precision gathers are of 16 bits, and sums of
-    32. Each parameter is split by its first dimension and filled up to a multiple of N. hsdp then
-    all-reduces each shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023,
-    §3.2.2).
+    zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
+    hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et al.,
+    "ZeRO", SC 2020, §7.2); parameters outside of blocks are gathered once. torch reduces gradients
+    in every pass, ddp once per step. In mixed precision, gathers have 16 bits and sums 32. Each
+    parameter is split by its first dimension, padded to a multiple of N. hsdp then all-reduces each
+    shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
     """
     plan, passes = work.plan, work.passes
     for block, shapes in _units(parameter_shapes(work.spec)).items():
@@ -254,7 +254,7 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
-    """Return what is gathered at once: each block by its number, and the rest by ""."""
+    """Return what is gathered at once: each block by its number, and the rest under ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
         block = name.split(".")[1] if name.startswith("blocks.") else ""
@@ -263,9 +263,10 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
 
 
 def _data_parallel(work: StepOnRank, tally: Tally) -> None:
-    """Add dp: five collectives a batch, as `nn.DataParallel` does (Li et al., VLDB 2020, §2.2).
+    """Add dp: five collectives per batch, as in `nn.DataParallel` (Li et al., VLDB 2020, §2.2).
 
-    Weights, samples, outputs, their gradients, the weights' gradients (a number more for each).
+    These are weights, samples, outputs, their gradients, and gradients of weights (with one more
+    number for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
     # BERT's last norm gives what the product before it does, the others' give fp32.
@@ -282,10 +283,10 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
 
 
 def _servers(work: StepOnRank, tally: Tally) -> None:
-    """ps: a worker sends all gradients, a server its share of sums or weights to each worker.
+    """Add ps: workers send all gradients, and servers return their share of sums or weights.
 
-    Li et al., OSDI 2014, §2.2. With gradients goes a number more for each parameter. A worker's
-    other devices give it their gradients, and are told what it was.
+    Li et al., OSDI 2014, §2.2. Gradients come with one more number for each parameter. A worker's
+    other devices send it their gradients, and receive its results.
     """
     plan, item = work.plan, work.item
     each, workers = plan.worker_devices, plan.data_parallel // plan.worker_devices
@@ -323,10 +324,10 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
 
 
 def _pipeline(work: StepOnRank, tally: Tally) -> None:
-    """Hidden states forwards and their gradients backwards, over each border between ranks.
+    """Add pipelines: hidden states forward and their gradients backward, at borders between ranks.
 
-    b · S · D numbers for each micro-batch and border (Narayanan et al., arXiv 2104.04473, §3.2).
-    Where the embedding is tied, the first and last stage's ranks send each other its gradient.
+    b · S · D numbers per micro-batch and border (Narayanan et al., arXiv 2104.04473, §3.2). If the
+    embedding is tied, the ranks of the first and last stage all-reduce its gradient.
     """
     plan, spec = work.plan, work.spec
     schedule = SCHEDULES[plan.strategy]
@@ -344,14 +345,14 @@ def _pipeline(work: StepOnRank, tally: Tally) -> None:
 
 
 def _tensor(work: StepOnRank, tally: Tally) -> None:
-    """tp: 8(N−1)/N · b · S · D numbers a layer and pass, with sequence parallelism or without.
+    """Add tp: 8(N−1)/N · b · S · D numbers per layer and pass, with sequence parallelism or not.
 
-    Without: all-reduces of attention's and the MLP's outputs, and of their inputs' gradients
-    (Shoeybi et al., arXiv 1909.08053, §3). With: each is a reduce-scatter and an all-gather
-    (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input are
-    one more of each; BERT's head, whose transform each rank computes whole, has an all-reduce for
-    a reduce-scatter. The loss has three numbers a token, and whole weights that saw parts of the
-    sequence or of the heads are added up once a step.
+    Without: all-reduces of the outputs of attention and MLP, and of the gradients of their inputs
+    (Shoeybi et al., arXiv 1909.08053, §3). With: a reduce-scatter and an all-gather for each
+    (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input add
+    one of each; BERT's head, whose transform every rank computes completely, has an all-reduce
+    instead of the reduce-scatter. The loss adds three numbers per token. Gradients of unsplit
+    weights, from parts of the sequence or of the heads, are summed once per step.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
     doors = (2 * spec.layers + 1) * work.passes
@@ -376,7 +377,7 @@ def _tensor(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_numbers(work: StepOnRank) -> int:
-    """Numbers in whole weights of which each tensor-parallel rank has a share of the gradient."""
+    """Return numbers in unsplit weights of which tp ranks have parts of the gradient each."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
         partial += ["norm", "embed.positions", "embed.segments"]
@@ -389,10 +390,10 @@ def _shared_numbers(work: StepOnRank) -> int:
 
 
 def _context(work: StepOnRank, tally: Tally) -> None:
-    """Add cp: keys and values go round the ring, N−1 messages a layer, forwards and backwards.
+    """Add cp: keys and values pass around the ring, N−1 messages per layer, forward and backward.
 
-    Their gradients go all the way home, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
-    of parameters are sent as under ddp.
+    Their gradients return to their owners, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
+    of parameters are reduced as in ddp.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.cp
     times = spec.layers * work.passes
@@ -403,7 +404,7 @@ def _context(work: StepOnRank, tally: Tally) -> None:
 
 
 def _no_traffic(work: StepOnRank, tally: Tally) -> None:
-    """A single process."""
+    """Add nothing, for a single process."""
 
 
 _FORMULAS: Mapping[str, Callable[[StepOnRank, Tally], None]] = {

@@ -38,7 +38,7 @@ def _words(cluster: Cluster, size: int, stride: int, inside: str) -> str:
 
 
 def _inner_link(cluster: Cluster) -> str:
-    """The link between a node's devices, in words; of a machine that was probed none is known."""
+    """Return the name of the link between a node's devices; a probed machine's is unknown."""
     node = NODES.get(cluster.name)
     if node is None:
         return "the node's own links"

@@ -61,7 +61,7 @@ def _word(name: str) -> str:
 def _variations(
     device: DeviceRates, wanted: SearchRequest, best: Plan
 ) -> Iterator[tuple[str, SearchRequest]]:
-    """Yield requests with one setting more, on the axes of the best plan."""
+    """Yield requests with one more setting, on the axes of the best plan."""
     for name, value, _ in _ASKED:
         if name in wanted.keep or name in wanted.vary:
             continue

@@ -65,9 +65,9 @@ def _explain_fastest(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """The fastest against the next that is listed, and what else it is.
+    """Compare the fastest plan with the next one listed, and name its other roles.
 
-    Where it is listed alone, against the next of another kind.
+    If no other plan is listed, compare it with the next of another kind.
     """
     begin = f"{join_roles(roles)}: "
     times = found.times.step_s
@@ -87,9 +87,9 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Return the part in which a slower plan loses most, and what it saves in others.
+    """Return the part in which a slower plan loses most, and how much it saves in others.
 
-    A part alone may lose more than the whole step does.
+    A single part may lose more than the whole step.
     """
     gaps = {
         name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
@@ -104,7 +104,7 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
 
 
 def _words_against(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
-    """Another plan in words: all of them, where both split the model alike."""
+    """Describe another plan: completely if both split the model alike, else by its layout."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
     short = theirs.split(", micro-batch")[0]
     words = theirs if short == mine.split(", micro-batch")[0] else short
@@ -112,7 +112,7 @@ def _words_against(found: SearchResult, other: int, place: int, listed: Sequence
 
 
 def _reason_for_single(wanted: SearchRequest) -> str:
-    """Explain why a plan has no other to be compared with."""
+    """Explain why there is no other plan to compare with."""
     c = layouts(wanted)
     splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
     if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
@@ -139,7 +139,7 @@ def rejected_families(
 
 
 def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
-    """A family's best plan against the fastest, or how far its smallest is from fitting."""
+    """Compare a family's best plan with the fastest, or say how far its smallest is off fitting."""
     place, first = found.best[name], found.fastest
     if place < 0:
         small = found.smallest[name]
@@ -200,7 +200,7 @@ def impossible(wanted: SearchRequest) -> str:
 
 
 def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
-    """Yield the insisted sizes that this model, these devices or this batch cannot have."""
+    """Yield the requested sizes that are impossible for this model, these devices or this batch."""
     keep, world = wanted.keep, wanted.world
     named = False
     for axis in ("tp", "cp", "pp", "ep"):

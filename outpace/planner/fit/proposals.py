@@ -148,7 +148,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Find by halving a kind's first change that fits, and the one that saves most."""
+    """Find, by bisection, the first change of a kind that fits, and the one that saves most."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:
@@ -179,7 +179,7 @@ def _pairs(
     attempt: Callable[[Change], _TriedChange | None],
     wanted: int,
 ) -> list[_TriedChange]:
-    """Changes of two kinds, none of which fits alone."""
+    """Combine changes of two kinds, neither of which fits alone."""
 
     def seconds_of_both(pair: tuple[_TriedChange, _TriedChange]) -> float:
         one, other = pair
@@ -202,7 +202,7 @@ def _pairs(
 
 
 def _seconds(tried: _TriedChange) -> float:
-    """Return the time of a step, by which an unknown one comes last."""
+    """Return a sort key for step times, with unknown ones last."""
     return math.inf if tried.cost.step_s is None else tried.cost.step_s
 
 

@@ -61,7 +61,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
 
 
 def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int) -> Plan:
-    """All blocks alike, where a mixture was not found; or the sentence that nothing fits."""
+    """Return all blocks in one mode, if no mixture was found. Raises BadInputError if none fits."""
     for mode, cost in uniform.items():
         if cost.peak_memory_bytes <= budget_bytes:
             return _uniform(plan, mode)
@@ -101,7 +101,7 @@ def cheapest(
 
 
 def _ceil(wanted: float, each: float) -> int:
-    """Return how many of `each` make up what is wanted; too many to be had where they don't."""
+    """Return how many of `each` add up to `wanted`; an impossible number if none do."""
     if wanted <= 0:
         return 0
     return int(-(-wanted // each)) if each > 0 else 2**62

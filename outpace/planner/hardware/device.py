@@ -248,10 +248,10 @@ def sustained_product_s(
 
 
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
-    """Return by how much measured products take longer than by tiles, at the shape asked for.
+    """Return how much longer measured products take than their tiles predict, at this shape.
 
-    The points of the same dtype count by their nearness, in logarithms of the three dimensions: a
-    point itself says what it took, and far from all points their mean does.
+    Points of the same dtype are weighted by distance in the logarithms of the three dimensions: at
+    a point its own ratio holds, far from all points their mean.
     """
     m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
     found = np.ones(rate.shape)
@@ -274,7 +274,7 @@ def _interpolate(points: Sequence[MeasuredProduct], m: Floats, n: Floats, k: Flo
 def _by_curve(
     device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
-    """Each product of a batch by itself, at the share of the best rate that its size reaches."""
+    """Return the time of a batch of products, at the share of the best rate for their size."""
     flops = 2.0 * m * n * k
     sizes, shares = np.array(device.curve).T
     share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)

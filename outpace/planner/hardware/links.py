@@ -81,9 +81,9 @@ class Fabric:
         return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
 
     def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
-        """Return bytes/s of a link, and the nodes of groups of `size` ranks `stride` apart.
+        """Return bytes/s per link, and the nodes of groups of `size` ranks `stride` apart.
 
-        `share` is that of a node's links that the collective reaches.
+        `share`: how much of a node's links the collective reaches.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, self.inside_bytes_per_s, np.inf) * share
@@ -149,7 +149,7 @@ class Fabric:
     def _collective_s(
         self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
     ) -> Floats:
-        """Each of `rounds` goes round the ring in size − 1 steps, at this share of the rate."""
+        """Return seconds of `rounds` trips around a ring, size − 1 steps each, at this share."""
         rate, nodes = self._ring(size, stride, share)
         steps = rounds * (size - 1)
         crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
@@ -164,12 +164,12 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), best, 0.0)
 
     def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Seconds of an all-reduce over groups on several nodes, by double binary trees.
+        """Return seconds of an all-reduce over several nodes by double binary trees.
 
-        A rank of a chain sends the array up and down. So does a node that is inner in one tree, of
-        which each has half: three halves to its neighbours there and one in the other tree; of two
-        nodes each is a root once and a leaf once, which is half of it. Latencies are NCCL's: there
-        and back through the chain and as many hops as two to the power of them are nodes.
+        A rank of a chain sends the array up and down. So does a node that is an inner node in one
+        of the two trees, each with half of the array: three halves to its neighbours there and one
+        half in the other tree. With two nodes, each is a root once and a leaf once, which halves
+        that. Latencies are NCCL's: through the chain and back, and log2(nodes) hops.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
@@ -198,6 +198,6 @@ class Fabric:
 
 
 def _count_targets(groups: Floats, copies: int) -> Floats:
-    """Return how many groups other than its own a token goes to, of `copies` drawn evenly."""
+    """Return how many groups, except its own, a token with `copies` random copies reaches."""
     share: Floats = groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups
     return share

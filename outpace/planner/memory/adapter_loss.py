@@ -92,7 +92,7 @@ def add_frozen_head_loss(
 def _on_accelerator(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, item: Floats
 ) -> None:
-    """Add `nn.head_loss`: all logits kept where compiled, else gradients made in the forward."""
+    """Add `nn.head_loss`: with all logits if compiled, else with gradients made in the forward."""
     c, s, hidden = columns, sizes, outline.hidden
     rows, wide = s.tokens, padded_columns(np.full(len(c), float(outline.outputs)))
     states = rows * hidden

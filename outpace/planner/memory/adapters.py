@@ -342,7 +342,7 @@ def set_up_adapters(
 
 
 def _require_known(columns: PlanBatch) -> None:
-    """Raise BadInputError for a plan of which there is no formula."""
+    """Raise BadInputError for a plan that has no formula."""
     for what, unknown in columns.unknown_with_adapters():
         if unknown.any():
             raise BadInputError(
@@ -376,7 +376,7 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _state_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes of the optimizer's state for a block's adapters."""
+    """Return bytes of the optimizer's state for a block's adapters."""
     plain = PRECISIONS.index("bf16")
     precision = np.where(step.columns.holds_masters(), plain, step.columns.precision)
 
@@ -409,12 +409,12 @@ def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
 
 
 def _unit(step: AdapterMemory) -> Floats:
-    """Return the bytes of a block where they are gathered."""
+    """Return bytes of a block if it is gathered."""
     return np.where(step.gathers, step.block_bytes(step.gathered_item), 0.0)
 
 
 def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Gather what lies outside of blocks, and an embedding's table in fp32 (`nn.fp32_modules`)."""
+    """Gather parameters outside of blocks, and an embedding's table in fp32 (`nn.fp32_modules`)."""
     root = np.where(step.gathers, step.root_item * step.root_elements, 0.0)
     timeline.take("unsharded", root)
     timeline.take("communication", root)
@@ -425,7 +425,7 @@ def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add what blocks keep; while blocks are gathered, each beside the buffer of the one before."""
+    """Add the tensors that blocks save; a gathered block overlaps with the previous buffer."""
     c, layers = step.columns, step.outline.layers
     plain = share_of(c, "none")
     kept = plain * step.saved_bytes
@@ -451,7 +451,7 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
-    """Add the backward: the last two blocks, those between as one, the first two."""
+    """Add the backward: the last two blocks, those in between as one, the first two."""
     layers = step.outline.layers
     every = recompute_interval(step.columns, layers)
     shown = sorted({layers - 1, layers - 2, 1, 0} & set(range(layers)), reverse=True)
@@ -475,13 +475,13 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return where a block is computed again: every so-many-th, from the first."""
+    """Return where a block recomputes: every n-th, from the first."""
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
 
 def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return the bytes that a block keeps from its forward."""
+    """Return bytes that a block saves in its forward."""
     less = step.first_saves_less if place == 0 else 0.0
     found: Floats = np.where(
         _recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less
@@ -490,7 +490,7 @@ def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
 
 
 def _checkpoint_bytes(step: AdapterMemory) -> Floats:
-    """Return the bytes that blocks keep which are computed again: all in one mode."""
+    """Return bytes that recomputed blocks save, all in one mode."""
     modes: tuple[Checkpointing, ...] = ("selective", "attention", "full")
     found = step.saved_bytes
     for mode in modes:
@@ -499,7 +499,7 @@ def _checkpoint_bytes(step: AdapterMemory) -> Floats:
 
 
 def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return the bytes of casts that a block keeps from its forward."""
+    """Return bytes of casts that a block saves in its forward."""
     found: Floats = np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
     return found
 
@@ -507,7 +507,7 @@ def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
 def _pass_over_others(
     timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
 ) -> None:
-    """Add what `count` blocks leave and release; `given` and `copied` are those of the others."""
+    """Add what `count` blocks leave and release; `given` and `copied` are those of other blocks."""
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
     plain = share_of(c, "none") * layers
@@ -522,13 +522,13 @@ def _pass_over_others(
 
 
 def _has_gradients(step: AdapterMemory) -> Bools:
-    """Return where gradients are there before a backward makes new ones."""
+    """Return where gradients exist before a backward makes new ones."""
     found: Bools = step.columns.strategy_in("ddp") | (step.columns.passes > 1)
     return found
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Add the reduction of a block's gradients; return its bytes. `reduced` end here."""
+    """Add the reduction of a block's gradients, the end of that of `reduced`; return its bytes."""
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
@@ -542,7 +542,7 @@ def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> F
 
 
 def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) -> None:
-    """Add the gradient of an adapter's factor: kept, added to the present one, or to be reduced."""
+    """Add the gradient of an adapter's factor: stored, accumulated, or reduced."""
     whole = step.gathered_item * elements
     timeline.take("communication", np.where(step.gathers, whole, 0.0))
     own = np.where(step.gathers, 0.0, whole)
@@ -552,9 +552,9 @@ def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) 
 
 
 def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, first: bool) -> None:
-    """Add a block's backward, with what it computes again before: the MLP, then attention.
+    """Add a block's backward, after its recomputation: the MLP, then attention.
 
-    The gradient of the residual stream is there throughout.
+    The gradient of the residual stream is live throughout.
     """
     b, s = step.block, step.sizes
     less = step.first_saves_less if first else 0.0
@@ -585,7 +585,7 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
 
 
 def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
-    """Add the MLP, whose output's gradient is `cast` bytes where it is not the stream's."""
+    """Add the MLP; its output's gradient takes `cast` bytes if it differs from the stream's."""
     b, inner = step.block, step.block.inner
     down, up = step.matrix("down"), step.matrix("up")
     _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
@@ -610,7 +610,7 @@ def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> Non
 def _add_attention(
     timeline: MemoryTimeline, step: AdapterMemory, cast: Floats, *, first: bool
 ) -> None:
-    """Add attention; in the first block its queries, keys and values read what has no gradient."""
+    """Add attention; the inputs of the first block's queries, keys and values need no gradient."""
     b, s = step.block, step.sizes
     out = step.matrix("out")
     begins = first and not step.has(*_QKV)  # what is mixed has no gradient
@@ -651,9 +651,9 @@ def _add_linear(
 ) -> None:
     """Add a linear layer's backward: B, the frozen matrix, then A.
 
-    `made` bytes of its output's gradient go with it, and `read` of the input that adapters keep.
-    The gradient of its input stays, if it `has_gradient`; `joins`: there is such a one, to which it
-    is added.
+    It frees `made` bytes of its output's gradient and `read` bytes of the input that adapters
+    saved. The gradient of its input stays if it `has_gradient`; `joins`: it is added to an existing
+    one.
     """
     into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
     rank = step.settings.rank
@@ -687,7 +687,7 @@ def _add_linear(
 
 
 def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
-    """Add the gradient of a norm's input, made of its output's, which joins the stream's."""
+    """Add the gradient of a norm's input, made of its output's and added to the stream's."""
     timeline.pass_over("temporary", stream - read)
     timeline.take("temporary", stream)
     timeline.drop("activations", step.block.residual + step.block.norm)
@@ -697,11 +697,11 @@ def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, rea
 
 
 def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add what attention's backward has for itself.
+    """Add the workspace of attention's backward.
 
-    FlashAttention has sums of queries' gradients in fp32 (Dao, arXiv 2307.08691, §3); the package's
-    own on a CPU in bf16 (`nn.attention`) has those of keys and values, and of a block of queries
-    their probabilities three times and what these are made of.
+    FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). outpace's own
+    on a CPU in bf16 (`nn.attention`) sums those of keys and values, and has three copies of the
+    probabilities of a block of queries and their inputs.
     """
     one, c, b = step.outline.stacks[0].attention, step.columns, step.block
     assert one is not None
@@ -724,7 +724,7 @@ def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_optimizer(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add what a step of the optimizer makes for itself."""
+    """Add temporaries of the optimizer's step."""
     timeline.clear("activations", "temporary", "weight copies", "unsharded", "communication")
     c, s = step.columns, step.sizes
     elements = step.outline.layers * step.trained_elements / step.shards

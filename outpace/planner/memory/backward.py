@@ -16,7 +16,7 @@ from outpace.planner.plan_batch import Bools, Floats, Ints
 
 @dataclass(frozen=True)
 class _Position:
-    """A block that is looked at: which plans have it, its mode, and which gather the next one."""
+    """Position of a block: which plans have it, its mode, and which of them gather the next one."""
 
     present: Bools
     mode: BlockMode
@@ -62,7 +62,7 @@ def _pass_over_others(
     ends: list[_Position],
     beginnings: list[_Position],
 ) -> None:
-    """Add what the blocks between leave and release."""
+    """Add what the blocks in between leave and release."""
     setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding
     delays, modes = rank.delays, rank.recomputation
     at_end, at_beginning = _count(ends), _count(beginnings)
@@ -92,9 +92,9 @@ def _count(positions: list[_Position]) -> Ints:
 def _add_block(
     timeline: MemoryTimeline, rank: RankSetup, position: _Position, reduced: Floats
 ) -> Floats:
-    """Add a block's backward, and return the bytes in which its gradients are reduced.
+    """Add a block's backward; return the bytes in which its gradients are reduced.
 
-    `reduced`: those of the block before, whose reduction ends here.
+    `reduced`: bytes of the previous block, whose reduction ends here.
     """
     if not position.present.any():
         return reduced
@@ -129,10 +129,10 @@ def _add_block(
 
 
 def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
-    """Add a block's gradients to those that wait for a pipeline's last micro-batch, or begin them.
+    """Add a block's gradients to those that wait for a pipeline's last micro-batch, or start them.
 
-    One by one, in the dtype that they are reduced in, after the block's backward. `sent` are their
-    bytes in that dtype.
+    They are added one by one after the block's backward, in the dtype of the reduction. `sent`:
+    their bytes in that dtype.
     """
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
@@ -144,7 +144,7 @@ def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) ->
 
 
 def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the embedding's gradient, which has all rows; a tied head's is added to it."""
+    """Add the embedding's gradient, which covers all rows; a tied head's is added to it."""
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
     add_gradient(timeline.select(place.first), rank.gradient, e.positions, product=False)
@@ -165,7 +165,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
 def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the reduction of gradients outside of blocks, and of those that waited for it.
 
-    The head's own were counted where the loss was; root shards are reduced at the end.
+    The head's were counted with the loss; root shards are reduced at the end.
     """
     setup, place, s, sharding = rank.setup, rank.place, rank.setup.sizes, rank.setup.sharding
     item, delays = sharding.item, rank.delays

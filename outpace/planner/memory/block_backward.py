@@ -17,12 +17,11 @@ _ATTENTION_ROWS = 512  # of scores that ring attention holds at once
 
 @dataclass(frozen=True)
 class _Block:
-    """Values that the operators of a block's backward have in common.
+    """Values shared by the operators of a block's backward.
 
-    `live` is the share of saved tensors that is on the device, `copies` bytes of weight copies for
-    each element of a matrix, as far as they are there. `stream` is the gradient of the residual
-    stream, `read` what products read, `cast` as much where it is cast, `gathered` where it is
-    gathered again.
+    `live`: share of saved tensors on the device. `copies`: bytes of weight copies per matrix
+    element, if they exist. `stream`: gradient of the residual stream. `read`: input of products;
+    `cast`: the same if it is cast; `gathered`: if it is gathered again.
     """
 
     setup: MemorySetup
@@ -64,7 +63,7 @@ def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMod
 
 
 def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the MLP, and the norm before it or after."""
+    """Add the MLP, with the norm before or after it."""
     b = block.setup.block
     inner, saved = b.inner, b.inner * block.live
     # The gradient of its output in the products' dtype, then of the inner tensor.
@@ -97,7 +96,7 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add attention, and the norm before it or after."""
+    """Add attention, with the norm before or after it."""
     s, b = block.setup.sizes, block.setup.block
     timeline.pass_over("temporary", block.cast)
     timeline.pass_over("temporary", b.mixed)
@@ -121,7 +120,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the gradient of a norm's input, made of its output's, which joins the stream's."""
+    """Add the gradient of a norm's input, made of its output's and added to the stream's."""
     b = block.setup.block
     # Put together before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))
@@ -132,7 +131,7 @@ def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add attention round a ring of ranks: operands in fp32, 512 rows of scores three times."""
+    """Add ring attention: operands in fp32, and three times 512 rows of scores."""
     c, s, b = setup.columns, setup.sizes, setup.block
     spread = c.cp > 1
     if not spread.any():
@@ -148,7 +147,7 @@ def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
 
 
 def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add what attention's kernel has for itself on an accelerator."""
+    """Add the workspace of attention's kernel on an accelerator."""
     one = setup.outline.stacks[0].attention
     if setup.question.device == "cpu" or one is None:
         return

@@ -61,7 +61,7 @@ def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Copy out what each block gathers, while the last block's is still there."""
+    """Copy the gathered parameters of each block, while the previous block's still exist."""
     unit, regathers = rank.setup.unit, rank.setup.sharding.regathers
     others = np.where(regathers, 0.0, unit * (rank.blocks - 1))
     before = np.where(rank.blocks > 1.5, unit, rank.root)

@@ -54,7 +54,7 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
 
 
 def _place(ranks: list[Rank], rows: Ints) -> Place:
-    """Return the rank of each plan, which is the one at its place in `ranks`."""
+    """Return one rank of each plan: the one at its index in `ranks`."""
     columns = np.array(ranks, float)[rows].T
     return Place(
         *(

@@ -27,10 +27,10 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 
 @dataclass(frozen=True)
 class _Head:
-    """Head of a rank that has one, of `elements`: `rows` tokens come to it.
+    """Head with `elements` on ranks that have one; it receives `rows` tokens.
 
-    `more` micro-batches wait for their backward; `last` bytes of a buffer go as it begins.
-    `copied`: products read a copy of it, cast or padded.
+    `more`: further micro-batches that wait for their backward. `last`: bytes of a buffer freed when
+    it begins. `copied`: products read a cast or padded copy.
     """
 
     setup: MemorySetup
@@ -98,7 +98,7 @@ def tied_head_bytes(rank: RankSetup) -> Floats:
 def _add_logits(
     timeline: MemoryTimeline, setup: MemorySetup, rows: Floats, more: Floats, last: Floats
 ) -> None:
-    """Add the head and the loss by the way that each plan takes."""
+    """Add the head and the loss, by the method of each plan."""
     item, hidden, vocab = setup.sharding.item, setup.outline.hidden, _vocab(setup)
     cast = setup.sizes.operand < item
     chunked = _uses_chunks(setup, rows, vocab)
@@ -128,7 +128,7 @@ def _vocab(setup: MemorySetup) -> Floats:
 
 
 def _transform_bytes(setup: MemorySetup) -> Floats | float:
-    """Return what BERT's product, activation and norm before the head keep."""
+    """Return the bytes that BERT's product, activation and norm before the head save."""
     if not setup.outline.head_products:
         return 0.0
     read = setup.sizes.whole * setup.sizes.operand
@@ -136,7 +136,7 @@ def _transform_bytes(setup: MemorySetup) -> Floats | float:
 
 
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Return which losses take logits in chunks: where asked for, or where they are large."""
+    """Return which losses use chunks of logits: those requested, or with large logits."""
     c = setup.columns
     if _uses_head_loss(setup):
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
@@ -147,12 +147,12 @@ def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
 
 
 def _uses_head_loss(setup: MemorySetup) -> bool:
-    """Return whether the loss is `nn.head_loss`: outpace's own, on an accelerator."""
+    """Return whether the loss is `nn.head_loss`: outpace's model on an accelerator."""
     return setup.question.traits.chunks_loss and setup.question.device == "cuda"
 
 
 def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
-    """Whether logits are there between forward and backward; else the forward ends them."""
+    """Return whether logits live from forward to backward; else the forward frees them."""
     c = setup.columns
     whole = c.compile & fits(rows, columns, setup.sizes.operand)
     between: Bools = _splits_backward(setup) | (c.tp > 1) | whole
@@ -160,7 +160,7 @@ def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
 
 
 def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits, over which the backward writes their gradient."""
+    """Add all logits; the backward overwrites them with their gradient."""
     s, rows = head.setup.sizes, head.rows
     states = rows * head.setup.outline.hidden
     cast = np.where(s.operand < s.stream, states * s.operand, 0.0)
@@ -181,7 +181,7 @@ def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits or some rows of them, whose gradient the forward multiplies."""
+    """Add all logits or chunks of them; the forward multiplies their gradient."""
     s, rows, item = head.setup.sizes, head.rows, head.setup.sharding.item
     hidden = head.setup.outline.hidden
     c, row_bytes = head.setup.columns, np.maximum(head.vocab, 1) * s.operand
@@ -209,7 +209,7 @@ def _splits_backward(setup: MemorySetup) -> Bools:
 
 
 def _takes_bf16_logits(setup: MemorySetup) -> Bools:
-    """Return whose products are of bf16 on a CPU, where logits' gradient takes their place."""
+    """Return which plans have bf16 products on a CPU, where the gradient overwrites the logits."""
     c = setup.columns
     own = c.precision_in(*COMPUTES_IN_BF16) & ~_splits_backward(setup) & (c.tp == 1)
     takes: Bools = own & setup.question.traits.chunks_loss & (setup.question.device == "cpu")
@@ -217,7 +217,7 @@ def _takes_bf16_logits(setup: MemorySetup) -> Bools:
 
 
 def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits in 16 bits, of which the gradient is made in place."""
+    """Add all logits in 16 bits; their gradient is made in place."""
     s, rows, vocab = head.setup.sizes, head.rows, head.vocab
     states = rows * head.setup.outline.hidden
     logits = rows * vocab * s.operand
@@ -268,7 +268,7 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add the CPU's chunked loss: the forward makes gradients of hidden states and head."""
+    """Add the CPU's chunked loss; the forward makes gradients of hidden states and head."""
     s, hidden, item = head.setup.sizes, head.setup.outline.hidden, head.setup.sharding.item
     rows, vocab, low = head.rows, head.vocab, _takes_bf16_logits(head.setup)
     asked = head.setup.columns.chunked_loss

@@ -49,7 +49,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Release gradients that are in buffers by now, of which sums in fp32 are made again."""
+    """Release gradients that were copied into buffers, from which fp32 sums are made."""
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
     if copied.any():
@@ -59,9 +59,9 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
-    """Add gradients in fp32 for fp16's loss scale: one by one, by who owns the masters.
+    """Add fp32 gradients for fp16's loss scale, one by one, on the owners of the masters.
 
-    They replace those in 16 bits, but for views of buffers, which stay.
+    They replace those in 16 bits, except views of buffers, which stay.
     """
     setup, sharding, g = rank.setup, rank.setup.sharding, rank.setup.gradients
     master = setup.columns.precision_in("fp16-master") & (g.bucket_item < FP32)

@@ -120,7 +120,7 @@ def _timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plans, and timelines of a step on ranks of theirs that may need the most memory."""
+    """Yield plans with a step's timelines on the ranks that may need the most memory."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.take(rows)
@@ -136,7 +136,7 @@ def _timelines(
 def _start_timelines(
     question: MemoryQuestion, columns: PlanBatch
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plans, and timelines of the same ranks up to the first forward."""
+    """Yield plans with timelines of the same ranks up to the first forward."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
         part = columns.take(rows)
@@ -150,7 +150,7 @@ def _start_timelines(
 
 
 def _parts(columns: PlanBatch) -> Iterator[Ints]:
-    """Yield plans with and without a pipeline apart, and as many at a time as caches hold."""
+    """Yield plans in parts that fit into caches, those with pipelines apart from the others."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
@@ -202,7 +202,7 @@ def least_bytes(
 
 
 def _reserve(outline: Outline, columns: PlanBatch, peak: Floats) -> Floats:
-    """Return bytes of tensors with segments, context and buffers of collectives."""
+    """Return the reserved bytes: tensors with segments, the context, and buffers of collectives."""
     blocks = _LARGE_BLOCKS if columns.common_adapters is None else _LARGE_FROZEN_BLOCKS
     large = np.minimum(blocks * outline.layers / columns.pp, np.floor(peak / _LEAST_LARGE))
     lost = _SMALL_SEGMENT + _SEGMENT + large * _ROUNDED / 2
@@ -221,6 +221,6 @@ def plan_library_bytes(plan: Plan) -> int:
 
 
 def _count_groups(axes: Plan | PlanBatch) -> Any:
-    """Count the groups of ranks that a rank is in: each has buffers of its own."""
+    """Count the groups of a rank, each of which has buffers."""
     sizes = (axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.pp)
     return sum(1 * (size > 1) for size in sizes)

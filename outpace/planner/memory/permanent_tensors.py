@@ -61,7 +61,7 @@ def _state_bytes(rank: RankSetup) -> Floats:
 
 
 def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> None:
-    """Add buffers of gradients and communication, workspaces, and a step's inputs."""
+    """Add buffers for gradients and communication, workspaces, and a step's inputs."""
     setup, c, g = rank.setup, rank.setup.columns, rank.setup.gradients
     device = setup.question.device
     timeline.pass_over("gradients", np.where(g.buckets, g.bucket_item * rank.elements, 0.0))
@@ -79,7 +79,7 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
 
 
 def _add_messages(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add what a pipeline sends and receives: a buffer for each micro-batch, or one."""
+    """Add the buffers in which a pipeline sends and receives: one per micro-batch, or one."""
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     stream = setup.sizes.part * setup.sizes.stream
     piped = c.pp > 1
@@ -90,7 +90,7 @@ def _add_messages(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add gradients of micro-batches before the last that are added up beside the buckets."""
+    """Add accumulated gradients that are kept in addition to the buckets."""
     setup, g = rank.setup, rank.setup.gradients
     timeline.pass_over("gradients", g.apart * rank.elements)
     # Sums in fp32 are rounded to the buckets' dtype before the last micro-batch.
@@ -99,10 +99,10 @@ def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add gradients of micro-batches before, outside of buckets.
+    """Add accumulated gradients outside of buckets.
 
-    Those of weights on the host are copied there as soon as they are reduced. Within a pipeline
-    sharded gradients are whole until the last micro-batch.
+    Those of weights on the host are copied there as soon as they are reduced. In a pipeline,
+    sharded gradients stay whole until the last micro-batch.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     sharding, g, delays = setup.sharding, setup.gradients, rank.delays

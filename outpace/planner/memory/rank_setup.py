@@ -151,7 +151,7 @@ def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
 
 
 def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
-    """Return the elements outside of blocks; a tied head is there where the embedding is not."""
+    """Return the elements outside of blocks; a tied head is counted with the embedding."""
     e = setup.ends
     shared = (e.head == 0) & ~place.first & setup.outline.tied
     head = np.where(shared, e.embedding, e.head)
@@ -160,7 +160,7 @@ def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
 
 
 def _block_mode(setup: MemorySetup, again: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
-    """Return the mode of a block: where it recomputes, the first of `modes` that there is."""
+    """Return the mode of a block: if it recomputes, the first of `modes` that occurs."""
     saved = np.where(again, 0.0, setup.saved["none"])
     selective, free = np.zeros_like(again), again
     for mode in modes:

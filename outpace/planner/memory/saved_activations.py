@@ -217,7 +217,7 @@ def layer(
 
 
 def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:
-    """Elements of a layer's largest matrix: of one expert, and not of several that are one here."""
+    """Return a layer's largest matrix, in elements; experts and joined matrices count singly."""
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
     for weight, share in zip(parts, cut, strict=True):
@@ -236,7 +236,7 @@ def _attention(
     dropout: bool,
     traits: FrameworkTraits,
 ) -> tuple[Floats, ...]:
-    """Queries, keys, what is mixed, raw queries keys and values, what norms add, scores."""
+    """Return bytes saved by attention: queries, keys, mix, raw projections, norms, scores."""
     item, tokens = sizes.operand, sizes.tokens
     heads, kv_heads = one.heads / columns.tp, one.kv_heads / columns.tp
     queries = item * tokens * heads * one.head_dim
@@ -267,10 +267,10 @@ def _attention(
 
 
 def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
-    """One inner tensor, and what routing to experts adds.
+    """Return bytes of one inner tensor of an MLP, and bytes that routing to experts adds.
 
-    A token goes to `active` experts, evenly: its copies as they are sent, what comes back before
-    it is weighed, and the router's probabilities in fp32.
+    A token goes to `active` experts, evenly: this adds the copies sent, the results before
+    weighting, and the router's probabilities in fp32.
     """
     item, tokens = sizes.operand, sizes.tokens
     if not mlp.experts:

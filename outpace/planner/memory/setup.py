@@ -159,7 +159,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
 
 
 def _layers(question: MemoryQuestion, columns: PlanBatch, sizes: Shapes) -> list[Layer]:
-    """Return a layer of each stack."""
+    """Return one layer of each stack."""
     q = question
     return [
         layer(q.outline, stack, columns, sizes, q.device, q.fused_attention, q.traits)

@@ -68,7 +68,7 @@ def layer_shapes(
 
 
 def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Matrices that are one product here and several in the model."""
+    """Split matrices that are one product here and several in the model."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -164,7 +164,7 @@ def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
 
 
 def _all_shapes(outline: Outline) -> list[tuple[Shape, bool]]:
-    """Return the shape of every parameter, and whether a layer has it."""
+    """Return the shape of every parameter, and whether it belongs to a layer."""
     hidden = outline.hidden
     outside = [(outline.vocab, hidden), (outline.learned_positions, hidden)]
     outside += [(p.outputs, p.inputs) for p in outline.head_products for _ in range(p.count)]

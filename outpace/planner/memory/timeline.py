@@ -87,7 +87,7 @@ class MemoryTimeline:
         return found
 
     def _of_plans(self, nbytes: Amount) -> Amount:
-        """Return a change of the plans of this timeline; 0 for others."""
+        """Return a change that applies to the plans of this timeline, and 0 to others."""
         return nbytes if self._plans is None else np.where(self._plans, nbytes, 0.0)
 
     def _change(self, kind: Kind, nbytes: Amount) -> None:

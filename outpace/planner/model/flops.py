@@ -32,10 +32,10 @@ def block_weights(spec: ModelSpec) -> int:
 
 
 def _recomputed_weights(spec: ModelSpec) -> int:
-    """Elements of the weight matrices of a block that full checkpointing multiplies by again.
+    """Return the weight elements of a block that full checkpointing multiplies by again.
 
-    torch stops recomputing at the last tensor that the backward reads. A block's last product,
-    the MLP's down, is before it only where a dropout or a norm follows.
+    torch stops recomputing at the last tensor that the backward reads. The last product of a block,
+    the MLP's down projection, precedes it only if a dropout or a norm follows.
     """
     last_is_read = spec.dropout > 0 or not spec.norm_first
     return block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
@@ -54,13 +54,13 @@ def keys_reached(keys: int, window: int | None, causal: bool) -> int:
 
 
 def _layer_product(spec: ModelSpec, seq_len: int, layer: int) -> int:
-    """FLOPs of one (S, C) by (C, keys) product over all heads of a layer, one sample."""
+    """Return FLOPs of one (S, C) by (C, keys) product over all heads of a layer, for one sample."""
     keys = keys_reached(seq_len, spec.layer_window(layer), spec.causal)
     return 2 * spec.heads * spec.head_dim * seq_len * keys
 
 
 def _attention_product(spec: ModelSpec, seq_len: int) -> int:
-    """The same over all layers."""
+    """Return FLOPs of these products over all layers."""
     return sum(_layer_product(spec, seq_len, layer) for layer in range(spec.layers))
 
 
@@ -76,10 +76,10 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
-    """FLOPs that the last block is spared of one sample whose one place is read.
+    """Return FLOPs that the last block saves per sample if a single position is read.
 
-    Of all other places it needs keys and values alone. `weights`: elements that a whole block would
-    multiply by, keys' and values' among them; `products`: of attention's.
+    For all other positions it needs only keys and values. `weights`: elements that a whole block
+    multiplies by, including keys and values; `products`: those of attention.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
     a_place = _layer_product(spec, seq_len, spec.layers - 1) // seq_len
@@ -129,7 +129,7 @@ def step_flops(
 
 
 def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Return what the last block is spared of `recomputed_flops` where one place is read."""
+    """Return how much of `recomputed_flops` the last block saves if one position is read."""
     if mode in ("none", "selective"):
         return 0
     products = 0 if mode == "attention" else _FORWARD_PRODUCTS

@@ -86,7 +86,7 @@ def layer_flops(
 
 
 def _token_elements(weight: Weight) -> int:
-    """Elements that a token is multiplied by."""
+    """Return the elements that a token is multiplied by."""
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 

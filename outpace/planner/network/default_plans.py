@@ -16,7 +16,7 @@ PRODUCT = "TP × PP × DP"
 
 
 class _Study:
-    """Values shared by all plans: those asked for, and the model and machine."""
+    """Values shared by all plans: the request, the model and the machine."""
 
     def __init__(
         self, problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
@@ -32,7 +32,7 @@ class _Study:
         }
 
     def fits(self, entry: NetworkEntry) -> bool:
-        """Return whether a plan is known to fit a device."""
+        """Return whether a plan is known to fit on a device."""
         columns = of_plans([entry.plan], entry.global_batch, self.spec.layers)
         return bool(self.problem.fits(columns)[0])
 
@@ -97,7 +97,7 @@ def _pipeline(study: _Study) -> NetworkEntry | tuple[str, str]:
 
 
 def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
-    """TP within a node; the fewest stages that fit a device; the rest are replicas."""
+    """Combine TP within a node, the fewest stages that fit, and replicas of the rest."""
     spec, world = study.spec, study.world
     tp = study.tp or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:

@@ -118,13 +118,13 @@ def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]
 
 
 def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
-    """The slowest that is enough; None where none is."""
+    """Return the slowest sufficient network; None if there is none."""
     enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
     return min(enough, key=lambda network: network.bytes_per_s, default=None)
 
 
 def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
-    """The cost of the present network, by its own name."""
+    """Return the cost of the present network, under its own name."""
     for cost in ladder:
         if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
             return cost.model_copy(update={"network": present})
@@ -209,7 +209,7 @@ class NetworkSteps:
         return found if own is None else found / self.device_share(own)
 
     def _least(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
-        """Return the least rates by which steps take no more than is tolerated; 0 where any is."""
+        """Return the lowest rates that keep steps within the tolerance; 0 if any rate does."""
         allowed = (1 + self._asked.tolerance) * of_s[:, None]
         low, high = np.full_like(of_s, math.log(_LEAST)), np.full_like(of_s, math.log(_MOST))
         for _ in range(_ROUNDS):
@@ -238,7 +238,7 @@ class NetworkSteps:
     def _costs(
         self, networks: Sequence[Network], steps: Floats, ideal: Floats
     ) -> list[tuple[NetworkCost, ...]]:
-        """Compare with an infinitely fast network."""
+        """Return costs relative to an infinitely fast network."""
         return [
             tuple(
                 NetworkCost(network=one, step_s=step_s, slowdown=max(0.0, step_s / least_s - 1))
@@ -289,7 +289,7 @@ class PlanTraffic:
 
 
 def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
-    """Return a plan's traffic on its nodes: the most of any stage, for each purpose and axis."""
+    """Return a plan's traffic between nodes: the maximum over stages, for each purpose and axis."""
     plan = entry.plan
     apart = plan.world_size // plan.pp
     most: dict[tuple[Part, Where], Flow] = {}

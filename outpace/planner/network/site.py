@@ -101,7 +101,7 @@ class Site:
         return self._results.ranks_per_host
 
     def _default_network(self) -> Network | None:
-        """The machine's: as asked last, as measured across nodes, of the catalog, or assumed."""
+        """Return the machine's network: requested, measured across nodes, listed, or assumed."""
         if self._asked.networks:
             return read_network(self._asked.networks[-1])
         rate = None if self._results is None else self._results.node_network_bytes_per_s()
@@ -163,7 +163,7 @@ class Site:
         return replace(found, nodes=self.nodes, fabric=fabric)
 
     def _machine_with_devices(self, chip: Accelerator | None) -> Machine:
-        """Return the probed machine, with the named machine's accelerators if it says of none."""
+        """Return the probed machine, with the named machine's accelerators if it has none."""
         assert self.probe is not None
         if chip is None or self.probe.devices:
             return self.probe
@@ -171,9 +171,9 @@ class Site:
         return self.probe.model_copy(update={"devices": (device,) * self.per_node})
 
     def _share_of_peak(self, device: DeviceRates, precision: Precision) -> DeviceRates:
-        """Return the device where a pass takes what its products do at the share asked for.
+        """Return the device at the requested share of its peak.
 
-        Such shares are of whole passes, so that norms, memory and launches take nothing beside.
+        Such shares describe whole passes, so norms, memory traffic and launches take no extra time.
         """
         share = self._asked.share
         assert share is not None
@@ -207,7 +207,7 @@ class Site:
         return low if chip is not None and "bf16" in chip.peak.flops_per_s else "fp32"
 
     def _measured_rates(self) -> dict[Precision, float]:
-        """The best rate of each precision that can be trained in, where it was steady."""
+        """Return the best steady rate of each precision that can be used for training."""
         if self._results is None:
             return {}
         best = {dtype: self._results.best_rate(dtype) for dtype in _MIXED}

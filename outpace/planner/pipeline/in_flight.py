@@ -68,7 +68,7 @@ def ranks_of(
 
 
 def _weight(rank: Rank) -> tuple[float, int]:
-    """Blocks whose activations are kept, and all blocks."""
+    """Return the blocks whose activations are kept, weighted, and all blocks."""
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
 
@@ -81,7 +81,7 @@ def single_rank(layers: int, every: int = 0) -> Rank:
 
 
 def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bool]:
-    """The share of blocks that recompute, and whether the first and the last do."""
+    """Return the share of blocks that recompute, and whether the first and the last do."""
     found = [every > 0 and block % every == 0 for block in blocks]
     return (sum(found) / len(found), found[0], found[-1]) if found else (0.0, False, False)
 
@@ -127,7 +127,7 @@ def _rank(
 def _most(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
-    """The most chunks that are kept before the first backward is done, and after it."""
+    """Return the most chunks kept before the first backward is done, and after it."""
     kept = [0] * len(layers)
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
@@ -153,7 +153,7 @@ def _most(
 def _operations(
     name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """Yield a rank's operations. A whole backward of a schedule that splits others is two."""
+    """Yield a rank's operations. A whole backward, in a schedule that splits others, is two."""
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, each):
         stage = mine.index(action.stage)

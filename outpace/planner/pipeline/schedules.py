@@ -64,7 +64,7 @@ def schedule_graph(
 
 
 def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
-    """The schedule's own number, or the one that is asked for. Raises BadInputError."""
+    """Return the schedule's fixed number, or the requested one. Raises BadInputError."""
     if schedule not in SCHEDULES:
         raise BadInputError(f"{schedule} is not a pipeline schedule. Use {', '.join(SCHEDULES)}")
     if ranks < 1 or microbatches < 1:
@@ -89,23 +89,23 @@ def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | 
 
 
 def _gpipe(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965, §2.3)."""
+    """Order all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2.3)."""
     return [Action(kind, rank, number) for kind in ("F", "B") for number in range(microbatches)]
 
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Forwards until the first backward is there, then one of each in turn.
+    """Order forwards until the first backward is ready, then one of each in turn.
 
-    Narayanan et al., PipeDream, SOSP 2019, §3.2; flushed as in arXiv 2104.04473, §2.2.1.
+    Narayanan et al., PipeDream, SOSP 2019, §3.2; with flushes as in arXiv 2104.04473, §2.2.1.
     """
     numbers = [(rank, number) for number in range(microbatches)]
     return _in_turn(numbers, numbers, ahead=min(microbatches, ranks - rank) - 1)
 
 
 def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """1f1b in rounds, in which each stage takes a micro-batch for every rank, depth first.
+    """Order 1f1b in rounds, in which each stage takes one micro-batch per rank, depth first.
 
-    Narayanan et al., arXiv 2104.04473, §2.2.2; where n does not divide m, rounds are longer.
+    Narayanan et al., arXiv 2104.04473, §2.2.2; if n does not divide m, rounds are longer.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
     # Until the first backward is there: the round but for its last stage, and a way of two
@@ -115,10 +115,10 @@ def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Act
 
 
 def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """`interleaved` with weights' gradients late: as many are put off as ranks come before.
+    """Order `interleaved` with delayed weight gradients, one for each rank before this one.
 
-    ZB-H1 of Qi et al., arXiv 2401.10241, §2. Only inputs' gradients hold other ranks up, so a
-    rank is one forward, not two, further ahead than the one behind it.
+    ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for gradients of inputs, so a
+    rank is one forward ahead of the next one, instead of two.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
     ahead = _first_rounds(ranks, microbatches, each) + ranks - 1 - rank
@@ -126,7 +126,7 @@ def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
 
 
 def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """A stage takes all micro-batches before the rank's next one does; then all the way back.
+    """Order all micro-batches on each of a rank's stages in turn, then backwards in reverse.
 
     Lamy-Poirier, arXiv 2211.05953, §3.
     """
@@ -139,17 +139,17 @@ _Places = list[tuple[int, int]]  # a stage and a micro-batch each
 
 
 def _round_size(ranks: int, microbatches: int) -> int:
-    """Micro-batches of a round: n, or as many more as make rounds of equal size."""
+    """Return the micro-batches per round: n, or as many more as make rounds of equal size."""
     return microbatches // max(1, microbatches // ranks)
 
 
 def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
-    """Forwards of the first round on all but a rank's last stage."""
+    """Return forwards of the first round, on all but the rank's last stage."""
     return (each - 1) * _round_size(ranks, microbatches)
 
 
 def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Places, _Places]:
-    """A rank's forwards and backwards round by round; in each, stage by stage."""
+    """Return a rank's forwards and backwards round by round; in each round, stage by stage."""
     size = _round_size(ranks, microbatches)
     stages = range(rank, ranks * each, ranks)
 
@@ -163,9 +163,9 @@ def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Place
 def _in_turn(
     forwards: _Places, backwards: _Places, ahead: int, put_off: int | None = None
 ) -> list[Action]:
-    """Return `ahead` forwards, then one forward and one backward in turn, then what is left.
+    """Return `ahead` forwards, then forwards and backwards in turn, then the rest.
 
-    `put_off`: each backward is its inputs' part, and the weights' part comes that many later.
+    `put_off`: each backward covers only inputs, and the part for weights comes that many later.
     """
     kind: Kind = "B" if put_off is None else "I"
     order = [Action("F", *place) for place in forwards[:ahead]]
@@ -180,10 +180,10 @@ def _in_turn(
 
 
 class _Writer:
-    """Writes the order of a rank that has two stages, 0 the earlier and 1 the later.
+    """Writer of a rank's order, with two stages: 0 the earlier and 1 the later.
 
-    "F0" is the next forward of stage 0, "B" a backward, "I" its inputs' part. "W0" is the weights'
-    part that has been put off longest on stage 0, "W" that on either. "F0+B1" may be done together.
+    "F0" is the next forward of stage 0, "B" a backward, "I" its part for inputs. "W0" is the oldest
+    delayed part for weights of stage 0, "W" of either stage. Actions in "F0+B1" may overlap.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -221,10 +221,10 @@ class _Writer:
 
 
 def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Stages in a V: the last stage is on rank 0, which so gets to its backwards at once.
+    """Order stages in a V: the last stage is on rank 0, which can start its backwards at once.
 
-    Qi et al., arXiv 2401.10241, §6. The pattern is one for at least 2n − 1 micro-batches; of those
-    only the ones that there are.
+    Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; missing ones
+    are left out.
     """
     count = max(2 * ranks - 1, microbatches)
     behind = ranks - 1 - rank
@@ -244,14 +244,14 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
 
 
 def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Stages in a V; a forward on one of a rank's stages beside a backward on the other."""
+    """Order stages in a V, with a forward of one stage during a backward of the other."""
     return _dual_pipe_writer(rank, ranks, microbatches).order
 
 
 def _dual_pipe_writer(rank: int, ranks: int, microbatches: int) -> _Writer:
-    """DeepSeek-AI, arXiv 2412.19437, §3.2.1, cut in half to a V: github.com/deepseek-ai/DualPipe.
+    """Write DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half to a V.
 
-    Its steps are those of that program, which numbers them from 1 to 8.
+    The steps are those of github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8.
     """
     behind = ranks - 1 - rank
     main = microbatches - ranks - behind

@@ -147,10 +147,10 @@ def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
 
 
 class _Wirer:
-    """Builder of a sequence: lets a rank proceed until it has to wait, and again when it need not.
+    """Builder of the sequence of all actions: runs each rank until it has to wait for another.
 
-    What there is to wait for has a number, so that large tables take no time: a stage's forward of
-    a micro-batch an even one, its gradients of inputs the odd one after it.
+    Every awaited result has a number, which keeps large tables fast: the forward of a stage and
+    micro-batch has an even one, the gradients of its inputs the odd one after it.
     """
 
     def __init__(self, orders: Sequence[Order], together: Collection[Action]) -> None:
@@ -172,7 +172,7 @@ class _Wirer:
         self._after: list[tuple[int, ...]] = []
 
     def wiring(self) -> Wiring:
-        """Return all actions in sequence. Raises BadInputError where none can proceed."""
+        """Return all actions in sequence. Raises BadInputError if they deadlock."""
         ready = list(range(len(self._todo)))
         while ready:
             rank = ready.pop()
@@ -190,7 +190,7 @@ class _Wirer:
         )
 
     def _take(self, rank: int, action: Action, ready: list[int]) -> bool:
-        """Whether the rank can do this now. If so, those that waited for it become ready."""
+        """Run the action if its inputs are ready, and release its waiters; return whether."""
         needs, dones = self._needs(action), self._completions(action)
         if action in self._beside:
             other = self._beside[action]
@@ -213,7 +213,7 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return what has to be done before. Of the whole backward its inputs' part is enough."""
+        """Return results that an action needs; of a whole backward, the part for inputs."""
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":
@@ -223,7 +223,7 @@ class _Wirer:
         return (forward, forward + self._row + 1) if stage < self._last else (forward,)
 
     def _completions(self, action: Action) -> tuple[int, ...]:
-        """Return what others may wait for, and is done with this."""
+        """Return the results that an action completes."""
         kind, stage, microbatch = action
         return () if kind == "W" else (stage * self._row + 2 * microbatch + (kind != "F"),)
 

@@ -43,7 +43,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Every number of layers for the last stage; the others share what is left evenly."""
+    """Yield every number of layers for the last stage; the others share the rest evenly."""
     if stages == 1:
         yield (layers,)
         return

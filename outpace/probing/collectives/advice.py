@@ -100,9 +100,7 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
 
 
 def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
-    """Return how far the medians of rounds lie apart, as a share, in the median of large
-    collectives.
-    """
+    """Return the spread of the rounds' medians, as a share; the median over large collectives."""
     large = [
         figure
         for figure in figures

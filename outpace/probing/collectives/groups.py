@@ -77,7 +77,7 @@ def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
 
 
 def _round_robin(players: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
-    """Yield rounds in which all meet all, each pair at most once in a round: the circle method."""
+    """Yield rounds in which each meets at most one other, until all have (circle method)."""
     ring: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
     for _ in range(len(ring) - 1):
         facing = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)

@@ -64,7 +64,7 @@ def probe_overlap(
 
 @dataclass(frozen=True)
 class _PendingCollective:
-    """A collective that is begun, and waited for later."""
+    """Collective that was started and is waited for later."""
 
     collective: str
     count: int
@@ -83,7 +83,7 @@ class _PendingCollective:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product of matrices, what is wrong with what it gave, and the time it takes."""
+    """Matrix product, a check of its result, and its time."""
 
     call: Callable[[], Tensor]
     wrong: Callable[[Tensor], str | None]
@@ -93,7 +93,7 @@ class _Product:
 def _cases(
     one: _PendingCollective, place: AxisPlace, product: _Product, clock: Clock
 ) -> list[Case]:
-    """Computing, the collective, and both at once."""
+    """Yield cases of computation, the collective, and both at once."""
     alone = _compute_meanwhile(one, _compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     products = max(1, round(collective_s / max(product.seconds, _LEAST_S)))
@@ -118,7 +118,7 @@ def _cases(
 
 
 def _compute_meanwhile(one: _PendingCollective, compute: Callable[[], Any]) -> PreparedCall:
-    """Begin the collective, compute, wait for its end."""
+    """Start the collective, compute, and wait for the collective to end."""
 
     def call() -> Tensor:
         room: Tensor
@@ -208,7 +208,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
 
 
 def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
-    """Prepare nothing: the call leaves its data as they are."""
+    """Prepare nothing, since the call leaves its data unchanged."""
     return PreparedCall(begin, lambda calls: None)
 
 
@@ -222,7 +222,7 @@ _BEGUN: dict[str, Callable[[AxisPlace, int], _PendingCollective]] = {
 def _product(
     device: torch.device,
 ) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
-    """A product of matrices, and what is wrong with what it gave."""
+    """Return a matrix product with a check of its result."""
     size = 2048 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)

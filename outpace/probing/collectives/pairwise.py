@@ -144,7 +144,7 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: Exchange
 ) -> tuple[Callable[[], Any], Check]:
-    """Return what this rank does while the pairs of a slot send; its first result is right."""
+    """Return what this rank does while the pairs of a slot send; its first result is checked."""
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong
@@ -164,7 +164,7 @@ def _right(slot: tuple[Pair, ...], call: Callable[[], Any], check: Check, place:
 
 
 def _nothing_wrong(_: object) -> None:
-    """Find nothing wrong: a rank has no part in what is checked."""
+    """Report no error, for a rank that takes no part."""
 
 
 def _stay_idle() -> None:

@@ -98,7 +98,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return those whose interval lies above, the slowest first."""
+    """Return ranks whose interval lies above the others', slowest first."""
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:

@@ -71,7 +71,7 @@ def _cases(
     on: Bench, dtypes: Sequence[Dtype], spec: ModelSpec, quick: bool, given: int | None,
     budget_s: float,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """All but the candidates for the best; and what is left out, in words."""
+    """Return all cases except candidates for the best size, and notes on what is left out."""
     main = next(dtype for dtype in _FIRST if dtype in dtypes)
     notes: list[str] = []
     cases = [case for dtype in dtypes for case in matmul.curve_cases(on, dtype, quick)]
@@ -99,7 +99,7 @@ def _cases(
 
 
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
-    """Say what was not measured, and on what all was."""
+    """Return notes on what was not measured, and on the device and dtypes that were."""
     if quick:
         yield "vocabulary padding, backward products and tiles are only measured without --quick"
     if device.type != "cuda":
@@ -112,7 +112,7 @@ def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iter
 def _clock_words(
     device: torch.device, features: Collection[str], figures: Sequence[Figure]
 ) -> tuple[str, ...]:
-    """Say what the best rates tell of the processor's clock."""
+    """Describe what the best rates show about the processor's clock."""
     if device.type == "cuda":
         return ()
     best = [f for f in figures if f.key.what == "best"]
@@ -120,7 +120,7 @@ def _clock_words(
 
 
 def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
-    """Say what clock a processor would need for its best rate, if nothing else took time."""
+    """Say which clock would explain the processor's best rate if its units were always busy."""
     dtype: Dtype = figure.key.of["dtype"]  # type: ignore[assignment]
     span = flops_per_cycle(features, dtype)
     if span is None or figure.value is None:
@@ -136,9 +136,7 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
 
 
 def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
-    """Say for each dtype and dimension what the worst size above the round one costs for its
-    work.
-    """
+    """Report, for each dtype and dimension, the cost of the worst size above the round one."""
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         if figure.key.kind == "matmul" and figure.key.what == "unlucky":
@@ -168,7 +166,7 @@ def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
 def _granularity(
     figures: Sequence[Figure], device: torch.device, features: Collection[str]
 ) -> list[Advice]:
-    """The tiles that fine sweeps show; on a GPU the waves, on a processor the threads' shares."""
+    """Report tiles found in fine sweeps, with waves on a GPU and threads' shares on a processor."""
     found = []
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]
@@ -185,7 +183,7 @@ def _granularity(
 
 
 def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
-    """Say what was seen in a sweep, with what its best size gains over its worst."""
+    """Report what a sweep showed, with the gain of its best size over its worst."""
     worst, best = (pick(sweep, key=lambda f: f.value or 0.0) for pick in (min, max))
     by = gain(worst, best, len(sweep) * (len(sweep) - 1) // 2)
     sizes = [int(figure.key.of[dim]) for figure in sweep]
@@ -202,7 +200,7 @@ def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
 def _steps(
     sweep: Sequence[Figure], dim: str, device: torch.device, features: Collection[str]
 ) -> Iterator[str]:
-    """The width of the steps, and on a processor what that is in its registers."""
+    """Report the width of steps in a sweep, on a processor also in registers."""
     sizes = [int(figure.key.of[dim]) for figure in sweep]
     steps = find_tile(sizes, [_seconds(figure) for figure in sweep])
     if steps is None:
@@ -230,7 +228,7 @@ def _waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
 
 
 def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Iterator[str]:
-    """Say what sizes cost that do not divide over the threads."""
+    """Report the cost of sizes that do not divide evenly over threads."""
     together = {f.key.of[dim]: _seconds(f) for f in sweep}
     one = {int(f.key.of[dim]): _seconds(f) for f in alone if f.key.of[dim] in together}
     threads = torch.get_num_threads()

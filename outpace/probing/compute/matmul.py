@@ -99,7 +99,7 @@ def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
 
 
 def _pool_size(device: torch.device, quick: bool) -> int:
-    """Elements: what large products need, and a small share of a GPU's memory."""
+    """Return the number of elements that large products need, a small share of a GPU's memory."""
     if device.type != "cuda":
         return 1 << (26 if quick else 27)
     free, _ = torch.cuda.mem_get_info(device)
@@ -174,7 +174,7 @@ def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) ->
 
 
 def _rough_rate(on: Bench, dtype: Dtype) -> float:
-    """FLOP/s of a product that is long enough to be more than its launch, by the host's clock."""
+    """Return a rough FLOP/s of a product that takes longer than its launch, by the host's clock."""
     for size in _CURVE[4:]:
         if not on.takes(dtype, (size, size, size)):
             break
@@ -185,7 +185,7 @@ def _rough_rate(on: Bench, dtype: Dtype) -> float:
 
 
 def _rate(on: Bench, dtype: Dtype, shape: Shape) -> float:
-    """Estimate how many FLOP/s a product has, by the host's clock."""
+    """Estimate the FLOP/s of a product by the host's clock."""
     m, n, k = shape
     call = product(on, dtype, shape)
     with _in_tf32() if dtype == "tf32" else nullcontext():

@@ -47,7 +47,7 @@ def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> l
 def _of_head(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what comes into the head, and its weight."""
+    """Return the head's input and its weight."""
     pool = on.pools[dtype]
     return pool[: tokens * hidden].view(tokens, hidden), pool[-vocab * hidden :].view(vocab, hidden)
 
@@ -69,7 +69,7 @@ def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Call
 def _wrong_head(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
 ) -> str | None:
-    """Rows of each product; the latter two by what the first one gave."""
+    """Check rows of each product, with the forward's result as input of the backward."""
     x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
     g_TV, dw_VH, dx_TH = found
     return (
@@ -113,7 +113,7 @@ def attention_cases(
 def _has_attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
 ) -> bool:
-    """Whether it can be computed here, by trying."""
+    """Return whether this attention runs here, by trying it."""
     try:
         _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
     except RuntimeError:  # no memory, or no kernel
@@ -123,7 +123,7 @@ def _has_attention(
 
 @dataclass(frozen=True)
 class _AttentionRun:
-    """Inputs and results of attention; `grads` of q, k and v where there was a backward."""
+    """Inputs and results of attention; `grads` of q, k and v if there was a backward."""
 
     out: Tensor
     given: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -152,7 +152,7 @@ def _attention(
 
 
 def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
-    """The first and the last head, by hand in double precision: what came out, and gradients."""
+    """Check the results and gradients of the first and the last head against double precision."""
     ends = [0, found.out.shape[1] - 1]
     q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -212,7 +212,7 @@ def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
 
 
 def _is_near(count: int, spec_count: int) -> bool:
-    """Far fewer or more heads make another model."""
+    """Return whether a number of heads is close enough to keep the model comparable."""
     return spec_count / 2 <= count <= 2 * spec_count
 
 
@@ -232,7 +232,7 @@ def _select(figures: Sequence[Figure], kind: str, dtype: str) -> list[Figure]:
 
 
 def _best(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
-    """The one that gains most over `present`."""
+    """Return the size that gains most over `present`."""
     if present is None:
         return None
     gains = [

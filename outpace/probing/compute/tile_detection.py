@@ -109,7 +109,7 @@ def find_threads(
 
 
 def _pick(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-    """The largest tile that is clearly better than all smaller ones."""
+    """Return the largest tile that is clearly better than all smaller ones."""
     chosen: tuple[int, float] | None = None
     for tile, left in tried:
         if chosen is None or left < _CLEARLY * chosen[1]:
@@ -122,7 +122,7 @@ def _residual(x: np.ndarray, t: np.ndarray) -> float:
 
 
 def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
-    """Least squares of t by a straight line in x: what it leaves, and its slope."""
+    """Fit t to a straight line in x by least squares; return what it leaves, and its slope."""
     design = np.stack([np.ones_like(x), x], axis=1)
     solved, *_ = np.linalg.lstsq(design, t, rcond=None)
     return float(((t - design @ solved) ** 2).sum()), float(solved[1])

@@ -18,7 +18,7 @@ def _usable(inventory: Inventory) -> frozenset[int]:
 
 
 def _power(inventory: Inventory) -> float:
-    """Cores' worth of time that this process may use."""
+    """Return how many cores' worth of time this process may use."""
     cores = float(inventory.cpu.cores_of(_usable(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 

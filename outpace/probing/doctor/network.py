@@ -141,7 +141,7 @@ def network(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator[Finding]:
-    """Ports with a link that NCCL is told to leave alone, or cannot open."""
+    """Return ports with a link that NCCL is told not to use, or cannot open."""
     if not active:
         return
     name, among = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")
@@ -165,10 +165,10 @@ def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator
 
 
 def _selects(among: str, port: NetworkPort) -> bool:
-    """Whether NCCL_IB_HCA lets a port be used.
+    """Return whether NCCL_IB_HCA includes a port.
 
-    NCCL's documentation, "NCCL_IB_HCA": beginnings of names with or without a port, separated by
-    commas; = before them asks for whole names, ^ for all others.
+    It lists prefixes of names, with or without a port, separated by commas; a leading = requires
+    full names, and ^ excludes (NVIDIA, NCCL documentation, "NCCL_IB_HCA").
     """
     others, exact = among.startswith("^"), among.lstrip("^").startswith("=")
     listed = False

@@ -79,7 +79,7 @@ def _numa(folder: Path) -> list[NumaNode]:
 
 
 def _caches(folder: Path, cpus: frozenset[int]) -> list[Cache]:
-    """Each kind once; one that several CPUs share is counted once."""
+    """Return each kind of cache once; a cache shared by several CPUs counts once."""
     seen = set[tuple[int, Any, int, str]]()
     for cpu in cpus:
         for place in sorted((folder / f"cpu{cpu}/cache").glob("index*")):

@@ -93,10 +93,10 @@ def _grouping(
 
 
 def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
-    """The largest groups within NVLink, else within PCIe switches, that leave GPUs out.
+    """Find the largest groups within NVLink, else within PCIe switches, that leave some GPUs out.
 
-    For hosts where not all GPUs are joined alike: one bridge among three, or one GPU that has lost
-    its NVLinks. None where no two are joined so.
+    For hosts with unequal links: one bridge among three GPUs, or one GPU that has lost its NVLinks.
+    None if no two GPUs are linked.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
@@ -112,7 +112,7 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
 
 
 def _score(topology: Topology, one: str, other: str) -> int:
-    """Rate how well a pair is joined; of two equal links, the one within a NUMA node is better."""
+    """Rate the link of a pair; of two equal links, the one within a NUMA node is better."""
     near = topology.device(one).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
     return 2 * goodness(topology.link_between(one, other)) + same
@@ -125,7 +125,7 @@ def _sum(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
 def _partition(
     gpus: tuple[str, ...], size: int, left_over: int, score: dict[frozenset[str], int], least: int
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Disjoint groups joined by links of at least `least`; None where there are too few."""
+    """Return disjoint groups joined by links of at least `least`; None if there are too few."""
     if len(gpus) < size:
         return ()
     first, *others = gpus
@@ -142,7 +142,7 @@ def _partition(
 def _connected_groups(
     first: str, others: list[str], size: int, score: dict[frozenset[str], int], least: int
 ) -> Iterator[tuple[str, ...]]:
-    """Groups of `size` with `first` in them, the best joined first."""
+    """Yield groups of `size` that contain `first`, best linked first."""
     near = [gpu for gpu in others if score[frozenset((first, gpu))] >= least]
     groups = (
         (first, *rest)
@@ -153,7 +153,7 @@ def _connected_groups(
 
 
 def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """The largest groups within NVLink; without NVLink, within PCIe switches; None without both."""
+    """Return the largest groups within NVLink, else within PCIe switches; None without either."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
@@ -218,7 +218,7 @@ def bottleneck(topology: Topology) -> str | None:
 def _times(
     topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
 ) -> float | None:
-    """Return how many times as long as the best NVLinks a slot takes; None where there are none."""
+    """Return a PCIe slot's time relative to that of the best NVLinks; None if there are none."""
     pairs = combinations(topology.gpus, 2)
     most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
     if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:

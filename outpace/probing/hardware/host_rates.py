@@ -54,7 +54,7 @@ def measure_rates(threads: int) -> HostRates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the thread's own time for the work, the least of several turns."""
+    """Return the thread's own time for the work, the minimum of several turns."""
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

@@ -41,7 +41,7 @@ def read_topology(
 
 
 def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, str | None]:
-    """Read the topology of the file or of this host; None and the reason if there is none."""
+    """Read the topology of the file or of this host; on failure, return None and the reason."""
     if file is None:
         try:
             return read_live(timeout_s), None
@@ -55,9 +55,9 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
 
 
 def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
-    """Bytes/s in one direction of an NVLink and of a GPU's PCIe slot, of the catalog.
+    """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
 
-    Of the link that is named, and the cards that have it; else of this host's GPUs.
+    They belong to the named link and the accelerators that have it, else to this host's GPUs.
     """
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")
@@ -78,6 +78,6 @@ def _device_link(chip: Accelerator) -> str | None:
 
 
 def _slot(chips: Sequence[Accelerator]) -> float | None:
-    """The fastest of their PCIe slots."""
+    """Return the fastest PCIe slot of these accelerators."""
     links = [LINKS[chip.host_link] for chip in chips]
     return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)

@@ -95,7 +95,7 @@ def gather(
 def _watch(
     usable: frozenset[int], watch_s: float
 ) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
-    """Cores of ours that others keep busy, the programs that do, and bytes swapped per second."""
+    """Return cores of this process that others use, their programs, and swapped bytes/s."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
     # Looking at all processes takes a while on a busy host: cores are timed by themselves.
@@ -130,7 +130,7 @@ def _busy_s(times: object) -> float:
 
 
 def _cpu_times() -> dict[int, tuple[str, float, float]]:
-    """Processor time of each process that can be seen, by its number, and when it was read."""
+    """Return processor time of each visible process by PID, and when it was read."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -162,7 +162,7 @@ def _shared_memory() -> tuple[int, int] | None:
 
 
 def _limit(name: str) -> tuple[int | None, int | None]:
-    """The soft and the hard limit; -1 is none."""
+    """Return the soft and the hard limit; -1 is none."""
     kind = getattr(resource, name, None)
     if kind is None:
         return None, None
@@ -180,7 +180,7 @@ def _of_each_cpu(sys: Path, cpus: frozenset[int], name: str) -> tuple[str, ...] 
 
 
 def _choice(text: str | None) -> str | None:
-    """The word in brackets: "always [madvise] never" -> "madvise"."""
+    """Return the word in brackets: "always [madvise] never" -> "madvise"."""
     return None if text is None or "[" not in text else text.partition("[")[2].partition("]")[0]
 
 
@@ -208,7 +208,7 @@ def _ports(folder: Path) -> Iterator[NetworkPort]:
 
 
 def _loads(library: str) -> bool:
-    """Whether the system finds it; loading it asks nothing of any card."""
+    """Return whether a library can be loaded, which does not touch any device."""
     try:
         ctypes.CDLL(library)
     except OSError:

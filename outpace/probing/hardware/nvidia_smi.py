@@ -97,7 +97,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True)
 class _Header:
-    """The line above the matrix: names of devices, then columns about the host, and where."""
+    """Header of the matrix: device names, then columns about the host, and its position."""
 
     names: tuple[str, ...]
     columns: tuple[str, ...]
@@ -172,7 +172,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
 
 
 def _refuse_foreign(lines: list[str], source: str) -> None:
-    """Refuse a matrix of another tool: its columns are GPUs too, its cells are other words."""
+    """Refuse another tool's matrix, which has GPUs as columns too but other words in its cells."""
     cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
     if all(cell == "X" for cell in cells):
         said = describe_foreign("\n".join(lines))
@@ -181,9 +181,9 @@ def _refuse_foreign(lines: list[str], source: str) -> None:
 
 
 def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
-    """Whether the matrix is of topo -mp, which has the PCIe links alone.
+    """Return whether the matrix is from topo -mp, which shows only PCIe links.
 
-    The command says so, or a legend that has no NVLinks.
+    The command in the file or a legend without NVLinks tells.
     """
     if any(nvlinks(link) for row in rows.values() for link in row):
         return False
@@ -196,7 +196,7 @@ def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) 
 def _row(
     line: str, name: str, header: _Header, notes: list[str], source: str
 ) -> tuple[list[str | None], dict[str, str]]:
-    """A device's links by column, and what the row says of its place."""
+    """Return a device's links by column, and its place in the host."""
     expanded = line.expandtabs(_TAB)
     words = list(re.finditer(r"\S+", expanded))[1:]
     cells: list[str | None] = []
@@ -229,7 +229,7 @@ _FIELDS = {
 
 
 def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> dict[str, str]:
-    """The last columns by name. A tool leaves a cell empty where it knows nothing."""
+    """Return the last fields by column name, with gaps where the tool left a cell empty."""
     names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
     if free > 0 and names and words:
@@ -246,7 +246,7 @@ def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> di
 def _mirror(
     names: tuple[str, ...], rows: dict[str, list[str | None]], source: str, notes: list[str]
 ) -> list[list[str | None]]:
-    """The whole matrix: a link that one row lacks is read in the other."""
+    """Complete the matrix: a link missing in one row is taken from the other device's row."""
     place = {name: at for at, name in enumerate(names)}
     unknown = []
     links: list[list[str | None]] = [["X" if a == b else None for b in names] for a in names]

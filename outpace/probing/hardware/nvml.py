@@ -76,14 +76,14 @@ def read_gpus(library: Any) -> tuple[GpuState, ...]:
 
 
 class _Device:
-    """Asks about one device, and keeps why it was refused."""
+    """Reader of one device's properties, which records why a query was refused."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self.library, self.handle = library, handle
         self.refused: dict[str, str] = {}
 
     def read_field(self, what: str, *arguments: Any) -> Any:
-        """NVML's answer to nvmlDeviceGet`what`; None where it is refused."""
+        """Return the result of nvmlDeviceGet`what`; None if refused."""
         call = getattr(self.library, f"nvmlDeviceGet{what}", None)
         if call is None:
             self.refused[what] = "not in this version of nvidia-ml-py"
@@ -150,7 +150,7 @@ def _state(library: Any, index: int) -> GpuState:
 
 
 def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
-    """Return what slows the clocks now; older libraries have the question under its first name."""
+    """Return reasons for slowed clocks; older libraries have the query under its former name."""
     bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
         bits = device.read_field("CurrentClocksThrottleReasons")
@@ -171,7 +171,7 @@ def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
 
 
 def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
-    """Count the NVLinks that there are and those that are up; NVML numbers them without gaps."""
+    """Count a GPU's NVLinks and those that are up; NVML numbers them without gaps."""
     states = []
     for link in range(device.library.NVML_NVLINK_MAX_LINKS):
         state = device.read_field("NvLinkState", link)
@@ -185,7 +185,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
 
 
 def _affinity(device: _Device) -> str | None:
-    """CPUs near the GPU: NVML gives words of 64 bits, the lowest first."""
+    """Return CPUs near the GPU, which NVML gives in words of 64 bits, lowest first."""
     words = device.read_field("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
     if words is None:
         return None

@@ -50,7 +50,7 @@ def control_groups(
 
 
 def _find_mounts(controller: str, mounts: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
-    """Yield, by version, which group is mounted, and where (proc(5), mountinfo)."""
+    """Yield the mounted group and its mount point by cgroup version (proc(5), mountinfo)."""
     for line in (read_text(mounts) or "").splitlines():
         before, _, after = line.partition(" - ")
         root, place = before.split()[3:5]

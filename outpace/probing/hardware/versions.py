@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """NCCL's version, and gloo's, which has none but torch's: it is a part of it."""
+    """Return versions of NCCL and gloo; gloo, a part of torch, has torch's."""
     found = {}
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -68,8 +68,9 @@ def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
-    """Advise on prefetching of torch's DataLoader: outpace's own always has 2. With as many workers
-    as are best.
+    """Advise on prefetching with torch's DataLoader, at its best number of workers.
+
+    outpace's loader always prefetches 2.
     """
     best = cheapest(rates)
     if best is None:
@@ -95,7 +96,7 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
-    """Advise on pinned memory, with as many workers as are recommended, and without any."""
+    """Advise on pinned memory, with the recommended number of workers and with none."""
     counts = (0, 0 if recommended is None else recommended.key.of["workers"])
     for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
         workers = pinned.key.of["workers"]

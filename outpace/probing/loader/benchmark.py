@@ -89,7 +89,7 @@ def _tokenising(ready: LoaderInput, quick: bool, budget_s: float) -> Turns[list[
 
 
 def _counts(quick: bool) -> list[int]:
-    """Return numbers of workers: 0, powers of 2 up to the cores, and those."""
+    """Return numbers of workers: 0, powers of 2 up to the number of cores, and that number."""
     cores = usable_cores()
     most = min(cores, _QUICK_WORKERS) if quick else cores
     return sorted({0, most, *(1 << n for n in range(most.bit_length()) if 1 << n <= most)})
@@ -97,7 +97,7 @@ def _counts(quick: bool) -> list[int]:
 
 @contextmanager
 def _one_thread_for_each_tokenizer() -> Iterator[None]:
-    """Workers are what is parallel; and tokenizers that have used threads warn of every fork."""
+    """Limit tokenizers to one thread, since workers are parallel and forks after threads warn."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -112,7 +112,7 @@ def _one_thread_for_each_tokenizer() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """`loader`: outpace, torch (over the same tokens) or text (tokenised in the workers)."""
+    """Loader's setting: outpace, torch (over the same tokens) or text (workers tokenize)."""
 
     loader: str
     workers: int
@@ -129,7 +129,7 @@ class _Setting:
 
 @dataclass
 class _OpenLoader:
-    """A loader that runs; a call takes `batches` off it and gives the first."""
+    """Running loader; a call takes `batches` from it and returns the first."""
 
     batches_of: Iterator[Any]
     close: Callable[[], None]
@@ -147,7 +147,7 @@ class _OpenLoader:
 
 @dataclass
 class _Bench:
-    """Times the settings of one data set."""
+    """Benchmark of the settings of one data set."""
 
     ready: LoaderInput
     micro_batch: int
@@ -158,10 +158,10 @@ class _Bench:
     _found: list[str] = field(default_factory=list)
 
     def settings(self) -> list[_Setting]:
-        """All numbers of workers, and what else there is to set.
+        """Return all numbers of workers, combined with other settings.
 
-        In a full probe prefetching goes over numbers of workers, and pinning over both where there
-        is a device to copy to; in a quick one they are tried with the most workers alone.
+        A full probe varies prefetching over some numbers of workers and, on a GPU, pinning over
+        all; a quick one varies them with the most workers only.
         """
         counts = _counts(self.quick)
         most = counts[-1]
@@ -180,13 +180,13 @@ class _Bench:
         return found
 
     def notes(self) -> Iterator[str]:
-        """Say what was not timed."""
+        """Return notes on what was not timed."""
         if self.device.type != "cuda":
             yield "loader: pinned memory is not timed, since there is no CUDA device to copy to"
         yield from dict.fromkeys(self._found)
 
     def throughput(self, budget_s: float, progress: Progress) -> Turns[list[Figure]]:
-        """Samples/s and, where samples have a known number of them, tokens/s."""
+        """Measure samples/s and, if samples have a fixed number of tokens, tokens/s."""
         settings = self.settings()
         sample_s = _SAMPLE_S if self.quick else _FULL_SAMPLE_S
         with _one_thread_for_each_tokenizer():
@@ -229,7 +229,7 @@ class _Bench:
                     running.batches * self.micro_batch, lambda _: wrong, alone_in_turn)  # fmt: skip
 
     def _wrong(self, setting: _Setting, first: Any) -> str | None:
-        """Say what is wrong with the first batch. A user's own data set may do as it likes."""
+        """Check the first batch; a user's data set may return different samples."""
         wrong = _difference(first, self._reference.setdefault(setting.loader, first))
         if wrong is None or setting.loader == "text" or hasattr(self.ready.tokens, "locate"):
             return wrong
@@ -241,7 +241,7 @@ class _Bench:
         return None
 
     def starts(self, budget_s: float) -> Turns[list[Figure]]:
-        """Seconds from opening a loader with workers to its first batch."""
+        """Measure the time from opening a loader with workers to its first batch, s."""
         starter = _Starter(self._open_loader, _Setting("outpace", _counts(self.quick)[-1]))
         case = Case(starter.setting.key("start"), "s", lambda: starter, within=starter.sample)
         effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
@@ -273,7 +273,7 @@ class _Bench:
         return _OpenLoader(self._copy_to_device(running), close, self.device)
 
     def _copy_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Copy batches to the device, as outpace's own loader does; what pinning is for."""
+        """Copy batches to the device, as outpace's loader does; pinning speeds this up."""
         if self.device.type == "cpu":
             return batches
         to = partial(_move_leaf, self.device)
@@ -290,7 +290,7 @@ def _move_leaf(device: torch.device, leaf: Any) -> Any:
 
 @dataclass
 class _Starter:
-    """Each call opens a loader and waits for its first batch."""
+    """Case whose calls open a loader and wait for its first batch."""
 
     open: Callable[[_Setting], _OpenLoader]
     setting: _Setting
@@ -303,7 +303,7 @@ class _Starter:
 
     @contextmanager
     def sample(self) -> Iterator[None]:
-        """End the workers afterwards: they would fill their queues in others' turns."""
+        """Take a sample, then end the workers, which would otherwise run during other cases."""
         try:
             with _one_thread_for_each_tokenizer():
                 yield
@@ -313,7 +313,7 @@ class _Starter:
 
 
 class _BatchKeys:
-    """Keys of micro-batches of any data set, in the order of training where it knows of one."""
+    """Keys of micro-batches of any data set, in training order if it has one."""
 
     def __init__(self, dataset: Any, micro_batch: int) -> None:
         self._dataset, self._micro_batch = dataset, micro_batch
@@ -329,7 +329,7 @@ class _BatchKeys:
 
 
 def _difference(batch: Any, reference: Any) -> str | None:
-    """The first batch is the same whoever loads it."""
+    """Compare the batch with that of another loader."""
     both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
     for a, b in both:
         if isinstance(a, Tensor) and not torch.equal(a, b):

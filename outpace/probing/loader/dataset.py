@@ -102,12 +102,12 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
 
 
 def _name_dataset(dataset: Any) -> str:
-    """Say which data were timed, of a user's own data set."""
+    """Name the user's data set that was timed."""
     return f"loader: timed on your own data set, {len(dataset)} samples of {type(dataset).__name__}"
 
 
 def _name_sources(sources: tuple[str, ...]) -> str:
-    """Say which data were timed, without the folders that they are in."""
+    """Name the data that were timed, without their folders."""
     names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
     return f"loader: timed on {', '.join(names)}"
 
@@ -139,7 +139,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:
 def _write_tokens(
     path: Path, parts: list[Piece], encoded: list[Array], tokenizer: Tokenizer
 ) -> Stream:
-    """The tokens in a file as the token cache has them, documents repeated until they are many."""
+    """Write tokens to a file in the form of the token cache, repeated until there are enough."""
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     starts, ids, length = [], [], 0
     for part, found in zip(parts, encoded, strict=True):
@@ -185,7 +185,7 @@ class TextDataset(Dataset[dict[str, Tensor]]):
 def _as_text(
     tokenizer: Tokenizer, texts: list[str], encoded: list[Array], seq_len: int
 ) -> TextDataset:
-    """The same texts in pieces of about a sample each."""
+    """Return the same texts, cut into pieces of about one sample each."""
     characters = sum(map(len, texts)) / max(1, sum(map(len, encoded)))
     length = max(1, round(characters * seq_len))
     cut = [text[n : n + length] for text in texts for n in range(0, len(text), length)]

@@ -67,7 +67,7 @@ def scale_figure(figure: Figure, what: str, unit: Unit, factor: float) -> Figure
 
 
 class _Run:
-    """Encoding by one number of processes. `tokens` and `bytes`: of the part that is timed."""
+    """Encoding by one number of processes. `tokens` and `bytes` describe the timed part."""
 
     def __init__(self, tokenizer: Tokenizer, whole: str, processes: int, quick: bool) -> None:
         size = min((_PART if quick else _FULL_PART) * processes, len(whole) // 2)
@@ -85,7 +85,7 @@ class _Run:
         return Case(key, "tokens/s", self._make, self.tokens, self._wrong)
 
     def _make(self) -> Callable[[], list[Ids]]:
-        """Encoders that have seen nothing yet."""
+        """Make new encoders."""
         self.close()
         fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0
@@ -102,7 +102,7 @@ class _Run:
         return [ids for future in waiting for ids in future.result()]
 
     def _wrong(self, encoded: list[Ids]) -> str | None:
-        """Compare the first piece with what the tokenizer itself gives."""
+        """Compare the first piece with the tokenizer's own result."""
         if encoded[0].tolist() == self._tokenizer.encode(self._parts[0][0]):
             return None
         return "its ids are not the tokenizer's"

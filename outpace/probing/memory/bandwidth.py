@@ -89,14 +89,14 @@ def _streams(x: Tensor, out: Tensor) -> Iterator[Case]:
 
 
 def _sums(found: Tensor, x: Tensor) -> str | None:
-    """Rounding errors of a sum grow with what is added, not with what is left of it."""
+    """Check a sum; its rounding error is relative to the sum of absolute values."""
     true = x.sum(dtype=torch.float64).item()
     allowed = 1e-6 * x.abs().sum(dtype=torch.float64).item()
     return None if abs(found.item() - true) <= allowed else f"sum {found.item()} is not {true}"
 
 
 def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
-    """Yield what transformers do between their products, on what no cache holds."""
+    """Yield operations that transformers run between products, on arrays larger than any cache."""
     size = x.nbytes
 
     def right(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
@@ -121,7 +121,7 @@ def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
 
 
 def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Getting memory, writing each page once, and giving it back: what a temporary costs."""
+    """Yield allocation, a write to each page, and release: the cost of a temporary tensor."""
     for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
         count = size // 4
         fill = partial(_allocate, count, device)
@@ -139,7 +139,7 @@ def _allocate(count: int, device: torch.device) -> Tensor:
 
 
 def _optimizer_step(device: torch.device, elements: int) -> Case:
-    """AdamW's: reads weight, gradient and two moments, writes all but the gradient."""
+    """Yield AdamW's step: reads weight, gradient and two moments, writes all but the gradient."""
     parameter = torch.nn.Parameter(torch.randn(elements, device=device))
     parameter.grad = torch.randn_like(parameter)
     before = parameter.detach()[:1024].clone()
@@ -147,7 +147,7 @@ def _optimizer_step(device: torch.device, elements: int) -> Case:
     moved = 7 * parameter.nbytes
 
     def step_fault(_: object) -> str | None:
-        """A first step is one learning rate against the gradient's sign: too small to be seen."""
+        """Check the first step: each weight moves by the learning rate against the gradient."""
         moment = optimizer.state[parameter]["exp_avg"][:1024]
         assert parameter.grad is not None
         right = torch.allclose(moment, 0.1 * parameter.grad[:1024], rtol=1e-4)
@@ -158,7 +158,7 @@ def _optimizer_step(device: torch.device, elements: int) -> Case:
 
 
 def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield transfers between host and device, pageable and page-locked, each way, and under a
+    """Yield transfers between host and device: pageable and pinned, both ways, and during a
     product.
     """
     for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
@@ -181,7 +181,7 @@ def _sending_fault(source: Tensor, found: Tensor) -> str | None:
 
 
 def _overlap_cases(device: torch.device) -> Iterator[Case]:
-    """A product, transfers each way and both ways, and a product during each of them."""
+    """Yield a product, transfers in one and both directions, and a product during each of them."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
     product = partial(torch.mm, a, a)
     ways: dict[str, _Ways] = {}
@@ -210,7 +210,7 @@ _Ways = list[tuple[torch.cuda.Stream, Tensor, Tensor]]
 
 
 def _compute_beside(device: torch.device, sends: _Ways, compute: Callable[[], Any]) -> Any:
-    """Compute while each of the transfers runs in its own stream; wait for all on the device."""
+    """Compute while each transfer runs in a separate stream; wait for all on the device."""
     here = torch.cuda.current_stream(device)
     for stream, source, to in sends:
         stream.wait_stream(here)
@@ -223,7 +223,7 @@ def _compute_beside(device: torch.device, sends: _Ways, compute: Callable[[], An
 
 
 def _arrival_fault(sends: _Ways, _: Any) -> str | None:
-    """Say what is wrong with what was sent; then clear it, so that the next is seen to arrive."""
+    """Check the transferred data, then clear them so that the next transfer can be checked."""
     for _stream, source, to in sends:
         wrong = _sending_fault(source, to)
         if wrong is not None:

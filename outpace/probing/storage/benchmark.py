@@ -83,7 +83,7 @@ def probe_storage(
 
 
 def _by_device(directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Roles that share a file system are joined: "checkpoints and offload"."""
+    """Join roles that share a file system: "checkpoints and offload"."""
     roles: dict[int, list[str]] = {}
     places: dict[int, Path] = {}
     for role, directory in directories.items():
@@ -163,7 +163,7 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 @dataclass
 class _Mover:
-    """Moves blocks in a given order, from where it last stopped, `queue` at once."""
+    """Mover of blocks in a given order from its last position, with `queue` at once."""
 
     file: PageFile
     pool: ThreadPoolExecutor
@@ -199,7 +199,7 @@ class _Mover:
         return lane, page, number
 
     def calibrate(self) -> None:
-        """Find how many operations make a call."""
+        """Find the number of operations per call."""
         took_s = HostClock().seconds(self, 1)
         took_s = min(took_s, HostClock().seconds(self, 1))
         # No block twice in a call: threads would meet there.
@@ -207,7 +207,7 @@ class _Mover:
         self.operations = max(1, min(most, int(_CALL_S / max(took_s, 1e-9))))
 
     def find_error(self) -> str | None:
-        """Read and compare all bytes of what each thread moved last."""
+        """Read and compare all bytes that each thread moved last."""
         found = (
             self.file.find_error(lane, page, self.pages, number if self.write else None)
             for lane, page, number in self._last
@@ -242,7 +242,7 @@ def _yes_or_no(yes: bool) -> str:
 
 
 def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case]:
-    """Yield writes as checkpoints are written: through the cache, then made sure of."""
+    """Yield writes of checkpoints: through the page cache, then synced."""
     noise = random.Random().randbytes(BUFFERED_BYTES)
     new = _NewFile(named, noise)
     stack.callback(new.close)
@@ -275,7 +275,7 @@ def _difference(held: object, written: object) -> str | None:
 
 
 class _NewFile:
-    """Each call writes a new file, in the place of the last, and waits until it is on the disk."""
+    """Case that replaces a file and waits until it is on disk."""
 
     def __init__(self, directory: Path, data: bytes) -> None:
         self._directory, self._data = directory, memoryview(data)
@@ -291,14 +291,14 @@ class _NewFile:
         return self
 
     def find_error(self) -> str | None:
-        """Read from the disk, as far as the kernel drops what it keeps."""
+        """Read from the disk, as far as the kernel drops its cache."""
         assert self._file is not None
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         held = os.pread(self._file, len(self._data) + 1, 0)
         return _difference(held, self._data)
 
     def close(self) -> None:
-        """The file is gone with this."""
+        """Remove the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

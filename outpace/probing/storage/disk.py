@@ -81,7 +81,7 @@ def require_room(directory: Path, nbytes: int) -> None:
 
 
 class _Lane:
-    """One thread's aligned memory, to write from and to read into."""
+    """Aligned memory of one thread, for writing and reading."""
 
     def __init__(self, contents: "np.ndarray[Any, np.dtype[np.uint64]]") -> None:
         # Anonymous mappings begin at a page, as O_DIRECT wants it.
@@ -121,7 +121,7 @@ class PageFile:
             raise
 
     def _try_direct(self) -> None:
-        """Some file systems take the flag, and refuse what is then asked of them."""
+        """Use O_DIRECT if it works: some file systems accept the flag and refuse reads."""
         try:
             self.write(0, 0, 1)
         except OSError as error:
@@ -199,7 +199,7 @@ def open_nameless(directory: Path) -> int:
 
 
 def _open(directory: Path) -> tuple[int, bool]:
-    """A file's descriptor, and whether it was opened with O_DIRECT."""
+    """Open a file; return its descriptor, and whether it uses O_DIRECT."""
     nameless = open_nameless(directory)
     if in_memory(directory) is not None:
         return nameless, False

@@ -68,9 +68,7 @@ class InterferenceWatch:
 
 
 def _probe_s() -> float:
-    """Sum the time of this process, those that it waited for, and those that it started and that
-    still run.
-    """
+    """Return processor time of this process and its children, finished or running, s."""
     here = psutil.Process()
     total_s = 0.0
     for process in (here, *here.children(recursive=True)):

@@ -44,7 +44,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def _autocorrelation(values: Sequence[float], scale: float) -> float:
-    """Correlate neighbours, disturbed ones held back; 0.9 at most, beyond which it is drift."""
+    """Return the correlation of neighbouring values, at most 0.9; higher ones mean drift."""
     middle = median(values)
     away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
     total = sum(one * one for one in away)

@@ -139,7 +139,7 @@ class _Timing:
     rounds: list[list[float]] = field(default_factory=list)
 
     def warm_up(self) -> None:
-        """Check the result once, and find how many calls make a sample."""
+        """Check the result once, and find the number of calls per sample."""
         call = self.case.make()
         wrong = self.case.check(call()) if self.case.check else None
         if wrong:
@@ -152,10 +152,10 @@ class _Timing:
             self.took_s = self.clock.seconds(call, self.count)
 
     def sample(self) -> None:
-        """One of the last round, after half of one that wakes threads and fills caches.
+        """Measure one sample of the round, after half a sample to wake threads and fill caches.
 
-        A long call has woken them before it is half done; but the first one of a round follows
-        what others did. With an effort whose samples are single calls the first is never timed.
+        Long calls warm up within their first half, except for the first one of a round, which
+        follows other cases. If samples are single calls, the first is not timed.
         """
         call = self.case.make()
         long = 0 < _LONG * self.effort.sample_s <= self.took_s
@@ -242,7 +242,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
 
 
 def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
-    """Say why no value is given."""
+    """Explain why no value is given."""
     if value <= 0:
         return "it cannot be told from 0"
     if drift := trend(rounds):

@@ -102,7 +102,7 @@ def watch_gpu(
 
 
 def _ancestors() -> list[int]:
-    """List what started this process: a probe that waits for its ranks holds its GPU meanwhile."""
+    """Return the processes that started this one; a probe holds its GPU while ranks run."""
     try:
         return [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
     except psutil.Error:

@@ -140,7 +140,7 @@ class HostReader:
 
 
 def _core_times() -> list[tuple[float, float]]:
-    """List, by core, seconds idle (or waiting for a disk), and seconds in all."""
+    """Return seconds idle (or waiting for a disk) and in total, by core."""
     found = []
     for times in psutil.cpu_times(percpu=True):
         guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
@@ -149,7 +149,7 @@ def _core_times() -> list[tuple[float, float]]:
 
 
 def _clock_hz() -> float | None:
-    """Mean of the cores' clocks now; None where the system does not tell."""
+    """Return the mean of the cores' clocks now, Hz; None if unavailable."""
     with suppress(Exception):  # psutil raises what it finds, by system
         found = psutil.cpu_freq()
         return found.current * 1e6 if found is not None and found.current > 0 else None
@@ -157,7 +157,7 @@ def _clock_hz() -> float | None:
 
 
 def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float | None:
-    """Share of the time between; None where the kernel's clock has not gone on (10 ms)."""
+    """Return the busy share between two readings; None within a tick of the kernel (10 ms)."""
     passed_s = now[1] - before[1]
     if passed_s <= 0:
         return None
@@ -165,7 +165,7 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
 
 
 def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
-    """List, for each processor package, how to read its energy in microjoules, and where it
+    """Return for each processor package where to read its energy in microjoules, and where that
     wraps.
     """
 

@@ -120,7 +120,7 @@ class DeviceReader:
         )
 
     def _power(self, now_s: float) -> float | None:
-        """Read the counter of energy, a true mean; else the driver's own short one."""
+        """Return power by the energy counter, a true mean; else the driver's short average."""
         energy_mj = _query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         watts = self._energy.per_s(energy_mj, now_s)
         if watts is not None:
@@ -135,7 +135,7 @@ class DeviceReader:
     def _pcie(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool
     ) -> float | None:
-        """Read a counter where there is one; else NVML looks for 20 ms, and says KB/s."""
+        """Return PCIe bytes/s by a counter, else by NVML's sample of 20 ms in KB/s."""
         count = self._field(field)
         if count is not None:
             return rate.per_s(count, now_s)
@@ -149,14 +149,14 @@ class DeviceReader:
         return None if kib is None else kib * 1024
 
     def _field(self, field: int | tuple[int, int]) -> float | None:
-        """A counter of 64 bits; None where the device has none."""
+        """Return a 64-bit counter; None if the device lacks it."""
         found = _query(lambda: self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0])
         if found is None or found.nvmlReturn != 0 or found.valueType not in WIDE:
             return None
         return float(getattr(found.value, WIDE[found.valueType]))
 
     def _of_run(self, run_pids: Collection[int] | None) -> tuple[int | None, float | None]:
-        """Memory bytes and utilisation of the run's processes on this device."""
+        """Return memory bytes and utilisation of the run's processes on this device."""
         if run_pids is None:
             return None, None
         listed = _query(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
@@ -167,7 +167,7 @@ class DeviceReader:
         return memory_bytes, self._run_utilisation(run_pids) if known else None
 
     def _run_utilisation(self, run_pids: Collection[int]) -> float | None:
-        """The newest share of each process of the run, summed. Nobody computed: there is none."""
+        """Return the summed latest utilisation of the run's processes; none if none computed."""
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
         except Exception as error:

@@ -174,7 +174,7 @@ def bars(
 
 
 def _with_intervals(values: Values, intervals: Intervals, unit: Unit) -> list[tuple[Number, ...]]:
-    """Cells of each value, with its interval's ends where there are intervals."""
+    """Format each value, with the ends of its interval if there are intervals."""
     if not intervals:
         return [(unit.cell(value),) for value in values]
     return [
@@ -197,7 +197,7 @@ def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
 
 
 def _hover_texts(names: Sequence[str], values: Values, unit: Unit) -> list[list[str]]:
-    """Return each name and value as text, which plotly shows beside the pointer."""
+    """Return each name and value as text for plotly's tooltips."""
     return [[name, unit.show(value)] for name, value in zip(names, values, strict=True)]
 
 

@@ -19,7 +19,7 @@ _STEP = "ProfilerStep#"
 
 @dataclass(frozen=True)
 class _TracedAction:
-    """An action in a trace; seconds since the epoch of the profiler's clock."""
+    """Action in a trace; times in seconds since the epoch of the profiler's clock."""
 
     kind: Kind
     stage: int
@@ -55,7 +55,7 @@ def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline |
 
 
 def _last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
-    """Return a rank's actions in the last pass of its trace, in order; [] where there is none."""
+    """Return a rank's actions in the last pass of its trace, in order; [] if there are none."""
     try:
         document = from_json(path.read_bytes())
         events, base_s = (
@@ -91,7 +91,7 @@ def _read_action(event: Any, base_s: float) -> tuple[str, _TracedAction] | None:
 
 
 def _spans(done: list[_TracedAction], begin_s: float, microbatches: int) -> tuple[Span, ...]:
-    """Number the actions' micro-batches, which pass a stage in their order."""
+    """Number the actions' micro-batches, which pass a stage in order."""
     seen: Counter[tuple[str, int]] = Counter()
     spans = []
     for one in done:

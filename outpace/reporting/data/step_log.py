@@ -72,7 +72,7 @@ def read_steps(path: Path) -> StepLog:
 
 
 def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
-    """Read by all cores; None where a line is not standard JSON: cut short, or with NaN in it."""
+    """Read with all cores; None if a line is not standard JSON, such as a truncated one or NaN."""
     data = path.read_bytes()
     if not _is_flat(data):
         return None
@@ -89,9 +89,9 @@ def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
 
 
 def _is_flat(data: bytes) -> bool:
-    """Whether each line is one object without others in it.
+    """Return whether each line is one object without nested objects.
 
-    Arrow's parser ends the process where a line is null (pyarrow 26.0.1).
+    Arrow's parser crashes on a line that is null (pyarrow 26.0.1).
     """
     lines = data.count(b"\n")
     ends = data.count(b"}\n") == data.count(b"}") == data.count(b"{") == lines
@@ -125,7 +125,7 @@ def _up_to_the_cut(lines: list[bytes], path: Path) -> list[Any]:
 
 
 def _damage_error(path: Path) -> BadInputError:
-    """Return an error that names the first line that is no step."""
+    """Return an error that names the first line that is not a step."""
     lines = path.read_bytes().splitlines()
     first = next((number for number, line in enumerate(lines, 1) if not _is_step(line)), 1)
     return BadInputError(
@@ -144,7 +144,7 @@ def _is_step(line: bytes) -> bool:
 
 
 def _is_figure(value: Any) -> bool:
-    """Whether a float can hold it, as it can no whole number of hundreds of digits."""
+    """Return whether a float can hold the value; integers of hundreds of digits do not fit."""
     try:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:

@@ -81,7 +81,7 @@ def comparison_document(
 def _training_sections(
     comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
 ) -> Iterable[DocumentSection]:
-    """Yield sections on trainings, which comparisons of other commands do not have."""
+    """Yield sections on trainings, which comparisons of other commands lack."""
     yield DocumentSection("Where the time goes", tuple(_parts(comparison, runs)))
     yield DocumentSection("Loss", tuple(_losses(comparison, runs)))
     yield DocumentSection("Memory", tuple(_memory(comparison)))
@@ -134,7 +134,7 @@ def _comparison_parts(comparison: Comparison) -> Iterable[Part]:
 
 
 def _differences(comparison: Comparison) -> Chart:
-    """Draw each arm against the first, with the interval that holds at all times."""
+    """Plot each arm against the first, with its always-valid interval."""
     others = [one for one in comparison.arms[1:] if one.verdict is not None]
     first = comparison.arms[0].arm
     values, intervals = [], []
@@ -151,7 +151,7 @@ def _differences(comparison: Comparison) -> Chart:
 
 
 def _values(comparison: Comparison) -> Chart:
-    """Draw the median of each arm's rounds, and the interval of the middle half of them."""
+    """Plot the median of each arm's rounds and their interquartile range."""
     found = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
     unit = unit_of(comparison)
     middle = [quartiles[1] for quartiles in found.values()]
@@ -168,9 +168,9 @@ def _values(comparison: Comparison) -> Chart:
 
 
 def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ...]:
-    """Return the quartiles of the rounds' values; of few the median alone.
+    """Return the quartiles of the rounds' values; for few rounds only the median.
 
-    Two values are no interval.
+    Two values give no interval.
     """
     values = [one.value for one in comparison.outcomes
               if one.arm == arm.arm and one.value is not None]  # fmt: skip
@@ -180,7 +180,7 @@ def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ..
 
 
 def _rounds(comparison: Comparison) -> Chart:
-    """Every outcome, round by round."""
+    """Return a table of every outcome, round by round."""
     unit = unit_of(comparison)
     series, rows = [], []
     for arm in comparison.arms:
@@ -202,7 +202,7 @@ def _rounds(comparison: Comparison) -> Chart:
 
 
 def _table(comparison: Comparison) -> DataTable:
-    """Return a table of all that is known of each arm."""
+    """Return a table of all known values of each arm."""
     known = columns(comparison)
 
     def cell(arm: ArmResult, column: Column) -> Number:
@@ -266,7 +266,7 @@ def _prediction_parts(
 
 
 def _facts(comparison: Comparison) -> Iterable[Part]:
-    """Yield a table of what determined each arm's runs, versions excepted."""
+    """Yield a table of what determined each arm's runs, except versions."""
     arms = [arm for arm in comparison.arms if arm.facts]
     names = dict.fromkeys(name for arm in arms for name in arm.facts if name != "versions")
     rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)

@@ -62,7 +62,7 @@ def _verdict(answer: Plans) -> list[str]:
 
 
 def _fastest_sentence(answer: Plans) -> list[str]:
-    """Name the fastest plan, where it is listed and is not the first."""
+    """Name the fastest plan if it is listed but not first."""
     fastest = answer.plan_for("fastest")
     if fastest is None or fastest is answer.plans[0]:
         return []
@@ -130,7 +130,7 @@ def _table(answer: Plans) -> DataTable:
 
 
 def _pipelines(answer: Plans) -> list[DocumentSection]:
-    """The timeline of the fastest plan that is a pipeline."""
+    """Draw the timeline of the fastest pipeline plan."""
     pipelines = [one for one in answer.plans if one.plan.pp > 1]
     if not pipelines:
         return []

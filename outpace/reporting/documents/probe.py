@@ -136,7 +136,7 @@ def _unit(figures: Sequence[Measured]) -> Unit:
 
 
 def _words(figure: Measured) -> str:
-    """Name what the figure is of."""
+    """Describe what the figure measures."""
     return " ".join([figure.key.what, *(_value(k, v) for k, v in figure.key.of.items())])
 
 
@@ -162,7 +162,7 @@ def _bars(figures: Sequence[Measured], count: int) -> Chart:
 
 
 def _products(figures: Sequence[Measured]) -> Chart | None:
-    """Rates by size, a line for each dtype; what was not stable has no rate, and no point."""
+    """Plot rates by size, one line per dtype, without unstable ones."""
     found: dict[str, list[tuple[float, float]]] = {}
     for one in figures:
         sides = [one.key.of.get(name) for name in "mnk"]
@@ -231,7 +231,7 @@ def _collectives(probed: ProbeRecord) -> Iterable[Part]:
 
 
 def _fit_figures(probed: ProbeRecord, figures: Sequence[Measured]) -> Iterable[Part]:
-    """Draw times by size for each axis, and what was fitted to them."""
+    """Plot times by size for each axis, with the fitted line."""
     for axis_name in dict.fromkeys(fit.axis for fit in probed.fits):
         series, rows = [], []
         fits = [fit for fit in probed.fits if fit.axis == axis_name]

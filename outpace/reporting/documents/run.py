@@ -76,7 +76,7 @@ def _verdict(run: RunFolder, said: Prediction | str) -> list[str]:
 
 
 def _outcome(run: RunFolder) -> str:
-    """Whether it came to its end, and what it learnt."""
+    """Describe whether the run finished, and its loss."""
     record, done = run.record, int(run.steps["step"][-1]) if len(run.steps) else 0
     ranks = record.plan.world_size
     what = f"{show_count(record.parameters)} parameters on {ranks} × {record.device}"
@@ -98,7 +98,7 @@ def _outcome(run: RunFolder) -> str:
 
 
 def _failure_sentences(run: RunFolder) -> list[str]:
-    """Say why a run that no process of this host trains ended early, as far as it is known."""
+    """Explain why a run that no process of this host trains ended early, as far as known."""
     if run.state != "unfinished":
         return []
     if run.failure is not None:
@@ -125,7 +125,7 @@ def _speed(run: RunFolder) -> list[str]:
 
 
 def _other_programs(run: RunFolder) -> list[str]:
-    """Say how many cores other programs used, where it is enough to slow steps."""
+    """Report the cores used by other programs if that is enough to slow steps down."""
     measured = run.measurement
     loads = () if measured is None else measured.utilisation
     loads = loads or tuple(average(one.loads) for one in run.utilisation if one.loads)
@@ -136,12 +136,12 @@ def _other_programs(run: RunFolder) -> list[str]:
 
 
 def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
-    """Return the check of the step time against what was expected by earlier measurements."""
+    """Return the check of the step time against earlier measurements."""
     return None if run.measurement is None else run.measurement.step_time_check
 
 
 def _right(run: RunFolder, said: Prediction | str) -> list[str]:
-    """One prediction: what was measured before the run, else the planner's where it says enough."""
+    """Report one prediction: the one measured before, else the planner's if narrow enough."""
     check, step_time_s = _expected_step_time(run), step_time(run)
     if check is not None:
         return [f"{check.verdict}: {check.words}."]
@@ -326,7 +326,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
 
 
 def _whole(peak: float, device: str) -> str:
-    """The peak of what a rank took in all, and what that has besides tensors."""
+    """Describe a rank's total peak, and what it includes besides tensors."""
     if device == "cpu":
         return (
             f"The fullest rank's process used {show_bytes(peak)} in total, including Python "
@@ -352,7 +352,7 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
 
 
 def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
-    """The planner's figures and the run's, each kind on an axis of its own."""
+    """Draw the figures of the planner and the run, each kind on a separate axis."""
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:
@@ -367,7 +367,7 @@ def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
 
 
 def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
-    """A GPU's peak is of its allocator; a CPU's of the process, which has more than tensors."""
+    """Compare a GPU allocator's memory, or on a CPU that of tensors, with the prediction."""
     measured, title = peak_memory(run), "Peak memory"
     if run.record.device == "cpu":
         account = run.memory.measured if run.memory is not None else None

@@ -67,14 +67,14 @@ def tuning_document(
 
 
 def _model(tuning: Tuning, runs: Mapping[str, RunFolder]) -> str:
-    """Return the model's name: as given, or, of the default model, as its runs have it."""
+    """Return the model's name: as given, or from the runs for the default model."""
     given = tuning.settings.get("model")
     default = next((run.record.settings.model for run in runs.values()), None)
     return str(given or default or "a model")
 
 
 def _runs(tuning: Tuning, folder: Path | None) -> dict[str, RunFolder]:
-    """Read the runs of finished trials, the fastest first."""
+    """Read the runs of finished trials, fastest first."""
     done = [one for one in tuning.trials if one.step_time_s is not None]
     done.sort(key=lambda one: one.step_time_s or 0.0)
     paths = {_name(tuning, one): folder / one.run for one in done} if folder is not None else {}
@@ -146,7 +146,7 @@ def _times(tuning: Tuning) -> Iterable[Part]:
 
 
 def _scatter(tuning: Tuning) -> Chart:
-    """Each trial before any was run, and when it was chosen; on the line all is as predicted."""
+    """Plot each trial as predicted at first and when it was chosen, against the measured time."""
     done = [one for one in tuning.trials if one.step_time_s is not None]
     seen = [one.step_time_s for one in done]
     everything = [
@@ -209,7 +209,7 @@ def _row(tuning: Tuning, one: PlanTrial, per_s: float | None) -> tuple[Cell, ...
 
 
 def _progress(tuning: Tuning) -> Chart:
-    """The fastest step known, by the time spent."""
+    """Plot the fastest step so far over the time spent."""
     spent_s = 0.0
     x: list[float | None] = []
     best: list[float | None] = []

@@ -71,7 +71,7 @@ def _cell_text(cell: Cell) -> str:
 
 
 def _text(words: str) -> str:
-    """Return the words on one line, with all that Markdown would read escaped."""
+    """Return the words on one line, with Markdown escaped."""
     return _MARKUP.sub(r"\\\1", " ".join(words.split()))
 
 
@@ -110,7 +110,7 @@ def _cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _safe(text: str) -> str:
-    """A number, or a text on one line that no spreadsheet computes."""
+    """Return a number, or a text on one line that spreadsheets do not evaluate."""
     try:
         float(text)
     except ValueError:

@@ -75,7 +75,7 @@ def _run(words: list[str], page: Path) -> str:
 
 
 def _height(document: str) -> int:
-    """Return the height that the page's own script reports once everything is drawn, px."""
+    """Return the height that the page's script reports once everything is drawn, px."""
     found = re.search(r'<html[^>]* data-height="(\d+)"', document)
     if found is None:
         raise BadInputError(

@@ -60,7 +60,7 @@ def axis_choices(steps: StepLog) -> list[AxisChoice]:
 
 
 def _columns(steps: StepLog, along: Sequence[AxisChoice]) -> list[Floats]:
-    """Return each step's position on each of the horizontal axes."""
+    """Return each step's position on each horizontal axis."""
     found = {"step": steps["step"], "tokens": steps["tokens"], "time": steps.passed_s}
     return [found[one.label] for one in along]
 
@@ -101,7 +101,7 @@ def _mean_series(steps: StepLog, along: Sequence[AxisChoice]) -> LineSeries:
 def _evaluation_series(
     held: Sequence[Evaluation], steps: StepLog, along: Sequence[AxisChoice]
 ) -> LineSeries:
-    """Return losses on held-out data; before the first step is at 0 of everything."""
+    """Return the held-out losses; the evaluation before the first step is at 0 on every axis."""
     ends = np.concatenate([[0.0], steps["step"]])
     x = tuple(
         np.interp([one.step for one in held], ends, np.concatenate([[0.0], column])).tolist()

@@ -116,7 +116,7 @@ def versions(found: Mapping[str, str]) -> DataTable:
 
 
 def _settings(record: RunRecord) -> DataTable:
-    """Return the settings that are not at their defaults, and who set them."""
+    """Return the settings that were given, and their origins."""
     rows = tuple(
         (name, in_words(getattr(record.settings, name)), origin)
         for name, origin in record.origins.items()

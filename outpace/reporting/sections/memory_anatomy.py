@@ -63,7 +63,7 @@ def _largest(by_kind: Mapping[Kind, int]) -> list[tuple[Kind, int]]:
 
 
 def _by_part(account: MemoryAccount) -> dict[str, object]:
-    """Return an axis that shows forwards, backwards and the optimizer."""
+    """Return an axis that marks forwards, backwards and the optimizer."""
     parts = [moment.part for moment in account.timeline]
     begins = [at for at, part in enumerate(parts) if at == 0 or parts[at - 1] != part]
     ends = [*begins[1:], len(parts)]
@@ -82,7 +82,7 @@ def _peak(account: MemoryAccount, totals: "np.ndarray[tuple[int], np.dtype[np.fl
 
 
 def _course(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
-    """Return a table of the fullest moment of each part of the step."""
+    """Return a table of the fullest moment in each part of the step."""
     fullest: dict[str, int] = {}
     for place, moment in enumerate(account.timeline):
         if (

@@ -95,7 +95,7 @@ def _longest(shown: Mapping[str, Timeline]) -> float:
 
 
 def _ranks_drawn(timeline: Timeline) -> list[int]:
-    """All, or as many as may be drawn, the first and the last among them."""
+    """Return all ranks, or as many as can be drawn, including the first and the last."""
     count = len(timeline.ranks)
     actions = sum(map(len, timeline.ranks))
     if actions <= _MOST_ACTIONS or count <= 2:
@@ -107,7 +107,7 @@ def _ranks_drawn(timeline: Timeline) -> list[int]:
 def _bars(
     timeline: Timeline, rank: int, row: int, unit: Unit, legend: set[str]
 ) -> list[dict[str, object]]:
-    """A rank's row: all its time as waiting, and its actions on top of that."""
+    """Draw a rank's row: waiting for the whole time, with its actions on top."""
     whole: dict[str, object] = {
         "type": "bar", "orientation": "h", "name": "waits", "y": [row], "width": 0.8,
         "x": unit.scale([timeline.makespan_s]), "marker": {"color": _WAITING},

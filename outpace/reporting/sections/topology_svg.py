@@ -75,9 +75,9 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
 
 
 def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
-    """Cards beside the GPUs that they are nearest to; those near to none where there is room.
+    """Draw network cards beside their nearest GPUs; those near no GPU go where there is room.
 
-    A GPU whose nearest card is on another NUMA node has a line to it.
+    A line connects a GPU to its nearest card if that is on another NUMA node.
     """
     near: dict[tuple[str, ...], list[str]] = {}
     for one in placement.nics:
@@ -105,13 +105,13 @@ def _best(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
 
 
 def _mean_direction(angles: list[float]) -> float:
-    """Return the mean of directions; the first where they cancel out."""
+    """Return the mean of directions; the first one if they cancel out."""
     x, y = sum(map(math.cos, angles)), sum(map(math.sin, angles))
     return math.atan2(y, x) if math.hypot(x, y) > 1e-6 else angles[0]
 
 
 def _free(taken: list[float]) -> float:
-    """Return the middle of the widest gap between directions; down where all is free."""
+    """Return the middle of the widest gap between directions; down if there are none."""
     around = sorted(angle % (2 * math.pi) for angle in taken)
     if not around:
         return math.pi / 2
@@ -121,7 +121,7 @@ def _free(taken: list[float]) -> float:
 
 
 def _cards(nics: tuple[str, ...], angle: float) -> list[str]:
-    """A box with the cards' names."""
+    """Draw a box with the cards' names."""
     at = _point(angle, _OUTSIDE)
     lines = [*nics[:2], *([f"+ {len(nics) - 2}"] if len(nics) > 2 else [])]
     high = 14 * len(lines) + 6
@@ -136,7 +136,7 @@ def _cards(nics: tuple[str, ...], angle: float) -> list[str]:
 
 
 def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
-    """The title, the legend with how many pairs there are of each link, and advice."""
+    """Draw the title, a legend with the number of pairs per link, and advice."""
     counts: dict[str, int] = {}
     for pair in combinations(topology.gpus, 2):
         link = topology.link_between(*pair) or "n/a"
@@ -195,7 +195,7 @@ def _text(
 
 
 def _document(parts: list[str], height: float) -> str:
-    """Join parts into an SVG on white paper, which a page around it takes away."""
+    """Join parts to an SVG on a white background, which the surrounding page removes."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'

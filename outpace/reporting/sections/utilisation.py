@@ -31,9 +31,9 @@ _MOST_CURVES = 16  # of memory
 
 @dataclass(frozen=True)
 class _Row:
-    """A device or core: what it did between `begins_s` and `ends_s`, since the first sample.
+    """Row of a device or core: its values from `begins_s` to `ends_s` since the first sample.
 
-    A run that was resumed has stretches that do not follow each other.
+    A resumed run has gaps between stretches.
     """
 
     host: str
@@ -45,14 +45,14 @@ class _Row:
 
     @property
     def mean(self) -> float | None:
-        """Share of the time that is known."""
+        """Return the mean share over the known time."""
         known = ~np.isnan(self.shares)
         lasted_s = (self.ends_s - self.begins_s)[known]
         whole_s = float(lasted_s.sum())
         return float((self.shares[known] * lasted_s).sum()) / whole_s if whole_s else None
 
     def prepend(self, other: "_Row") -> "_Row":
-        """Both, one after the other; nothing is drawn from one to the other."""
+        """Prepend another row; nothing is drawn between the two."""
         gap = np.array([np.nan])
         at = self.begins_s[:1]
         return _Row(
@@ -64,7 +64,7 @@ class _Row:
         )  # fmt: skip
 
     def resample(self, edges_s: Floats) -> Floats:
-        """Mean shares between edges, by time; NaN where nothing is known."""
+        """Return time-weighted mean shares between edges; NaN where unknown."""
         known = ~np.isnan(self.shares)
         lasted_s = np.where(known, self.ends_s - self.begins_s, 0.0)
         known_s = self._sums_between(edges_s, lasted_s)
@@ -73,7 +73,7 @@ class _Row:
         return np.where(enough, busy_s / np.where(enough, known_s, 1.0), np.nan)
 
     def _sums_between(self, edges_s: Floats, each: Floats) -> Floats:
-        """Return how much of what the stretches have lies between edges."""
+        """Return the sum of each stretch's amount between edges."""
         sums = np.cumsum(each)
         times_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
         found = np.interp(edges_s, times_s, np.column_stack([sums - each, sums]).ravel())
@@ -92,7 +92,7 @@ def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
 
 
 def _join_rows(rows: Iterator[_Row]) -> list[_Row]:
-    """One row for each name, in the order of time."""
+    """Join rows with equal names, in order of time."""
     found: dict[str, _Row] = {}
     for row in rows:
         found[row.name] = row.prepend(found[row.name]) if row.name in found else row
@@ -121,7 +121,7 @@ def _busy(rows: Sequence[_Row], what: str) -> Chart:
 def _heat(
     title: str, alt: str, rows: Sequence[_Row], what: str, end_s: float, table: DataTable
 ) -> Chart:
-    """All rows on one grid of time: hosts, and a run's parts, have clocks of their own."""
+    """Draw all rows on one time grid, since hosts and parts of a run have separate clocks."""
     columns = min(_COLUMNS, max(len(row.ends_s) for row in rows))
     edges_s = np.linspace(0.0, end_s, columns + 1)
     drawn = {row.name: row.resample(edges_s) for row in rows}
@@ -139,7 +139,7 @@ def _heat(
 
 
 def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
-    """The mean of each host's rows, where any is known."""
+    """Return the mean of each host's rows where known."""
     found = {}
     for host in dict.fromkeys(row.host for row in rows):
         own = np.stack([drawn[row.name] for row in rows if row.host == host])
@@ -216,7 +216,7 @@ def _has_value(values: Values) -> bool:
 
 
 def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Each series that has points, by host and time; when it began; its host, of several."""
+    """Return each non-empty series with its start and, of several, its host, in time order."""
     with_points = sorted(
         (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
     )

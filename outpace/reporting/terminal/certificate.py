@@ -60,7 +60,7 @@ def _formula(verdict: ParityVerdict) -> str:
 
 
 def _notes(certificate: Certificate) -> list[Table]:
-    """Return notes on what is wrong, and on what could not be tried: each reason once."""
+    """Return notes on failures and on refusals, each reason once."""
     verdicts = certificate.verdicts
     wrong = [one for one in verdicts if one.reason and not one.refused]
     refused = [one for one in verdicts if one.refused]
@@ -76,7 +76,7 @@ def _notes(certificate: Certificate) -> list[Table]:
 
 
 def _explain(mark: Text, what: str, reasons: Sequence[tuple[str, str]]) -> Iterator[Table]:
-    """Yield a paragraph for each reason, under all strategies that have it."""
+    """Yield a paragraph for each reason, under the strategies that have it."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for strategy, reason in reasons:
         groups.setdefault(_without_name(strategy, reason), []).append((strategy, reason))
@@ -91,14 +91,14 @@ def _explain(mark: Text, what: str, reasons: Sequence[tuple[str, str]]) -> Itera
 
 
 def _without_name(strategy: str, reason: str) -> str:
-    """Return a reason as it is said of several strategies."""
+    """Return a reason without the strategy's name, for use with several strategies."""
     name = rf"strategy {re.escape(strategy)}"
     named = re.sub(rf"\bunder {name}\b", "under these strategies", reason)
     return re.sub(rf"^{name} does not\b", "these strategies do not", named)
 
 
 def _verdict(certificate: Certificate) -> str:
-    """Return the result in a line: how many plans are equal, are not, and are refused."""
+    """Return the result in a line: the numbers of equal, different and refused plans."""
     verdicts = certificate.verdicts
     counts = {
         "equal": sum(one.passed for one in verdicts),
@@ -117,7 +117,7 @@ def _verdict(certificate: Certificate) -> str:
 
 
 def _trial(certificate: Certificate) -> str:
-    """Return what the verdicts were reached on."""
+    """Describe the trial that the verdicts rest on."""
     tolerances = {verdict.precision: verdict.tolerance for verdict in certificate.verdicts}
     allowed = ", ".join(f"{name} {tolerance:.1g}" for name, tolerance in tolerances.items())
     parts = [f"{certificate.processes} processes", f"tolerance {allowed}"]

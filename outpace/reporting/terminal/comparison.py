@@ -123,7 +123,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
 
 
 def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
-    """Return why an arm has no figure at all."""
+    """Return why an arm has no figures at all."""
     own = [one for one in comparison.outcomes if one.arm == arm.arm]
     if not own or any(one.value is not None for one in own):
         return None
@@ -131,7 +131,7 @@ def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
 
 
 def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
-    """Return why arms that have a figure failed too often, before or after it."""
+    """Return why arms with figures were excluded because too many of their runs failed."""
     kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
     found: dict[str, str | None] = {}
     for one in comparison.outcomes:
@@ -171,7 +171,7 @@ def stop_sentence(comparison: Comparison) -> str:
 
 
 def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableType]:
-    """A row an arm; of the columns those in which anything is known, and what is said of them."""
+    """Tabulate the arms: columns in which anything is known, and remarks about them."""
     kept = _known_columns(comparison, of)
     figures = {one.name: [one.text(arm) for arm in comparison.arms] for one in kept}
     yield NarrowTable("", [Text(arm.arm) for arm in comparison.arms], figures)

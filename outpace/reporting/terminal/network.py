@@ -37,7 +37,7 @@ def network_text(answered: NetworkReport) -> Group:
 
 @dataclass(frozen=True)
 class _Ladder:
-    """The choice of nodes' networks, or on one host of the links between its devices."""
+    """Choice of networks between nodes or, on one host, of links between devices."""
 
     what: str  # network or link
     of: str  # heads the column
@@ -50,7 +50,7 @@ class _Ladder:
 
 
 def _ladder(answered: NetworkReport) -> _Ladder | None:
-    """Return the choice; None where a device is alone, which has nothing to communicate."""
+    """Return the choice; None for a single device, which does not communicate."""
     if answered.nodes > 1:
         return _Ladder(
             what="network", of="a node's network", present=answered.present,
@@ -131,12 +131,12 @@ def _needs_table(answered: NetworkReport) -> Table:
 
 
 def _break_title(title: str) -> str:
-    """Break a title into lines that a column of a narrow terminal holds."""
+    """Break a title into lines for a narrow column."""
     return title.replace(" × ", "\n× ").replace(", ", ",\n")
 
 
 def _digits(count: float, unit: str) -> str:
-    """Three digits: columns of a narrow terminal have no room for more."""
+    """Format with three digits, which fit a narrow terminal."""
     number, _, rest = show_count(count, unit).partition(" ")
     return f"{float(number):.3g} {rest}" if number.replace(".", "").isdigit() else number + rest
 

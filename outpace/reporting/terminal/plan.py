@@ -86,14 +86,14 @@ def ties(plans: Sequence[RankedPlan]) -> list[str]:
 
 
 def _range(numbers: Sequence[int]) -> str:
-    """ "1 to 5", or "1, 2 and 4"."""
+    """Format numbers as "1 to 5", or "1, 2 and 4"."""
     if numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2:
         return f"{numbers[0]} to {numbers[-1]}"
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def _item(mark: str, text: str) -> Table:
-    """A mark, and a text whose further lines begin below its first."""
+    """Format a list item with its further lines indented."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -141,7 +141,7 @@ def plans_head(answer: Plans) -> str:
 
 
 def _device_memory_words(answer: Plans) -> str:
-    """A device's memory: what its maker prints, and what its driver leaves."""
+    """Format a device's memory: as advertised, and as left by the driver."""
     memory, nominal = answer.plans[0].estimate.memory_bytes, answer.nominal_memory_bytes
     if memory is None:
         return ""
@@ -167,7 +167,7 @@ def _ranking_table(plans: Sequence[RankedPlan]) -> Table:
 
 
 def _figures(plans: Sequence[Estimate]) -> dict[str, list[str]]:
-    """Columns of the ranking: those that tell something of these plans."""
+    """Return the columns of the ranking that distinguish these plans."""
     found = {
         "step": [show_seconds(one.step_time_s) for one in plans],
         plans[0].rate[1]: [show_count(one.rate[0]) for one in plans],
@@ -181,7 +181,7 @@ def _figures(plans: Sequence[Estimate]) -> dict[str, list[str]]:
 
 
 def _budget(one: Estimate) -> str:
-    """Time and cost to a budget of tokens, where one was given."""
+    """Return time and cost for the budget of tokens, if given."""
     if one.tokens is None or one.time_s is None:
         return ""
     days = one.time_s / 86400
@@ -205,7 +205,7 @@ def _detail(planned: RankedPlan) -> list[RenderableType]:
 
 
 def _offloading(one: Estimate) -> list[str]:
-    """Return the parts of the time of offloading."""
+    """Return the parts of the offloading time."""
     lines = [
         f"{_OFFLOADED[part.what].format(size=show_bytes(part.nbytes))}: "
         f"{show_seconds(part.exposed_s)}"
@@ -233,7 +233,7 @@ def _memory(one: Estimate) -> dict[str, float]:
 
 
 def _offload_notes(one: Estimate) -> list[str]:
-    """Return notes on the memory that offloading takes of a node."""
+    """Return notes on the host memory that offloading takes."""
     lines = []
     if one.host_offloaded_bytes:
         has = one.host_memory_bytes
@@ -247,7 +247,7 @@ def _offload_notes(one: Estimate) -> list[str]:
 
 
 def _bars(title: str, values: dict[str, float], show: object) -> Table:
-    """The parts that are a thousandth of the whole or more, largest first, with their shares."""
+    """Draw bars of parts from a thousandth of the whole, largest first, with their shares."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), title=title, title_justify="left",
                   title_style="", show_header=False)  # fmt: skip
     for _ in range(3):

@@ -18,7 +18,7 @@ from outpace.reporting.terminal.probe_tables import figure_tables, links_table
 
 
 class _Lines:
-    """A line for each section that is done."""
+    """Progress as one line per finished section."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -30,13 +30,16 @@ class _Lines:
             self._console.print(f"probed {section}")
 
     def show_stopping(self) -> None:
-        """Say so at once; said within another line it would be refused, and is not missed."""
+        """Print at once that the probe stops.
+
+        In the middle of another print this is refused, which does no harm.
+        """
         with suppress(RuntimeError):
             self._console.print("stopping…")
 
 
 class _Bars(_Lines):
-    """A bar for each section."""
+    """Progress as one bar per section."""
 
     def __init__(self, console: Console, bars: Progress, sections: Sequence[str]) -> None:
         super().__init__(console)
@@ -93,7 +96,7 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
 
 
 def _reason(unstable: str) -> str:
-    """The same for all figures that it is the same for."""
+    """Return a common form of a reason, so that figures with equal reasons share a note."""
     if unstable.startswith("a repeat may lie"):
         return "a repeat may lie more than a quarter away"
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable

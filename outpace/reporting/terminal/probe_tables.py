@@ -167,7 +167,7 @@ def _cross_table(layout: _Layout, figures: Sequence[Figure]) -> RenderableType:
 
 
 def _by_cell(layout: _Layout, figures: Sequence[Figure]) -> dict[tuple[str, str], list[Figure]]:
-    """The figures of each cell, equal ones once."""
+    """Return the figures of each cell, without duplicates."""
     cells: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         cell = cells.setdefault((layout.row(figure), layout.column(figure)), [])
@@ -181,7 +181,7 @@ def _empty() -> Table:
 
 
 def _cell(figure: Figure) -> Text:
-    """The value and how far a repeat may lie from it; else that it is unstable, or published."""
+    """Format the value with its spread, or as unstable or published."""
     if figure.origin == "catalog":
         return Text(f"{figure} catalog", style="cyan")
     if figure.value is None:
@@ -192,7 +192,7 @@ def _cell(figure: Figure) -> Text:
 
 
 def _spread_text(figure: Figure, beyond: float = 0.0) -> str:
-    """Return how far a repeat may lie; "" if that is no more than `beyond`."""
+    """Format the spread of repeats; "" if it is at most `beyond`."""
     if figure.low is None or figure.high is None or figure.low + figure.high <= 0:
         return ""
     away = (figure.high - figure.low) / (figure.high + figure.low)

@@ -91,7 +91,7 @@ class TrainingProgress(Callback):
             self.console.print(line, soft_wrap=True)
 
     def _show_line(self) -> None:
-        """The training line, where somebody watches live."""
+        """Show the training line in a live terminal."""
         if self._info is None or not self.console.is_terminal:
             return
         begun, total = self._info.start_step, self._info.total_steps
@@ -125,7 +125,7 @@ class TrainingProgress(Callback):
             self._line(f"{steps}  {figures}")
 
     def _left_s(self, step: int) -> float | None:
-        """Time for the steps that are left, by the latest ones; None: none was seen yet."""
+        """Return the time for the remaining steps at the latest speed; None before any."""
         left = max(0, self._total_steps - step)
         if not self._latest and left:
             return None
@@ -172,7 +172,7 @@ class TrainingProgress(Callback):
         self._stage = None
 
     def _live_figures(self, record: StepRecord, left_s: float | None) -> str:
-        """Join the figures and the bottleneck, in two lines where the terminal is narrow."""
+        """Join the figures and the bottleneck, on two lines if the terminal is narrow."""
         found = self._bottleneck()
         if self.console.width >= _WIDE:
             return _figures(record, left_s, short=True, held_by=found)
@@ -180,7 +180,7 @@ class TrainingProgress(Callback):
         return f"{figures}\n{found}" if found else figures
 
     def _bottleneck(self) -> str:
-        """Return what limits the latest steps, in a word or two; '' where it is not known."""
+        """Return the bottleneck of the latest steps in a word or two; '' if unknown."""
         info, load = self._info, self._load
         if info is None or len(self._latest) < _LEAST_STEPS:
             return ""
@@ -254,7 +254,7 @@ def _headlines(info: RunInfo) -> tuple[Text, ...]:
 
 
 def _recomputation(plan: Plan) -> str:
-    """Say which blocks recompute activations: all, each k-th, or a number of each mode."""
+    """Describe which blocks recompute activations: all, each k-th, or a number of each mode."""
     if not plan.checkpoint_layers:
         every = f" of 1 block in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
         return f"{plan.checkpointing} activation checkpointing{every}"
@@ -280,7 +280,7 @@ def smooth_rates(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord
 
 
 def _figures(record: StepRecord, left_s: float | None, short: bool, held_by: str = "") -> str:
-    """The figures of a training line; `short` fits 80 columns together with a bar."""
+    """Format the figures of a training line; `short` fits 80 columns together with a bar."""
     rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
     words = [f"loss {record.loss:.3f}", rate]
     if record.mfu is not None:

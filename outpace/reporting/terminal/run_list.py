@@ -68,7 +68,7 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
 
 
 def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
-    """Columns by name: those in which anything is known."""
+    """Return columns by name, without empty ones."""
     found = {
         "loss": [_cell(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
         "step": [_cell(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
@@ -85,7 +85,7 @@ def _cell(value: Any, shown: str) -> str:
 
 
 def _run_words(row: PastRun) -> str:
-    """Model, layout and precision; of a damaged run what is wrong."""
+    """Return model, layout and precision, or what is wrong with a damaged run."""
     if row.model is None:
         return row.damage or ""
     layout = str(row.strategy)
@@ -98,7 +98,7 @@ def _run_words(row: PastRun) -> str:
 
 
 def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
-    """Return each run's given settings, less those that all of these runs have alike."""
+    """Return each run's given settings that the runs do not have in common."""
     known = [row.asked for row in rows if row.model is not None]
     names = {name for asked in known for name in asked} - _SHOWN
     alike = {
@@ -146,7 +146,7 @@ def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
 
 
 def _how_far(past: PastRunFolder) -> str:
-    """Say how far a run came, and how to resume it."""
+    """Say how far a run got, and how to resume it."""
     row = past.row
     if row.total_steps is None:
         return ""
@@ -188,7 +188,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
 
 
 def _plan(plan: Plan) -> dict[str, str]:
-    """Return the plan's layout, and all in which it is not the plainest."""
+    """Return the plan's layout, and its options that differ from defaults."""
     fields = Plan.model_fields
     asked = {name: value for name, value in plan if value != fields[name].default}
     return {"layout": plan.mesh, **{name: in_words(value) for name, value in asked.items()}}
@@ -199,7 +199,7 @@ def _latest(row: PastRun) -> dict[str, str]:
 
 
 def _settings(record: RunRecord) -> RenderableType:
-    """Tabulate the settings that were given, and where they came from."""
+    """Tabulate the given settings and their origins."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     for name in ("setting", "value", "from"):
         table.add_column(name, overflow="fold")

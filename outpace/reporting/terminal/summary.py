@@ -91,7 +91,7 @@ def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 def _pairs(title: str) -> Table:
-    """A table of names and right-aligned values under a title."""
+    """Make a table of names and right-aligned values under a title."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
     )
@@ -161,7 +161,7 @@ def _time(parts: TimeParts) -> Table:
 
 
 def _advice(measurement: Measurement) -> list[str]:
-    """Say what held steps up most, and what to do about it."""
+    """Name the main bottleneck, and what to do about it."""
     seen = BottleneckInputs(
         measurement.parts,
         measurement.device,
@@ -183,7 +183,7 @@ def show_whole(count: float | None, unit: str = "") -> str:
 
 
 def _bar(share: float) -> str:
-    """A horizontal bar of at most `_BAR_CELLS` cells, in eighths of a cell."""
+    """Draw a horizontal bar of at most `_BAR_CELLS` cells, in eighths of a cell."""
     eighths = round(min(max(share, 0.0), 1.0) * _BAR_CELLS * 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -212,7 +212,7 @@ def _path(measurement: Measurement) -> Padding:
 
 
 def _words(sample: str) -> str:
-    """The first words of a sample, as a shell takes them; 'def ' where there are none."""
+    """Return a sample's first words, quoted for a shell; 'def ' if there are none."""
     line = next((line for line in sample.splitlines() if line.strip()), "def ")
     begin = " ".join(line.split()[:2])
     return shlex.quote("def " if begin.startswith("def ") else begin[:_MOST_WORDS])

@@ -72,7 +72,7 @@ def _cell(link: str | None) -> Text:
 
 
 def _short(names: tuple[str, ...]) -> str:
-    """Names for a narrow column: "NIC0 NIC1 and 2 more"."""
+    """Shorten names for a narrow column: "NIC0 NIC1 and 2 more"."""
     if not names:
         return ""
     return " ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
@@ -153,7 +153,7 @@ def gpu_line(gpu: GpuState) -> str:
 
 
 def _of_most(form: str, now: int | None, most: int | None, limit: str = "") -> str:
-    """'1410 of 1980 MHz'; what is not known is left out."""
+    """Format '1410 of 1980 MHz' without unknown parts."""
     if now is None:
         return ""
     both = f"{now} of {limit}{most}" if most is not None and (limit or most != now) else str(now)

@@ -201,7 +201,7 @@ def _host_cells(host: HostLoad) -> list[str]:
 
 
 def _cell_words(cells: Sequence[str]) -> Iterator[str]:
-    """Cells as words of one line, without those that are not known."""
+    """Join known cells to one line."""
     yield cells[0]
     if cells[1] != "n/a":
         yield f"(run {cells[1]})"
@@ -217,7 +217,7 @@ def _cores(host: HostLoad) -> str:
 
 
 def _strips(host: HostLoad) -> list[Text]:
-    """Each core as a character, 64 a line."""
+    """Draw each core as a character, 64 per line."""
     count = len(host.cores)
     if count <= 1:
         return []
@@ -242,7 +242,7 @@ def _power(watts: float | None) -> str:
 
 
 def _traffic(label: str, device: DeviceLoad) -> Text:
-    """Show a device's traffic over its links, each way, and its name, on one line."""
+    """Show a device's name and its link traffic in both directions, on one line."""
     parts = []
     for name, rx, tx in (
         ("PCIe", device.pcie_rx_bytes_per_s, device.pcie_tx_bytes_per_s),
