@@ -33,12 +33,12 @@ _SHARD_ITEMS = np.array([PRECISION_TRAITS[name].shard_bytes for name in PRECISIO
 
 @dataclass(frozen=True)
 class PlanBatch:
-    """Plans, one entry each. `samples` is the number of samples per data-parallel rank and step.
+    """Plans, one entry each. `samples`: samples per data-parallel rank and step.
 
     `zero` is 0 if dp_shard is 1. `modes` has four columns: the share of blocks that recompute in
-    each mode, in the order of MODES. `etp` ranks of tp cut each expert. `passes` is the
-    accumulation: samples = micro_batch × microbatches × passes. `adapters` has
-    the AdapterSettings of plans that train adapters alone, and None for others.
+    each mode, in the order of MODES. `etp` ranks of tp split each expert. `passes`: accumulation
+    steps, with samples = micro_batch × microbatches × passes. `adapters`: the AdapterSettings of
+    plans that only train adapters, else None.
     """
 
     strategy: Ints
@@ -89,8 +89,8 @@ class PlanBatch:
         return found.pop() if found else None
 
     def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
-        """Yield values of settings with which the planner does not know adapters, and the plans
-        that have them. (Strategies that are known have no other axes.)
+        """Yield settings with which the planner cannot estimate adapters, and the plans that
+        have them.
         """
         columns: dict[str, tuple[Any, Sequence[Any]]] = {
             "strategy": (self.strategy, STRATEGIES),

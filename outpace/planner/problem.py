@@ -38,7 +38,7 @@ class PlanningProblem:
 
     @property
     def limit(self) -> float:
-        """Bytes of a device's memory that its driver leaves free; the largest number if unknown."""
+        """Return bytes of a device's memory that its driver leaves free; maximal if unknown."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def with_nodes(self, nodes: int) -> "PlanningProblem":
@@ -48,7 +48,7 @@ class PlanningProblem:
 
     @property
     def question(self) -> StepTimeQuestion:
-        """The problem in the form that the step-time model takes."""
+        """Return the problem in the form for the step-time model."""
         return StepTimeQuestion(
             self.outline,
             self.wanted.seq_len,

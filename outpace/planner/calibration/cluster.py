@@ -55,19 +55,19 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of devices on all nodes."""
+        """Return the number of devices on all nodes."""
         return self.nodes * self.fabric.per_node
 
     @property
     def guessed(self) -> bool:
-        """Whether its rates come neither from the catalog's measurements nor from complete
-        steps.
+        """Return whether its rates come neither from the catalog's measurements nor from
+        complete steps.
         """
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property
     def source(self) -> RateSource:
-        """Origin of its rates."""
+        """Return the origin of its rates."""
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 
 

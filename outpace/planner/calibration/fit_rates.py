@@ -67,9 +67,7 @@ class Calibration:
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Derivatives of times with respect to adjustments, both as logarithms: (adjustments,
-        times).
-        """
+        """Return derivatives of times by adjustments, both as logarithms: (adjustments, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]

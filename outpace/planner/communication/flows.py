@@ -275,9 +275,7 @@ def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
 
 
 def neighbours(plan: Plan) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks between which each micro-batch passes, once in each
-    direction.
-    """
+    """Return the pairs of pipeline ranks that each micro-batch passes between, once each way."""
     schedule = SCHEDULES.get(plan.schedule)
     if schedule is None:
         return []

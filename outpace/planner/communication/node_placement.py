@@ -1,9 +1,9 @@
-"""Placement of communication on nodes: what stays inside one, and what leaves it.
+"""Placement of communication on nodes: what stays inside a node, and what leaves it.
 
-Ranks are laid out on nodes in the order of `records.plan.AXES`, those of tensor parallelism closest
-together. A collective among ranks of several nodes goes round a ring that enters and leaves each
-node once, as NCCL's rings and trees do: what one link of the ring carries leaves the node, however
-many of its devices take part.
+Ranks are laid out on nodes in the order of `records.plan.AXES`, tensor parallelism closest
+together. A collective over several nodes uses a ring that enters and leaves each node once, like
+NCCL's rings and trees: one link's worth of data leaves the node, however many of its devices take
+part.
 """
 
 from collections import Counter

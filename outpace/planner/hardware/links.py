@@ -1,10 +1,10 @@
-"""Links between ranks: how long a collective takes on the axis of a mesh.
+"""Links between ranks: how long a collective takes on an axis of the mesh.
 
-Ranks lie on nodes in the order of `records.plan.AXES`, the last axis closest together. A ring
-through the ranks of several nodes enters and leaves each once; the rings of other groups that
-cross at the same time share the node's network cards. Sums of all can go over trees as well: up and
-down a chain in each node, and between nodes along two binary trees, each for half of the array, in
-which every node is inner in one and a leaf in the other.
+Ranks are laid out on nodes in the order of `records.plan.AXES`, the last axis closest together. A
+ring through the ranks of several nodes enters and leaves each node once; rings of other groups that
+cross at the same time share the node's network cards. All-reduces can use trees instead: up and
+down a chain in each node, and between nodes along two binary trees, each for half of the array, so
+that every node is an inner node of one and a leaf of the other.
 """
 
 from collections.abc import Mapping
@@ -187,7 +187,7 @@ class Fabric:
     def send_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the time of a message to the next of `size` ranks `stride` apart, all sending.
 
-        Where they lie on several nodes, the slowest goes between two of these, by a device's share
+        If they lie on several nodes, the slowest message is between two nodes, at a device's share
         of its node's cards.
         """
         leaves = size * stride > self.per_node

@@ -58,9 +58,9 @@ def device_ladder(chip: Accelerator | None) -> list[Network]:
 
 
 def by_rate(networks: Iterable[Network]) -> list[Network]:
-    """Sort networks, slowest first. Equally fast ones become one network with all their names.
+    """Sort networks, slowest first, and merge equally fast ones into one with all their names.
 
-    So a network that the user named keeps that name in addition to those of the catalog.
+    A network that the user named keeps that name in addition to those of the catalog.
     """
     together: dict[float, list[Network]] = {}
     for one in networks:

@@ -1,6 +1,6 @@
-"""Memory from the last hidden state to its gradient, where the head is frozen.
+"""Memory from the last hidden state to its gradient, if the head is frozen.
 
-As `planner.memory.loss` has it, without the head's gradient: the same ways to take the logits.
+The logits are handled as in `planner.memory.loss`, without the head's gradient.
 """
 
 import numpy as np
@@ -28,9 +28,9 @@ def add_frozen_head_loss(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, device: str,
     item: Floats,
 ) -> None:  # fmt: skip
-    """Add the head's products and the loss; `item` are bytes of a number of the head.
+    """Add the head's products and the loss; `item`: bytes per number of the head.
 
-    What is left of it is the gradient of the last hidden state, which is not counted here.
+    The resulting gradient of the last hidden state is not counted here.
     """
     if device == "cuda":
         _on_accelerator(timeline, outline, columns, sizes, item)

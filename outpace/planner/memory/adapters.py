@@ -1,10 +1,8 @@
-"""Memory of a step that trains adapters beside frozen weights, for many plans at once.
+"""Memory of a step that trains adapters on frozen weights, for many plans at once.
 
-What autograd saves of `nn.lora`, and when it lets go, is derived in docs/concepts/memory-model.md:
-frozen matrices keep no inputs and have no gradients, each adapter keeps what it reads and its
-low-rank product, and the first block's input needs no gradient. Nothing is fitted.
-
-Legend: T tokens of a micro-batch on a rank, D hidden width, r rank of the adapters.
+docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when it frees it: frozen
+matrices save no inputs and have no gradients, each adapter saves its input and its low-rank
+product, and the first block's input needs no gradient. Nothing is fitted.
 """
 
 from collections.abc import Iterator
@@ -53,10 +51,10 @@ _QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AdapterMemory:
-    """A step with adapters: its model, device and plans, which have these adapters in common.
+    """Step with adapters: its model, its device, and plans with the same adapters.
 
-    `matrices` are those of a block, `block` is a layer of the stack. `records_kinds`: whether
-    timelines are asked for the peak's kinds.
+    `matrices`: those of a block; `block`: a layer of the stack. `records_kinds`: whether the peak
+    by kind will be requested.
     """
 
     outline: Outline
@@ -71,11 +69,11 @@ class AdapterMemory:
     records_kinds: bool
 
     def timelines(self) -> Iterator[tuple[Ints, MemoryTimeline]]:
-        """Yield the timeline of a rank: all are alike."""
+        """Yield the timeline of a rank; all ranks are alike."""
         yield np.arange(len(self.columns)), adapter_timeline(self)
 
     def timelines_at_start(self) -> Iterator[MemoryTimeline]:
-        """Yield the timeline of a rank, up to the first forward."""
+        """Yield the timeline of a rank up to the first forward."""
         timeline = MemoryTimeline(len(self.columns), self.records_kinds)
         add_permanent(timeline, self)
         yield timeline
@@ -84,12 +82,12 @@ class AdapterMemory:
 
     @cached_property
     def gathers(self) -> Bools:
-        """Return where parameters are sharded, and gathered where they are used."""
+        """Return where parameters are sharded and gathered for use."""
         return self.columns.zero >= 2
 
     @cached_property
     def shards(self) -> Floats:
-        """Return the number of ranks that parameters are cut into shards for."""
+        """Return the number of ranks that share the parameters."""
         return np.where(self.gathers, self.columns.dp_shard, 1).astype(float)
 
     @cached_property
@@ -113,14 +111,14 @@ class AdapterMemory:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the blocks' matrices are in 4 bits."""
+        """Return whether the blocks' matrices are stored in 4 bits."""
         return self.settings.base == "nf4"
 
     @cached_property
     def gathered_item(self) -> Floats:
-        """Return the bytes of a number of a block's parameters as a forward finds it.
+        """Return the bytes per number of a block's parameters in a forward.
 
-        Tensors of bytes cannot be cast as they are gathered, so that a block with some casts none
+        Byte tensors cannot be cast during a gather, so blocks that have some cast nothing
         (`parallel.fsdp.policy_of`).
         """
         item = self.sizes.weight if self.packs else self.sizes.gathered
@@ -128,11 +126,11 @@ class AdapterMemory:
 
     @cached_property
     def root_item(self) -> Floats:
-        """Return the bytes of a number of a parameter outside of blocks as a forward finds it."""
+        """Return the bytes per number of a parameter outside of blocks in a forward."""
         return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
 
     def block_bytes(self, item: Floats) -> Floats:
-        """Return the bytes of a block's parameters, of `item` bytes where they are not packed."""
+        """Return the bytes of a block's parameters, at `item` bytes for those not in 4 bits."""
         if self.packs:
             packed = sum(nf4_bytes(m.elements) for m in self.matrices)
             return packed + item * (self.vectors + self.trained_elements)
@@ -147,13 +145,14 @@ class AdapterMemory:
 
     @cached_property
     def casts_adapters(self) -> Bools:
-        """Return where adapters, and matrices that are not packed, are cast for products."""
+        """Return where adapters, and matrices not in 4 bits, are cast for products."""
         return self.sizes.operand < self.gathered_item
 
     def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
-        """Return the bytes of the casts that a linear layer's backward reads.
+        """Return the bytes of casts that a linear layer's backward reads.
 
-        That of the frozen matrix, if its input has a gradient (`reads_gradient`), and adapters'.
+        These are the adapters' and, if the input has a gradient (`reads_gradient`), the frozen
+        matrix's.
         """
         frozen = matrix.elements if reads_gradient and not self.packs else 0
         own = self.settings.rank * (matrix.inputs + matrix.outputs) if matrix.adapted else 0
@@ -172,26 +171,26 @@ class AdapterMemory:
         return self.sizes.tokens * self.settings.rank * self.sizes.operand
 
     def input_bytes(self, matrix: Matrix) -> Floats:
-        """Return the bytes of what a matrix reads, in the dtype of products."""
+        """Return the bytes of a matrix's input, in the dtype of products."""
         return self.sizes.tokens * matrix.inputs * self.sizes.operand
 
     def output_bytes(self, matrix: Matrix) -> Floats:
-        """Return the bytes of a matrix's outputs, in the dtype of products."""
+        """Return the bytes of a matrix's output, in the dtype of products."""
         return self.sizes.tokens * matrix.outputs * self.sizes.operand
 
     @cached_property
     def mask(self) -> Floats:
-        """Return the bytes that a dropout keeps for each number: on a CPU a factor."""
+        """Return the bytes that dropout saves per number; on a CPU it saves a factor."""
         return np.where(self.device == "cpu", self.sizes.operand, 1.0)
 
     def dropout_bytes(self, matrix: Matrix) -> Floats:
-        """Return what an adapter's dropout keeps: the input without what was dropped, and which."""
+        """Return the bytes that an adapter's dropout saves: its output and its mask."""
         if not self.settings.dropout:
             return np.zeros(len(self.columns))
         return self.sizes.tokens * matrix.inputs * (self.sizes.operand + self.mask)
 
     def shared_bytes(self, *names: str) -> Floats:
-        """Return the input that adapters of these matrices keep together, without a dropout."""
+        """Return the bytes of an input that several adapters share, without dropout."""
         readers = [m for m in self.matrices if m.adapted and m.name in names]
         if not readers or self.settings.dropout:
             return np.zeros(len(self.columns))
@@ -207,7 +206,7 @@ class AdapterMemory:
 
     @cached_property
     def normed_heads(self) -> Floats:
-        """Return what norms of queries and keys keep: their inputs, not what frozen scales read."""
+        """Return bytes saved by norms of queries and keys: inputs, since scales are frozen."""
         one, s = self.outline.stacks[0].attention, self.sizes
         assert one is not None
         if not one.qk_norm:
@@ -218,20 +217,20 @@ class AdapterMemory:
 
     @cached_property
     def attention(self) -> Floats:
-        """Return the bytes that attention keeps besides its input."""
+        """Return the bytes that attention saves besides its input."""
         b = self.block
         found = b.queries + 2 * b.keys + b.mixed + self.normed_heads + b.scores
         return found + np.where(self.repeats_keys, 2 * (b.queries - b.keys), 0.0)
 
     @cached_property
     def repeats_keys(self) -> Bools:
-        """Return where attention's kernel has no groups of queries (`nn.kernels.choose_kernel`)."""
+        """Return where attention's kernel lacks grouped queries (`nn.kernels.choose_kernel`)."""
         kernel = self.columns.precision_in("fp32", *COMPUTES_IN_FP16)
         return kernel & (self.device == "cuda")
 
     @cached_property
     def saved_bytes(self) -> Floats:
-        """Return the bytes of a block that recomputes nothing, and whose input has a gradient."""
+        """Return the bytes saved by a block without recomputation whose input has a gradient."""
         b = self.block
         inner = 3 if b.gated else 1
         own = [self.low + self.dropout_bytes(m) for m in self.matrices if m.adapted]
@@ -248,9 +247,9 @@ class AdapterMemory:
 
     @cached_property
     def first_saves_less(self) -> Floats:
-        """Return what the first block keeps less, whose input has no gradient.
+        """Return how many bytes less the first block saves, since its input has no gradient.
 
-        Its first norm keeps nothing; nor does attention without adapters before it, and so on.
+        Its first norm saves nothing; nor does attention, as long as no adapter precedes it.
         """
         b = self.block
         less = b.residual + b.norm
@@ -266,11 +265,11 @@ class AdapterMemory:
 
     @cached_property
     def forward_bytes(self) -> Floats:
-        """Return what a block's forward has beside what it saves, at its fullest moment.
+        """Return the bytes that a block's forward needs besides what it saves, at its peak.
 
-        The output of attention, and norms' before they are cast, are there until it ends. Then
-        there are the outputs of a matrix and of its adapter beside their sum: in the MLP's last
-        product before what that reads, or in its own.
+        Outputs of attention and of norms before their cast live until its end. To these add the
+        outputs of a matrix and its adapter and their sum: in the MLP's last product, or in the one
+        before it.
         """
         s = self.sizes
         throughout = s.whole * s.operand + np.where(s.casts, 2 * s.part * s.stream, 0.0)
@@ -285,16 +284,16 @@ class AdapterMemory:
 
     @cached_property
     def gelu_scratch(self) -> Floats:
-        """Return what GELU on a CPU in bf16 (`nn.gelu`) computes in, beside its two results."""
+        """Return bytes of temporaries of GELU on a CPU in bf16 (`nn.gelu`)."""
         own = self.columns.precision_in(*COMPUTES_IN_BF16) & (self.device == "cpu")
         elements = np.minimum(_GELU_ELEMENTS, self.sizes.tokens * self.matrix("up").outputs)
         return np.where(own & (not self.block.gated), 3 * FP32 * elements, 0.0)
 
     @cached_property
     def recomputed_forward_bytes(self) -> Floats:
-        """Return the same of a block whose tensors are made again in the backward.
+        """Return the same for a block that recomputes its tensors in the backward.
 
-        All of the MLP's are there by then, but the outputs of products that are kept.
+        By then all tensors of the MLP exist, except the outputs of products that are kept.
         """
         s, b = self.sizes, self.block
         throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
@@ -308,7 +307,7 @@ class AdapterMemory:
         return np.where(share_of(self.columns, "selective") > 0, selective, full)
 
     def saved_bytes_in(self, mode: Checkpointing) -> Floats:
-        """Return the bytes of a block in a mode."""
+        """Return the bytes that a block saves in a mode."""
         b = self.block
         if mode == "none":
             return self.saved_bytes
@@ -328,7 +327,7 @@ def set_up_adapters(
 ) -> AdapterMemory:  # fmt: skip
     """Return a step with these adapters.
 
-    Raises BadInputError for targets that the model lacks, and plans whose memory is not known.
+    Raises BadInputError for targets that the model lacks, and for plans whose memory is unknown.
     """
     require_adaptable(outline)
     _require_known(columns)
@@ -353,7 +352,7 @@ def _require_known(columns: PlanBatch) -> None:
 
 
 def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add what is there when a forward begins, after the moment at which weights are packed."""
+    """Add the tensors that exist before a forward, after the moment of quantizing weights."""
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
         # On a CPU the whole weights are there until their turn.

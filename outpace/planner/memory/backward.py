@@ -24,7 +24,7 @@ class _Position:
 
 
 def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the backward of the last blocks, then of the first ones; those between do alike."""
+    """Add the backward of the last and the first blocks, with the ones between treated alike."""
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.drop("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))

@@ -35,7 +35,7 @@ class _Block:
 
 
 def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMode) -> None:
-    """Add a block's backward, with what it computes again before: the MLP, then attention."""
+    """Add a block's backward, after its recomputation: the MLP, then attention."""
     setup, s, b = rank.setup, rank.setup.sizes, rank.setup.block
     away = mode.offloaded  # offloaded tensors are used where they lie
     copies_away = setup.offloads_activations & ~mode.recomputes
@@ -159,9 +159,9 @@ def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
 def flash_workspace_bytes(
     one: AttentionShape, columns: PlanBatch, seq_len: int, queries: Floats
 ) -> Floats:
-    """Return FlashAttention's sums of queries' gradients in fp32 (Dao, arXiv 2307.08691, §3).
+    """Return bytes of FlashAttention's fp32 sums of query gradients (Dao, arXiv 2307.08691, §3).
 
-    And gradients of keys and values for each of the `queries` (bytes) that share them.
+    This includes gradients of keys and values for each of the `queries` (bytes) that share them.
     """
     unit = 32 if one.head_dim <= 128 else 64
     width = -(-one.head_dim // unit) * unit + 1

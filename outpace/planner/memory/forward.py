@@ -1,4 +1,4 @@
-"""Memory of a rank's forwards, of as many micro-batches as wait for their backward."""
+"""Memory of a rank's forwards, for all micro-batches that wait for their backward."""
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from outpace.records.precisions import WEIGHTS
 
 
 def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> None:
-    """Add what forwards gather and leave, up to the loss.
+    """Add the tensors that forwards gather and leave, up to the loss.
 
-    `delayed`: bytes that gradients of weights are still to be made from, of chunks before.
+    `delayed`: bytes kept for weight gradients that earlier chunks have delayed.
     """
     setup, place = rank.setup, rank.place
     _gather_root(timeline, rank)
@@ -39,7 +39,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
 
 
 def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> None:
-    """Add casts of matrices that backward reads again, of blocks that recompute nothing."""
+    """Add casts of matrices that the backward reads again, for blocks without recomputation."""
     away = rank.setup.offloads_activations
     nbytes = blocks * rank.setup.copies * rank.recomputation.plain
     timeline.pass_over("weight copies", np.where(away, 0.0, nbytes))
@@ -47,7 +47,7 @@ def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> Non
 
 
 def raised_table(rank: RankSetup) -> Floats:
-    """Return the embedding's table in fp32 (`nn.fp32_modules`), to look up in and to sum into."""
+    """Return bytes of the embedding's fp32 table (`nn.fp32_modules`), for look-up and gradient."""
     setup, sharding = rank.setup, rank.setup.sharding
     autocast = ~setup.columns.precision_in(*WEIGHTS) & (setup.sizes.reduced > sharding.item)
     raised = autocast & sharding.gathers & rank.place.first & (setup.question.device == "cpu")

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 class FrameworkTraits:
     """Use of memory by one program.
 
-    `chunks_loss`: large logits are taken in chunks. `softmax_in_place`: there is one copy of the
-    logits in fp32, which becomes the softmax and then its gradient. `regathers_inputs`: under
-    sequence parallelism a rank keeps its shard of what products read, and gathers it again.
-    `main_gradients`: gradients are accumulated in a buffer of that many bytes each, which lasts
-    from the first step to the last, and weights are whole unless a plan shards them; None: as
-    outpace's strategies do. `shards_by_element`: zero1 shards elements over data and context
-    parallelism, not whole parameters. `reuses_receive_buffer`: a pipeline has one receive buffer,
-    not one for each micro-batch, and frees what it has sent. `accumulates_unsharded`: where weights
-    are sharded and micro-batches accumulate, gradients are whole until the last one's backward.
+    `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
+    logits becomes the softmax and then its gradient. `regathers_inputs`: under sequence
+    parallelism, a rank keeps its shard of products' inputs and gathers it again. `main_gradients`:
+    bytes per gradient of a buffer that accumulates gradients throughout the job, with whole weights
+    unless a plan shards them; None: as outpace's strategies do. `shards_by_element`: zero1 shards
+    elements over data and context parallelism, not whole parameters. `reuses_receive_buffer`: a
+    pipeline has one receive buffer for all micro-batches, and frees what it has sent.
+    `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
+    unsharded until the last backward.
     """
 
     chunks_loss: bool = True

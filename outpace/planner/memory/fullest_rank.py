@@ -40,7 +40,7 @@ class Place:
 
 
 def places(outline: Outline, columns: PlanBatch) -> list[Place]:
-    """Return one rank without a pipeline; else those that `in_flight` gives, the last repeated."""
+    """Return the only rank without a pipeline; else `in_flight`'s candidates, the last repeated."""
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
     rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)
@@ -67,7 +67,7 @@ def _place(ranks: list[Rank], rows: Ints) -> Place:
 def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
     """Return the interval of recomputing blocks, counted from the first; 0: none.
 
-    Columns have shares: n of L blocks are every (L/n rounded up)-th one.
+    Plans have shares: n of L blocks mean every (L/n rounded up)-th one.
     """
     recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
     found: Ints = np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(

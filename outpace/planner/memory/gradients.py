@@ -1,4 +1,4 @@
-"""Memory of a weight's gradient as a backward makes it, by the plan's way to keep gradients."""
+"""Memory of a weight's gradient during a backward, by how the plan stores gradients."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from outpace.planner.plan_batch import Bools, Floats
 
 @dataclass(frozen=True)
 class GradientBytes:
-    """Bytes of a gradient for each of its elements, one entry a plan.
+    """Bytes of a gradient per element, one entry per plan.
 
-    `product` and `other` are those that it is made in before it is cast, where a matrix product
-    makes it and elsewhere. Where ranks have whole weights `kept` stay, or `added` are there until
-    they are added to the present ones: both are 0 where parameters are gathered. There `whole` stay
-    until they are reduced, or `joined` until they are added to those that wait for a pipeline's
-    last micro-batch.
+    `product` and `other`: as made, before a cast, by a matrix product or elsewhere. If ranks have
+    whole weights, `kept` bytes stay, or `added` bytes live until they are added to existing
+    gradients; both are 0 if parameters are gathered. Then `whole` bytes live until they are
+    reduced, or `joined` bytes until they are added to gradients that wait for a pipeline's last
+    micro-batch.
     """
 
     product: Floats
@@ -32,7 +32,7 @@ class GradientBytes:
 def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> GradientBytes:
     """Return the bytes for every plan.
 
-    `allocates`: a backward allocates gradients that stay; `joins`: there are some that wait for a
+    `allocates`: a backward allocates gradients that stay. `joins`: gradients already wait for a
     pipeline's last micro-batch.
     """
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
@@ -51,7 +51,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
 
 
 def added_bytes(setup: MemorySetup) -> Floats:
-    """Return bytes of a gradient as it comes to those that are there, where none are gathered."""
+    """Return bytes of a gradient that is added to existing ones, without gathered parameters."""
     added: Floats = np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
     return added
 
@@ -63,10 +63,10 @@ def add_gradient(
     product: bool = True,
     copies: Floats | float = 0.0,
 ) -> None:
-    """Add a weight's gradient: kept, added to the present one, or kept for its reduction.
+    """Add a weight's gradient: stored, accumulated, or kept until its reduction.
 
-    That of a `product` is made in its dtype, and cast when the weight's copy, of `copies` bytes an
-    element, is gone.
+    If it comes from a `product`, it is cast when the weight's copy, of `copies` bytes per element,
+    is freed.
     """
     made = elements * (item.product if product else item.other)
     timeline.take("temporary", made)
@@ -79,5 +79,5 @@ def add_gradient(
 
 
 def offload_gradients(timeline: MemoryTimeline, setup: MemorySetup, nbytes: Floats) -> None:
-    """Add gradients that lie where their weights do, in host memory; of others nothing."""
+    """Add gradients of weights in host memory to the host; ignore those of other weights."""
     timeline.offload(np.where(setup.gradients_on_host, nbytes, 0.0), False)

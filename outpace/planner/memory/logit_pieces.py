@@ -1,4 +1,4 @@
-"""Pieces in which the loss takes logits: all at once, or in chunks and blocks of rows."""
+"""Pieces in which the loss computes logits: all at once, in chunks, or in blocks of rows."""
 
 import numpy as np
 
@@ -25,19 +25,19 @@ LOW_HEAD_ROWS = 2048
 
 
 def padded_columns(vocab: Floats) -> Floats:
-    """Return the columns of logits on an accelerator."""
+    """Return the columns of logits on an accelerator, with padding."""
     columns: Floats = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
     return columns
 
 
 def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
-    """Return whether an accelerator makes all logits at once; `columns` are padded."""
+    """Return whether an accelerator computes all logits at once; `columns` are padded."""
     whole: Bools = rows * columns * operand <= _WHOLE_BYTES
     return whole
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits that an accelerator makes at a time; `asked`: in chunks anyway."""
+    """Return the rows of logits that an accelerator computes at a time; `asked`: in chunks."""
     row_bytes = np.maximum(columns, 1) * operand
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
@@ -48,26 +48,26 @@ def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bool
 
 
 def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
-    """Return bytes of logits in fp32 beside the logits; compiled passes have none."""
+    """Return the bytes of fp32 copies of logits; compiled passes have none."""
     most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(columns, 1))))
     return np.where(compiled, 0.0, FP32 * np.minimum(rows, most) * columns)
 
 
 def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
-    """Return whether logits are too large for a CPU to take all of them at once."""
+    """Return whether logits are too large for a CPU to compute all at once."""
     large = (rows > CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
     found: Bools = np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
     return found
 
 
 def whole_bf16_rows(vocab: Floats) -> Floats:
-    """Return the number of tokens of which all logits are held on a CPU in bf16."""
+    """Return the number of tokens for which a CPU in bf16 holds all logits."""
     rows: Floats = np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
     return rows
 
 
 def softmax_rows(vocab: Floats, rows: Floats) -> Floats:
-    """Return the tokens whose softmax is made at a time on a CPU in bf16."""
+    """Return the number of tokens for which a CPU in bf16 computes the softmax at a time."""
     most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
     block: Floats = np.minimum(np.maximum(1, most), rows)
     return block

@@ -1,4 +1,4 @@
-"""Memory of the last norm, the head and the loss, whole or in chunks, forward and backward."""
+"""Memory of the last norm, the head and the loss, forward and backward."""
 
 from dataclasses import dataclass
 
@@ -43,9 +43,9 @@ class _Head:
 
 
 def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the last norm, the head and the loss, of micro-batches whose backward is not done.
+    """Add the last norm, the head and the loss, for micro-batches that wait for their backward.
 
-    What is left of it is the gradient of the last hidden state.
+    The gradient of the last hidden state remains.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     place, hidden = rank.place, rank.setup.outline.hidden
@@ -75,7 +75,7 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add what a head's split gradient is made from: the gradient of logits, and the copy."""
+    """Add the inputs of the head's delayed gradient: the gradient of logits, and the copy."""
     setup, s, vocab = rank.setup, rank.setup.sizes, _vocab(rank.setup)
     here = timeline.select(rank.place.last & ~_uses_chunks(setup, s.tokens, vocab))
     here.pass_over("temporary", s.tokens * vocab * s.operand)
@@ -85,9 +85,9 @@ def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def tied_head_bytes(rank: RankSetup) -> Floats:
-    """Return bytes of a tied head's gradient that waits for the embedding's.
+    """Return the bytes of a tied head's gradient that waits for the embedding's.
 
-    It does where it is not kept as such.
+    It is 0 if that gradient is itself stored until the optimizer's step.
     """
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     both = place.first & place.last & setup.outline.tied & ~setup.dp & (c.pp == 1)

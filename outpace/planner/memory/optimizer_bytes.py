@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps for a parameter, and how much it steps at once."""
+"""Bytes that an optimizer stores per parameter, and how much it steps at once."""
 
 import math
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ _COPIES = np.array([traits.copies for traits in _TRAITS])
 
 
 def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add what a step of the optimizer makes for itself."""
+    """Add temporaries of the optimizer's step."""
     setup, sharding = rank.setup, rank.setup.sharding
     timeline.clear("activations", "temporary", "weight copies", "unsharded")
     _drop_sums(timeline, rank)
@@ -86,7 +86,7 @@ def add_step_tensors(
 ) -> None:
     """Add the tensors that a step makes: some as large as the `largest` parameter, some copies.
 
-    Both are in bytes: of that parameter, and of all that is stepped at once.
+    `largest` and `stepped`: bytes of that parameter, and of all parameters stepped at once.
     """
     pure, rounds = columns.precision_in(*PURE), columns.precision_in("bf16-pure")
     in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[columns.optimizer].T

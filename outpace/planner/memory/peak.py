@@ -101,10 +101,10 @@ def offloaded_bytes(
     *,
     traits: FrameworkTraits = OUTPACE,
 ) -> tuple[Floats, Floats]:
-    """Return the bytes that a rank keeps in host memory and on disk, each at its peak.
+    """Return the bytes that a rank stores in host memory and on disk, each at its peak.
 
-    Host memory is fullest at the end of the forward, with all activations, or of the backward, with
-    the gradients of weights that lie there: not when the device is.
+    Host memory peaks at the end of the forward, with all activations, or of the backward, with
+    gradients of offloaded weights, and not together with the device.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
     question = MemoryQuestion(outline, seq_len, device, traits=traits)
@@ -172,9 +172,9 @@ def reserved_bytes(
 ) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
 
-    All three are bounds by the rules of docs/concepts/memory-model.md, since nothing was measured:
-    unused parts of segments, kernels and context, and ring buffers for each group of ranks. On a
-    CPU it is `peak_bytes`.
+    These three are bounds by the rules of docs/concepts/memory-model.md, since nothing was
+    measured: unused parts of segments, kernels and context, and ring buffers for each group of
+    ranks. On a CPU it is `peak_bytes`.
     """
     peak = peak_bytes(
         outline, seq_len, columns, device, fused_attention=fused_attention, traits=traits

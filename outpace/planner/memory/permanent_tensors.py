@@ -1,4 +1,4 @@
-"""Tensors that lie on a rank as a step begins: weights, states, buffers, gradients of before."""
+"""Tensors on a rank at the start of a step: weights, states, buffers, earlier gradients."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ _CPU, _DISK = OFFLOADS.index("cpu"), OFFLOADS.index("disk")
 
 
 def add_permanent_tensors(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add what is there when a forward begins, with gradients of micro-batches before it."""
+    """Add the tensors that exist before a forward, with gradients of earlier micro-batches."""
     states = _state_bytes(rank)
     _add_weights_and_states(timeline, rank, states)
     _add_buffers(timeline, rank, states)

@@ -1,4 +1,4 @@
-"""Inputs of the memory formula that depend on the rank of a pipeline that is looked at."""
+"""Inputs of the memory formula that depend on the pipeline rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from outpace.records.plan import Checkpointing
 
 @dataclass(frozen=True)
 class BlockMode:
-    """Mode of one block of a rank in the backward: it recomputes, `selective` or otherwise.
+    """Mode of a rank's block in the backward: it recomputes, `selective` or completely.
 
-    `saved` are the bytes that it keeps, `offloaded` those of them that autograd saves, and are
-    offloaded; not what checkpointing keeps by itself.
+    `saved`: bytes that it saves; `offloaded`: those of them that autograd saves and that are
+    offloaded, without what checkpointing keeps itself.
     """
 
     recomputes: Bools
@@ -30,9 +30,10 @@ class BlockMode:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Recomputation by the blocks of a rank: its first one, its last one, and all in the mean.
+    """Recomputation by a rank's blocks: the first, the last, and their mean.
 
-    The share `plain` of them recompute nothing; `saved` and `offloaded` are bytes of the mean one.
+    A share `plain` of the blocks recomputes nothing; `saved` and `offloaded` are bytes of the mean
+    block.
     """
 
     first: BlockMode
@@ -44,12 +45,11 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """Values of one rank of each plan, one entry a plan.
+    """Values of one rank of each plan, one entry per plan.
 
-    `later`: after a pipeline's first backward. `elements` are those of all parameters that the rank
-    computes with, `outside` those of them that no block has. `has_gradients`: gradients exist
-    before a backward makes new ones; `delays`: a pipeline's sharded gradients are whole until its
-    last micro-batch.
+    `later`: after a pipeline's first backward. `elements`: all parameters that the rank computes
+    with; `outside`: those outside of blocks. `has_gradients`: gradients exist before a backward
+    makes new ones. `delays`: a pipeline's sharded gradients are whole until its last micro-batch.
     """
 
     setup: MemorySetup
@@ -67,28 +67,28 @@ class RankSetup:
 
     @property
     def stored_elements(self) -> Floats:
-        """Return the elements of parameters that lie on the rank."""
+        """Return the elements of parameters stored on the rank."""
         sharding = self.setup.sharding
         return (sharding.stored * self.place.layers + self.outside) / sharding.shards
 
     @property
     def root(self) -> Floats:
-        """Return the bytes of parameters outside of blocks where they are gathered, else 0."""
+        """Return the bytes of parameters outside of blocks if they are gathered, else 0."""
         sharding = self.setup.sharding
         return np.where(sharding.gathers, sharding.item * self.outside, 0.0)
 
     @property
     def blocks(self) -> Floats:
-        """Return the blocks of a stage, in the mean."""
+        """Return the mean number of blocks per stage."""
         return np.maximum(self.place.chunk_layers, 1e-9)
 
     @cached_property
     def chunk_bytes(self) -> Floats:
-        """Return the bytes that a stage keeps of a micro-batch, those that are offloaded included.
+        """Return the bytes that a stage keeps per micro-batch, including offloaded ones.
 
-        Of a stage that is not the first the input is what was received; the output of one that is
-        not the last stays until it is sent and backward has come. Where there is one buffer for all
-        that is received, the input is a block's like any other.
+        The input of every stage but the first is what was received; the output of every stage but
+        the last stays until it is sent and its backward has come. With a single receive buffer, the
+        input is saved like that of any block.
         """
         setup, place = self.setup, self.place
         stream = np.where(setup.columns.pp > 1, setup.sizes.part * setup.sizes.stream, 0.0)
@@ -100,7 +100,7 @@ class RankSetup:
 
     @property
     def largest(self) -> Floats:
-        """Return the largest parameter: a matrix of a block, or an end's embedding or head."""
+        """Return the elements of the largest parameter: a block's, the embedding or the head."""
         setup, place = self.setup, self.place
         ends = np.where(place.first | place.last, setup.ends.embedding, 0.0)
         largest: Floats = np.maximum(setup.block.largest, ends) / setup.sharding.shards
@@ -108,14 +108,14 @@ class RankSetup:
 
     @cached_property
     def gradient(self) -> GradientBytes:
-        """Return bytes of an element's gradient."""
+        """Return the bytes per element of a gradient."""
         return gradient_bytes(
             self.setup, self.allocates_gradients, self.delays & self.has_gradients
         )
 
     @cached_property
     def recomputation(self) -> Recomputation:
-        """Return what the blocks of this rank recompute."""
+        """Return what the rank's blocks recompute."""
         setup, place = self.setup, self.place
         recomputed = 1 - share_of(setup.columns, "none")
         local = place.again / np.maximum(recomputed, 1e-9)
@@ -135,7 +135,7 @@ class RankSetup:
 
 
 def set_up_rank(setup: MemorySetup, place: Place, later: Bools) -> RankSetup:
-    """Return the values of a rank of every plan."""
+    """Return the values of one rank of every plan."""
     c, g = setup.columns, setup.gradients
     outside = _outside_elements(setup, place)
     accumulates = (c.passes > 1) & (~setup.dp | g.sums_in_fp32)

@@ -1,9 +1,9 @@
-"""Bytes that one layer's forward pass saves for its backward pass, and sizes of its weights.
+"""Bytes that one layer's forward saves for its backward, and sizes of its weights.
 
-The terms are derived in docs/concepts/memory-model.md: what autograd saves of each operator in
-`nn.block`, no more and no less. Legend: T tokens of a micro-batch on a rank, R of them in the
-residual stream (a share under sequence parallelism), D hidden width, Q and K widths of queries and
-of keys or values on a rank, F inner width of the MLP on a rank.
+docs/concepts/memory-model.md derives the terms from what autograd saves of each operator in
+`nn.block`. Legend: T tokens of a micro-batch on a rank, R of them in the residual stream (a share
+under sequence parallelism), D hidden width, Q and K widths of queries and of keys or values on a
+rank, F inner width of the MLP on a rank.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Shapes:
 
     @property
     def casts(self) -> Bools:
-        """Return where products use a narrower dtype than the residual stream, which is cast."""
+        """Return where products need casts to a narrower dtype than the residual stream's."""
         return self.operand < self.stream
 
 
@@ -68,9 +68,9 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 class Layer:
     """One layer of a stack: the bytes that its forward saves, by origin.
 
-    `norm` is what each of the norms keeps beside its input; `input` what is kept of what the
-    products after it read; `output` is of a product into the residual stream, before it is added.
-    `raw` is made by products of queries and keys before they are turned.
+    `norm`: saved by each norm besides its input. `input`: saved of the input of the products after
+    it. `output`: a product's output before it is added to the residual stream. `raw`: queries and
+    keys before rotation.
     """
 
     norms: int
@@ -104,7 +104,7 @@ class Layer:
 
     @property
     def inners(self) -> int:
-        """Return the number of kept tensors with the inner width: two, or four with a gate."""
+        """Return the number of saved tensors with the inner width: two, or four with a gate."""
         return 4 if self.gated else 2
 
     @property
@@ -125,7 +125,7 @@ class Layer:
         )
 
     def saved_bytes_in(self, mode: Checkpointing) -> Floats:
-        """Return the bytes of a layer in a mode, its input included."""
+        """Return the bytes that a layer saves in a mode, including its input."""
         if mode == "none":
             return self.saved_bytes
         kept = self.residual
@@ -138,7 +138,7 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Return the bytes of gradients of the outputs of matrix products and norms."""
+        """Return the bytes of output gradients of matrix products and norms."""
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
@@ -152,7 +152,7 @@ def layer(
     fused: bool,
     traits: FrameworkTraits = OUTPACE,
 ) -> Layer:
-    """Return a stack's layer for every plan."""
+    """Return one layer of a stack, for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
     zero = np.zeros_like(tokens)
     fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout

@@ -1,4 +1,4 @@
-"""Inputs of the memory formula for many plans at once: sizes, and traits of strategies."""
+"""Inputs of the memory formula for many plans at once: sizes, and properties of strategies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """A model, the kind of device that it is trained on, and how its trainer uses memory."""
+    """Model, kind of device, and memory traits of the trainer."""
 
     outline: Outline
     seq_len: int
@@ -39,16 +39,15 @@ class MemoryQuestion:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Spread of parameters and states over ranks, one entry a plan.
+    """Distribution of parameters and states over ranks, one entry per plan.
 
-    `gathers`: parameters are sharded, and gathered where they are used; `regathers`: once more for
-    the backward. `item` are bytes of a parameter as a forward finds it, and of its gradient as the
-    backward makes it. Weights are cut into `shards`, states into `owners`; with `shares_states`
-    states alone are spread. Of a layer `stored` elements are cut into shards, and `stepped` are
-    those whose states are: experts are shared out by ranks that shard as well, so that ep is a part
-    of what is sharded (with `shares_states` a rank keeps its own experts' weights, and states of
-    all are over all ranks). `expert_factor` is how many times as many are stored as a rank computes
-    with.
+    `gathers`: parameters are sharded and gathered for use; `regathers`: once more for the backward.
+    `item`: bytes of a parameter in the forward and of its gradient in the backward. Weights are
+    split into `shards`, states into `owners`; with `shares_states` only states are split. `stored`:
+    elements of a layer that are split into shards; `stepped`: those whose states are. Ranks that
+    shard also divide the experts, so ep is a part of the sharding (with `shares_states`, a rank
+    keeps the weights of its experts, and all states are split over all ranks). `expert_factor`:
+    stored experts relative to those that a rank computes with.
     """
 
     gathers: Bools
@@ -65,13 +64,13 @@ class Sharding:
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Buffers in which gradients that a rank keeps are added up, one entry a plan.
+    """Buffers that accumulate the gradients of a rank, one entry per plan.
 
-    `buckets`: in buffers of `bucket_item` bytes an element that last as long as the job; `fuses`:
-    the step uses one buffer of all. `replicas`: micro-batches before the last add up beside the
-    buckets (DDP's no_sync). `sum_item` are bytes of a gradient to which micro-batches add theirs;
-    `sums_in_fp32`: in fp32 whatever they are, `casts_sums`: made in 16 bits and cast. `apart` are
-    bytes of a gradient in which micro-batches before the last add up, beside buckets.
+    `buckets`: buffers of `bucket_item` bytes per element that exist throughout the job; `fuses`:
+    the step uses one buffer for all. `replicas`: micro-batches before the last accumulate outside
+    of the buckets (DDP's no_sync). `sum_item`: bytes of a gradient that micro-batches accumulate
+    into; `sums_in_fp32`: always in fp32; `casts_sums`: made in 16 bits and cast. `apart`: bytes of
+    a gradient accumulated outside of the buckets.
     """
 
     buckets: Bools
@@ -86,14 +85,13 @@ class GradientBuffers:
 
 @dataclass(frozen=True)
 class MemorySetup:
-    """Values shared by all ranks of a plan, one entry a plan.
+    """Values shared by all ranks of a plan, one entry per plan.
 
-    `block` is a layer of the stack that keeps the most; of the mean layer `saved` are bytes that it
-    keeps in each mode of recomputation, `elements` those of its parameters, `matrices` those of its
-    matrices, `copies` bytes of their casts, `unit` those of its parameters where they are gathered
-    (else 0). `dp`: rank 0 has all ranks' outputs. `splits_stream`: ranks of tp have shards of the
-    residual stream, of which products read all; `regathers_inputs`: it is gathered again for the
-    backward.
+    `block`: a layer of the stack that saves the most. For the mean layer: `saved`, bytes saved in
+    each mode of recomputation; `elements`, of all parameters; `matrices`, of matrices; `copies`,
+    bytes of casts of matrices; `unit`, bytes of gathered parameters (else 0). `dp`: rank 0 has all
+    ranks' outputs. `splits_stream`: ranks of tp have shards of the residual stream, which is
+    gathered for products; `regathers_inputs`: and once more for the backward.
     """
 
     question: MemoryQuestion

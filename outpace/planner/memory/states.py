@@ -1,4 +1,4 @@
-"""States that stay on a rank: weights and the optimizer's state, by elements and bytes."""
+"""States that stay on a rank: weights and optimizer state, in elements and bytes."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OutsideElements:
-    """Elements outside of layers on a rank: the embedding, the head, the rest of both ends."""
+    """Elements outside of layers on a rank: the embedding, the head, and the rest at both ends."""
 
     embedding: Floats
     head: Floats  # 0 where it is the embedding
@@ -29,7 +29,7 @@ class OutsideElements:
 
 
 def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
-    """Vocabularies are split over tp; small parameters are whole on every rank."""
+    """Return elements outside of layers: vocabularies split over tp, small parameters whole."""
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
@@ -46,7 +46,7 @@ def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
 def layer_shapes(
     stack: Stack, hidden: int, tp: int = 1, ep: int = 1, etp: int | None = None
 ) -> list[Shape]:
-    """Return the parameters of a layer on a rank; `etp` ranks (tp: None) split each expert."""
+    """Return a layer's parameter shapes on a rank; `etp` (default: tp) ranks split each expert."""
     found: list[Shape] = []
     vectors = layer_parameters(stack, hidden)
     for weight in weights(stack, hidden):
@@ -90,7 +90,7 @@ def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., fl
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of an optimizer's state on a rank without sharding; `layer` is that of a layer."""
+    """Bytes of an optimizer's state on a rank without sharding; `layer`: for one layer."""
 
     layer: Floats
     embedding: Floats
@@ -100,7 +100,7 @@ class States:
 
 
 def states(outline: Outline, columns: PlanBatch) -> States:
-    """Return states by the shapes of parameters."""
+    """Return the bytes of states, from the shapes of parameters."""
     names = ("optimizer", "precision", "tp", "ep", "etp")
 
     def value_by(which: str) -> Callable[..., float]:
@@ -154,7 +154,7 @@ def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
     """Return the state bytes on the fullest of dp_shard ranks that hold whole parameters (zero1).
 
-    The largest parameter first, each to the rank with the fewest elements.
+    The largest parameter is assigned first, each to the rank with the fewest elements.
     """
 
     def value(ranks: int, optimizer: int, precision: int) -> float:

@@ -22,10 +22,10 @@ def step_timelines(
     records_kinds: bool = False,
     only_last: bool = False,
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
-    """Yield plans and timelines of the ranks that may need the most memory, or of the last one.
+    """Yield plans and timelines of the ranks that may need the most memory, or of the last rank.
 
-    They start when gradients exist; if fewer activations are kept then, also before.
-    `records_kinds`: whether the contents of the peak will be asked for.
+    Timelines start with existing gradients and, if fewer activations are saved then, also without.
+    `records_kinds`: whether the peak by kind will be requested.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
     for place in places(question.outline, columns):

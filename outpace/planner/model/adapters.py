@@ -1,4 +1,4 @@
-"""Low-rank adapters as a plan trains them, and the matrices of a block that they are on."""
+"""Low-rank adapters of a plan, and the matrices of a block that have them."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -43,9 +43,9 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Adapters that a plan trains, all weights being frozen in the format `base`.
+    """Adapters that a plan trains, with all weights frozen in the format `base`.
 
-    Fields are a plan's, without `lora_` before their names.
+    The fields are those of a plan, without the prefix `lora_`.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class AdapterSettings:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self | None:
-        """Return the adapters that settings with a plan's names ask for; None if none do."""
+        """Return the adapters requested by settings that are named as a plan's; else None."""
         if values.get("lora_rank") is None:
             return None
         return cls(
@@ -76,7 +76,7 @@ class AdapterSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the settings of a plan that trains these."""
+        """Return a plan's settings for these adapters."""
         return {
             "lora_rank": self.rank,
             "lora_targets": self.targets,
@@ -87,7 +87,7 @@ class AdapterSettings:
 
     @property
     def title(self) -> str:
-        """Return the adapters in a few words."""
+        """Describe the adapters in a few words."""
         on = "" if "all" in self.targets else f" on {', '.join(self.targets)}"
         return f"{'QLoRA' if self.base == 'nf4' else 'LoRA'} {self.rank}{on}"
 
@@ -125,12 +125,12 @@ def nf4_bytes(elements: int) -> int:
 
 
 def nf4_scale_bytes(elements: int) -> int:
-    """Return the bytes of a matrix's scales in fp32, which unpacking makes of those of 8 bits."""
+    """Return the bytes of a matrix's fp32 scales, which are unpacked from 8 bits."""
     return 4 * math.ceil(elements / _BLOCK)
 
 
 def require_adaptable(outline: Outline) -> None:
-    """Raise BadInputError for a model whose adapters the planner does not know."""
+    """Raise BadInputError for a model whose adapters the planner cannot estimate."""
     why = outline.untrained
     if why is None and (outline.head_products or outline.experts):
         why = "its head or its experts are of a kind whose adapters the planner does not know"
@@ -147,12 +147,12 @@ def require_adaptable(outline: Outline) -> None:
 
 
 def is_known(name: str, value: Any) -> bool:
-    """Return whether the planner knows adapters with this value of a plan's setting."""
+    """Return whether the planner can estimate adapters with this value of a setting."""
     return value in _KNOWN.get(name, (value,)) and value not in _UNKNOWN.get(name, ())
 
 
 def can_plan_adapters(outline: Outline, values: Mapping[str, Any]) -> bool:
-    """Return whether the planner knows a model's adapters, with these settings of a plan."""
+    """Return whether the planner can estimate a model's adapters with these settings."""
     try:
         require_adaptable(outline)
     except BadInputError:

@@ -31,8 +31,8 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
 def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | None = None) -> int:
     """Return the FLOPs of forward and backward that a model needs: three forwards.
 
-    `adapters` is their number of parameters where only they are trained: frozen weights have no
-    gradients, and each of an adapter's elements is a multiply-add like theirs.
+    If only adapters are trained, `adapters` is their number of parameters: frozen weights have no
+    gradients, and each element of an adapter is a multiply-add like theirs.
     """
     products = 3 * forward_flops(outline, seq_len, samples)
     if adapters is None:

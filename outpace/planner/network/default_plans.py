@@ -40,12 +40,11 @@ class _Study:
 def candidate_plans(
     problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
 ) -> Iterator[NetworkEntry | tuple[str, str]]:
-    """DDP, ZeRO-1/2/3 with the same micro-batch, ZeRO-3 with all samples at once, TP, PP, and both.
+    """Yield DDP, ZeRO-1/2/3 with one micro-batch, ZeRO-3 with all samples, TP, PP, and TP × PP.
 
-    TP and PP alone are over all devices; a product that comes out as one of the others is left out.
-    Each has the global batch nearest to what was asked for that it divides.
-
-    A pair of two strings is a strategy with the reason why it is not possible.
+    TP and PP alone are over all devices; a combination equal to one of the others is left out. Each
+    plan has the nearest possible global batch to the requested one. An impossible strategy is a
+    pair of strings: its name and the reason.
     """
     study = _Study(problem, asked, precision)
     world, micro_batch = study.world, study.micro_batch

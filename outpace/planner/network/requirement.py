@@ -1,6 +1,6 @@
-"""Bandwidth that plans need: what a step takes on other networks, by the planner's time model.
+"""Bandwidth that plans need: step times on other networks, by the planner's time model.
 
-docs/concepts/network.md says what is counted.
+See docs/concepts/network.md for what is counted.
 """
 
 import math
@@ -35,7 +35,7 @@ _STATES: tuple[Kind, ...] = ("weights", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class NetworkEntry:
-    """A plan with its title, and the samples of its step."""
+    """Plan with its title and the samples per step."""
 
     title: str
     plan: Plan
@@ -44,11 +44,11 @@ class NetworkEntry:
 
 @dataclass(frozen=True)
 class NetworkProblem:
-    """A model on a machine, and the networks to compare there.
+    """Model on a machine, and the networks to compare.
 
-    `networks` are a node's, of which the machine has `present`; `device_links` are a device's to
-    the others of its node, of which it has `present_link`. `tolerance`: share of a step that the
-    network may cost.
+    `networks`: those of a node, with the machine's own as `present`; `device_links`: those from a
+    device to others in its node, with `present_link`. `tolerance`: share of a step that the network
+    may cost.
     """
 
     spec: ModelSpec
@@ -62,7 +62,7 @@ class NetworkProblem:
     present_link: Network | None = None
 
     def fits(self, columns: PlanBatch) -> list[bool | None]:
-        """Return whether plans fit a device, by the planner's formula; None if unknown."""
+        """Return whether plans fit on a device, by the planner's formula; None if unknown."""
         device = self.cluster.device
         if device.memory_bytes is None:
             return [None] * len(columns)
@@ -72,7 +72,7 @@ class NetworkProblem:
 
 
 def link_share(link: Network) -> float:
-    """Return the share of its rate that a link between devices of a node reaches."""
+    """Return the share of its rate that a link between devices in a node reaches."""
     return efficiency.HOST_BRIDGE_SHARE if _is_pcie(link) else network_share(link)
 
 
@@ -81,10 +81,10 @@ def _is_pcie(link: Network) -> bool:
 
 
 def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
-    """Return what each plan needs so that the network costs at most the tolerance of a step.
+    """Return what each plan needs for the network to cost at most the tolerance of a step.
 
-    Links of devices are taken into account as if the network between nodes took no time. Raises
-    BadInputError for plans whose traffic is not known, or that do not divide the batch.
+    Device links are judged with an infinitely fast network between nodes. Raises BadInputError for
+    plans whose traffic is unknown or that do not divide the batch.
     """
     steps = NetworkSteps(asked, entries)
     node, device = steps.node_costs(), steps.device_costs()
@@ -132,7 +132,7 @@ def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkC
 
 
 class NetworkSteps:
-    """Steps of all plans at once, each on any number of networks."""
+    """Steps of all plans at once, each on several networks."""
 
     def __init__(self, asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> None:
         self._asked = asked
@@ -155,14 +155,14 @@ class NetworkSteps:
 
     @property
     def inside_bytes_per_s(self) -> float:
-        """Return what a device's present link reaches."""
+        """Return the rate of a device's present link, bytes/s."""
         return self._asked.cluster.fabric.inside_bytes_per_s
 
     def seconds(self, inside: Floats | float, across: Floats | float) -> Floats:
         """Return each plan's step times (plans, n), with links that reach these bytes/s.
 
-        `inside`: a device's link within its node; `across`: all cards of a node. Each is one
-        number or (plans or 1, n). However well it hides, no link is busy for longer than the step.
+        `inside`: a device's link within its node; `across`: all cards of a node; each is a number
+        or (plans or 1, n). A step takes at least as long as its busiest link.
         """
         shape = (len(self.columns), np.broadcast(np.zeros((1, 1)), inside, across).shape[1])
         plans = np.repeat(np.arange(shape[0]), shape[1])
@@ -175,12 +175,12 @@ class NetworkSteps:
 
     @cached_property
     def ideal_s(self) -> Floats:
-        """Return steps with an infinitely fast network between nodes, and present links in them."""
+        """Return step times with infinitely fast networks between nodes, present links inside."""
         return self.seconds(self.inside_bytes_per_s, math.inf)[:, 0]
 
     @cached_property
     def compute_s(self) -> Floats:
-        """Return steps on infinitely fast links, with the pipeline's bubble and the optimizer."""
+        """Return step times on infinitely fast links, with pipeline bubbles and the optimizer."""
         return self.seconds(math.inf, math.inf)[:, 0]
 
     @property
@@ -189,7 +189,7 @@ class NetworkSteps:
         return 1.0 if self._asked.present is None else network_share(self._asked.present)
 
     def device_share(self, link: Network) -> float:
-        """Return the share of its rate that a device's link reaches: as the present one of its
+        """Return the share of its rate that a device link reaches; like the present one for its
         kind.
         """
         own = self._asked.present_link
@@ -198,12 +198,12 @@ class NetworkSteps:
         return self.inside_bytes_per_s / own.bytes_per_s
 
     def least_node(self) -> Floats:
-        """Return the least rate of a node's network that is enough, of the machine's kind."""
+        """Return the lowest sufficient rate of a node's network, of the machine's kind."""
         found = self._least(self.ideal_s, lambda r: self.seconds(self.inside_bytes_per_s, r))
         return found / self.node_share
 
     def least_device(self) -> Floats:
-        """Return the least rate of a device's link that is enough, of the machine's kind."""
+        """Return the lowest sufficient rate of a device link, of the machine's kind."""
         own = self._asked.present_link
         found = self._least(self.compute_s, lambda rates: self.seconds(rates, math.inf))
         return found if own is None else found / self.device_share(own)
@@ -249,7 +249,7 @@ class NetworkSteps:
 
 
 class PlanTraffic:
-    """Traffic of a plan in a step, on the nodes where its ranks lie, and what can hide it."""
+    """Traffic of a plan in a step, by node, and the computation that can hide it."""
 
     def __init__(self, entry: NetworkEntry, steps: NetworkSteps, at: int) -> None:
         self.plan, self.crossings = entry.plan, steps.crossings[at]
@@ -261,7 +261,7 @@ class PlanTraffic:
         self._attention_s = float(steps.times.attention_s[at])
 
     def record(self, crossing: Crossing) -> Traffic:
-        """Return a crossing's record, with what it hides behind."""
+        """Return a crossing's record, with the computation that hides it."""
         flow = crossing.flow
         behind, hide_s = self._hiding_pass(flow.part)
         return Traffic(

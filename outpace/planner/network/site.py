@@ -214,7 +214,7 @@ class Site:
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
-        """Return the FLOP/s of products and the bytes/s of memory that times rest on."""
+        """Return the FLOP/s of products and the bytes/s of memory that times are based on."""
         dtype, probed = dtype_of(precision), self._results
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)
@@ -231,7 +231,7 @@ class Site:
         return rate, max(copies, key=lambda figure: figure.key.number("bytes"), default=memory)
 
     def device_network(self) -> Network | None:
-        """Return a device's link to the others of its node; None if it is the only one.
+        """Return a device's link to others in its node; None for a single device.
 
         Raises BadInputError if it is unknown.
         """

@@ -31,16 +31,14 @@ Order = Sequence[Action]
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a micro-batch on a stage. A backward consists of its inputs' part and its
-    weights'.
-    """
+    """Seconds of a micro-batch on a stage. A backward has a part for inputs and one for weights."""
 
     forward_s: float
     inputs_s: float
     weights_s: float
 
     def seconds(self, kind: Kind) -> float:
-        """Seconds of an action."""
+        """Return the seconds of an action."""
         return {
             "F": self.forward_s,
             "B": self.inputs_s + self.weights_s,
@@ -50,7 +48,7 @@ class StageTime:
 
 
 class Span(NamedTuple):
-    """An action with its start and end, from the beginning of the step."""
+    """Action with its start and end, from the beginning of the step."""
 
     action: Action
     begin_s: float
