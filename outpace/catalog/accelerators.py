@@ -1,9 +1,9 @@
 """Accelerators: dense peak rates by dtype, memory, power and links, from the maker's datasheet.
 
-The peaks are without sparsity: where a datasheet prints figures "with sparsity", half of them
-stand here. 16-bit rates are those with fp32 accumulation, as matrix products in training use it.
-An AMD Instinct MI250X is two devices (GCDs), each a process's own: the figures are of one, half
-of the module's; its power is the module's. AMD's fp32 rate is that of its matrix cores.
+The peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
+rates are those with fp32 accumulation, as training uses it. An AMD Instinct MI250X is two devices
+(GCDs) with a process each: figures are for one, half of the module's, except that the power is the
+module's. AMD's fp32 rate is that of its matrix cores.
 """
 
 import re

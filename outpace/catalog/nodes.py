@@ -1,7 +1,6 @@
 """Machines by the names under which they are rented and sold, each with its source.
 
-Several cards that you plug into a host say nothing of that host: its cores, memory and network stay
-unknown.
+For cards that you plug into a host yourself, the host's cores, memory and network stay unknown.
 """
 
 import re

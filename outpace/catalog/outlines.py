@@ -1,6 +1,6 @@
 """Outlines of published models that outpace can plan for but not train.
 
-As transformers builds them from the config.json of the source, layer for layer.
+They match what transformers builds from the source's config.json, layer by layer.
 """
 
 from collections.abc import Iterator, Mapping

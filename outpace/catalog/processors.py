@@ -1,8 +1,8 @@
 """Processors by the vector and matrix extensions that they report: FLOP per cycle of a core.
 
-A multiply-add is two FLOP. How many units execute an extension is not in what a processor
-reports, so rates are spans over the models sold; times cores and clock they bound a peak. Clocks
-are not catalogued: under wide vectors they depend on load, cooling and model.
+A multiply-add is two FLOP. Processors do not report how many units execute an extension, so rates
+are ranges over the models sold; times cores and clock they bound a peak. Clocks are not listed:
+under wide vectors they depend on load, cooling and model.
 """
 
 from collections.abc import Collection

@@ -1,8 +1,8 @@
 """Small runs that `outpace probe` times, for costs that the planner cannot add up from parts.
 
-Operators in a step do not take what each takes alone: caches are cold, allocators and autograd are
-at work, hooks of strategies run. Models of which one waits for operators, one computes, one does
-both and one has long sequences, by every strategy of that number of ranks.
+Operators in a step are slower than alone: caches are cold, and allocators, autograd and hooks of
+strategies are at work. One model is limited by operators, one by computation, one by both, and one
+has long sequences; each runs with every strategy for that number of ranks.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Software stacks for training: their traits that hold for any plan, with sources.
 
-A step depends on who runs it. What a stack fuses, how its collectives are cut and whether they
-proceed beside computing, and what its modes of recomputation mean stands here, once for all that
-is asked of the planner. What it holds in memory is in `planner/memory/framework_traits.py`.
+A step's time depends on the program that runs it: what it fuses, how its collectives are split and
+overlapped, and what its modes of recomputation mean. Its use of memory is in
+`planner/memory/framework_traits.py`.
 """
 
 from collections.abc import Mapping
@@ -28,17 +28,16 @@ Experts = Literal["grouped", "triton", "loop"]
 class SoftwareStack(Record):
     """Traits of a training program.
 
-    `attention` is its kernel where a model's is fused. `recomputed_products`: of a block's forward
-    products, what its selective recomputation computes again. `collectives`: a block's parameters
-    are gathered and their gradients summed at once, or one by one. `overlaps`: gradients are
-    summed, and parameters gathered, beside computing. `broadcasts`: under ZeRO-1 new parameters
-    are sent by one rank after the other. `fuses_dropout`: bias, dropout and the sum into the
-    residual stream are one kernel. `dispatcher` is how tokens reach experts, beside computing of
-    another micro-batch where it `overlaps_dispatch`. `graphs`: passes are replayed as CUDA graphs.
-    `sums_by_stages`: of interleaved stages each sums its gradients, and gathers its parameters,
-    beside the passes of the others. `experts` is how their products are computed.
-    `gathers_for_adapters`: where a product overlaps the gather of its input from ranks of tensor
-    parallelism, an adapter on it gathers that input for itself.
+    `attention`: its kernel, if the model has fused attention. `recomputed_products`: a block's
+    forward products that its selective recomputation repeats. `collectives`: a block's parameters
+    are gathered and its gradients summed at once, or one by one. `overlaps`: these run during
+    computation. `broadcasts`: under ZeRO-1, ranks send new parameters one after the other.
+    `fuses_dropout`: bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens
+    reach experts, during computation of another micro-batch if `overlaps_dispatch`. `graphs`:
+    passes are replayed as CUDA graphs. `sums_by_stages`: each interleaved stage sums gradients and
+    gathers parameters during passes of the others. `experts`: how their products are computed.
+    `gathers_for_adapters`: if a product overlaps the gather of its input over tensor parallelism,
+    an adapter on it gathers the input again.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Token shards in a cache: written once for a text and a tokenizer, then mapped into memory.
+"""Token shards in a cache: written once per text and tokenizer, then mapped into memory.
 
-An entry is a folder named after the content: for each split, files of raw little-endian token ids,
-the places where documents begin, and `index.json` with sizes and checksums, written before the
-folder gets its name. An entry that is not whole does not count as one.
+An entry is a folder named after its content: for each split, files of raw little-endian token ids,
+the positions where documents begin, and `index.json` with sizes and checksums. The folder gets its
+name last; an incomplete one does not count as an entry.
 """
 
 import contextlib

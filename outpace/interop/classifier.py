@@ -1,6 +1,6 @@
-"""Classifiers as Hugging Face directories: BertForSequenceClassification and its like.
+"""Classifiers as Hugging Face directories, such as BertForSequenceClassification.
 
-Our tensors go by flat names here, those of the transformer without what it is part of.
+Tensors have flat names here: those of the transformer, without the prefix of the classifier.
 """
 
 from collections.abc import Callable, Mapping, Sequence

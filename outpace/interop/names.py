@@ -1,6 +1,6 @@
-"""Names of our tensors in Hugging Face files, by family.
+"""Names of outpace's tensors in Hugging Face files, by family.
 
-Tables map a module of ours to one of theirs; `*` stands for the layer's number.
+Tables map outpace's modules to those in the files; `*` stands for the layer's number.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Files and settings that a written model keeps from its Hugging Face folder.
 
-They are the tokenizer's files, the ids that begin, end and pad a text, and the settings for
-generation: training changes the weights alone.
+These are the tokenizer's files, the ids that begin, end and pad a text, and the settings for
+generation, since training changes only weights.
 """
 
 import json

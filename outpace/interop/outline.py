@@ -1,7 +1,6 @@
-"""config.json of a Hugging Face model, read into an Outline: what planning needs of it.
+"""Reader of a Hugging Face model's config.json as an Outline, which is what planning needs.
 
-One small reader for each architecture; the layers' dimensions are those of the model that
-transformers makes of the config.
+Each architecture has a small reader; dimensions are those of the model that transformers builds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Written so that `peft.PeftModel.from_pretrained(base, folder)` computes the same. GPT-2 keeps the
-matrices of q, k and v as one, so their adapters become one of the sum of their ranks: the A's lie
-above one another, the B's along the diagonal, and alpha grows with the rank. Beside them
-outpace.json says what PEFT's config has no place for.
+`peft.PeftModel.from_pretrained(base, folder)` computes the same as the trained model. GPT-2 stores
+the matrices of q, k and v as one, so their adapters become one whose rank is the sum of theirs: the
+A's are stacked, the B's are on the diagonal, and alpha grows with the rank. outpace.json holds what
+PEFT's config has no place for.
 
 Legend: r rank; A (r, in), B (out, r).
 """

@@ -1,4 +1,6 @@
-"""The weights of a Hugging Face model directory, read under our names, one tensor at a time."""
+"""The weights of a Hugging Face model directory, read one tensor at a time under outpace's
+names.
+"""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""A model of ours as a Hugging Face model directory."""
+"""Writer of outpace's models as Hugging Face model directories."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,11 @@
-"""A host's part of a training on several, started there over ssh by `launch.ssh`.
+"""Agent that runs one host's part of a training, started over ssh by `launch.ssh`.
 
     python -m outpace.launch.ssh_agent check  a Question on standard input, Facts on standard output
     python -m outpace.launch.ssh_agent run    Work on standard input; starts its ranks
 
-While ranks run, each further line of the input names a signal to pass on to them, or nothing: that
-says that whoever started this is there. Where the input ends, or nothing comes for SILENCE_S, the
-ranks are asked to end, as by SIGTERM. The last line of the output, after MARK, says how they ended.
+While ranks run, each further line of input names a signal to pass on to them, or is empty, as a
+heartbeat. If the input ends, or nothing comes for SILENCE_S, the ranks are asked to end, as by
+SIGTERM. The last line of output, after MARK, says how they ended.
 """
 
 import json

@@ -74,7 +74,7 @@ class Classifier(nn.Module):
 
     @property
     def classes(self) -> int:
-        """The number of classes."""
+        """Return the number of classes."""
         return self.classifier.out_features
 
     def forward(

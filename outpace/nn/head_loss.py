@@ -1,23 +1,23 @@
 """The loss of a large vocabulary on an accelerator: padded products, and one copy of the logits.
 
-The head's logits, a few GiB of them, are what a loss costs in memory and, beside its products, in
-time. Here they exist once, in the dtype of the products (16 bits in mixed precision), and their
-gradient takes their place. There are two ways:
+The logits, of a few GiB, dominate a loss's memory and, besides products, its time. Here they exist
+once, in the dtype of the products (16 bits in mixed precision), and are overwritten by their
+gradient. There are two methods:
 
-- whole: the forward makes all logits and reads them once, for log Σ exp; the backward reads them
-  again and writes their gradient over them, scaled, and multiplies. As autograd's own in precision.
-- by chunks of at least `CHUNK_ROWS` rows, where all logits would take more than `WHOLE_BYTES` or
-  chunks are asked for: the forward makes the gradients, chunk by chunk, which the backward only
-  scales (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
+- whole: the forward computes all logits and reads them once, for log Σ exp; the backward overwrites
+  them with their scaled gradient and multiplies. This is as precise as autograd.
+- chunked, in at least `CHUNK_ROWS` rows, if requested or if all logits would take more than
+  `WHOLE_BYTES`: the forward computes gradients chunk by chunk, and the backward scales them (as in
+  Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
 
-The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopper take rows of 16
-bytes, and without it GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200,
-2026-11-27). The padding is rows of zeros in the copy of the head that the products are made from;
-its logits count nothing, and nothing of it is stored. The head's gradient is added up in fp32
-within the product, by cuBLAS, and is one product, or one for each chunk that adds to the last.
+The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopper need rows of 16
+bytes, and GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200, 2026-11-27).
+The padding consists of zero rows in the copy of the head that products read; its logits do not
+count, and it is never stored. The head's gradient is summed in fp32 by cuBLAS, within one product,
+or one per chunk that adds to the last.
 
-What reads and writes the logits is a `LogitsFunctions`, compiled by torch.compile (two kernels over
-the logits, static shapes) or eager. Products are cuBLAS's either way.
+`LogitsFunctions` read and write the logits, compiled by torch.compile (two kernels, static shapes)
+or eager. Products are cuBLAS's either way.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary (this rank's part, if it is split), P = V
 padded.

@@ -1,11 +1,9 @@
-"""A block that keeps outputs of matrix products and attention, and recomputes the rest in the
-backward, without Python for each operator.
+"""A block that keeps the outputs of matrix products and attention, and recomputes the rest.
 
-torch's selective checkpointing asks a policy about every operator, twice. Here no policy is asked:
-tensors that linear layers save for their backward are replaced by a recipe to make them again. They
-are the input, which a norm or an activation function made, and a copy of the weight: its cast, or
-joined weights. The kept bytes are the same: of the residual stream, the sum within the block in
-fp32 instead of the two terms in 16 bits.
+torch's selective checkpointing asks a policy about every operator, twice. Here, tensors that linear
+layers save for their backward are replaced by a recipe to compute them again: the input, from a
+norm or an activation function, and a copy of the weight, cast or joined. It keeps as many bytes,
+with the sum within the block in fp32 instead of its two terms in 16 bits.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,17 +1,17 @@
-"""Choice of torch's attention kernel for a call on a GPU, made here instead of by torch.
+"""Choice of torch's attention kernel for a call on a GPU.
 
-Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
+torch's own choice is wrong or wasteful for some calls:
 
-- cuDNN returns NaN for the gradients of queries where a mask is given (pytorch#196678: cuDNN up to
-  9.25.1, that is torch 2.11 with 9.19, 2.12 and 2.13 with 9.20, 2.14 with 9.24), and for those of
-  keys and values where there is one query (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell
-  one query gets wrong results (pytorch#193893). It is given neither, in any version.
-- FlashAttention takes no mask and no fp32, and the memory-efficient kernel no grouped queries
-  before pytorch#191085: what is left is the kernel that holds all scores. So keys and values are
+- cuDNN returns NaN gradients of queries with a mask (pytorch#196678: cuDNN up to 9.25.1; torch 2.11
+  has 9.19, 2.12 and 2.13 have 9.20, 2.14 has 9.24), and of keys and values with a single query
+  (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell a single query gets wrong results
+  (pytorch#193893). It gets neither of these calls, in any version.
+- FlashAttention supports neither masks nor fp32, and the memory-efficient kernel no grouped queries
+  before pytorch#191085, which leaves the kernel that holds all scores. So keys and values are
   repeated for the memory-efficient one.
-- With a mask every kernel computes all S × T scores. FlexAttention (Dong et al., arXiv 2412.05496)
-  leaves out the blocks that nobody sees, and needs no mask in memory; it takes no dropout, no fp64,
-  and no heads narrower than a tensor core's 16.
+- With a mask, every kernel computes all S × T scores. FlexAttention (Dong et al., arXiv 2412.05496)
+  skips invisible blocks and needs no mask in memory; it supports no dropout, no fp64, and no heads
+  narrower than a tensor core's 16.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, C head width.
 """

@@ -2,13 +2,13 @@
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 
-On an accelerator `head_loss` takes it. On a CPU large logits are taken in chunks: in bf16 around
-`low_loss`, which needs none before its logits take a quarter of a gibibyte; and in fp32, which fp16
-takes, too, with gradients that are added up in their place.
+Accelerators use `head_loss`. On a CPU, large logits are computed in chunks: in bf16 around
+`low_loss`, from a quarter of a gibibyte of logits on; and in fp32 (also for fp16), with gradients
+that are accumulated in place.
 
-torch's own chunked operator (`F.linear_cross_entropy`, since 2.13) is not used: it adds the loss up
-in the dtype of its input, where a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum
-above 65,504 is infinite, and torch 2.11 has none.
+torch's chunked operator (`F.linear_cross_entropy`, since 2.13) is not used: it sums the loss in the
+dtype of its input, where a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum above
+65,504 is infinite, and torch 2.11 lacks it.
 """
 
 from typing import Any, Literal

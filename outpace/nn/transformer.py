@@ -153,7 +153,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """Weight of the head, (V, D); the token embedding's if tied."""
+        """Return the head's weight (V, D), which is the token embedding's if tied."""
         owner = self.embed.tokens if self.head is None else self.head
         weight: nn.Parameter = owner.weight  # type: ignore[assignment]
         return weight

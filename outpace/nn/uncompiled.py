@@ -1,7 +1,7 @@
-"""Parts of torch that would load its compiler, which takes a second, only to disable or query it.
+"""Workarounds for parts of torch that load its compiler, which takes a second, without using it.
 
-They ask it to leave some of their methods alone, which is what it does with none of a run's where
-nothing is compiled. What torch would keep of its answer is written down instead.
+They ask the compiler to skip some of their methods, which has no effect if nothing is compiled. Its
+answer is written down here instead.
 """
 
 import sys

@@ -151,9 +151,9 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
 
 
 def refuse_pipe(path: Path) -> None:
-    """Raise OSError for a named pipe: to read it is to wait until somebody writes into it.
+    """Raise OSError for a named pipe, since reading would wait until somebody writes to it.
 
-    Those of a shell's `<(…)` lie in /dev, and have a writer.
+    Pipes of a shell's `<(…)` are in /dev and have a writer, so they are accepted.
     """
     if path.parts[:2] != ("/", "dev") and path.is_fifo():
         raise OSError(errno.EINVAL, "it is a named pipe, not a file", str(path))

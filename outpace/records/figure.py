@@ -96,7 +96,7 @@ class Figure(Record):
         return (self.high - self.low) / 2 / self.value
 
     def __str__(self) -> str:
-        """The value with its unit."""
+        """Format the value with its unit."""
         if self.value is None:
             return "n/a"
         if self.unit == "s":

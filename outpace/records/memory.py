@@ -39,7 +39,7 @@ class Moment(Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kinds except those that are offloaded."""
+        """Return the bytes of all kinds except offloaded ones."""
         return sum(size for kind, size in self.by_kind.items() if kind != "offloaded")
 
     @property
@@ -79,17 +79,17 @@ class MemoryAccount(Record):
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Maximum of the bytes in use."""
+        """Return the maximum of the bytes in use."""
         return self.peak.nbytes
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the allocator reserves if known, otherwise bytes in use."""
+        """Return the bytes that the allocator reserves if known, otherwise bytes in use."""
         return self.reserved_bytes or self.peak_memory_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a device: what the allocator reserves, plus contexts and buffers."""
+        """Return the bytes of a device: what the allocator reserves, plus contexts and buffers."""
         return self.needed_bytes + (self.library_bytes or 0)
 
 

@@ -187,9 +187,7 @@ class Plan(Record):
 
     @property
     def expert_tp(self) -> int:
-        """Ranks of tp that each hold a part of an expert; 1: `ep` includes them, and experts are
-        whole.
-        """
+        """Return the ranks of tp that each hold a part of an expert; 1: `ep` includes them."""
         return self.tp if self.dp_shard * self.cp % self.ep == 0 else 1
 
     @property

@@ -1,32 +1,31 @@
 """Memory behaviour of a CUDA device that the CPU's kernels lack, as explicit rules.
 
-The trace runs the CPU's operators. On CUDA the same tensors are saved by fused attention (inputs,
-output, a log-sum-exp of fp32 for each query), and autocast's lists cast the operators of outpace's
-models alike; the following differs:
+The trace runs the CPU's operators. On CUDA, fused attention saves the same tensors (inputs, output,
+an fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. The
+following differs:
 
-1. The caching allocator gives memory in units of 512 bytes (CUDACachingAllocator, kMinBlockSize).
-2. cuBLAS has a workspace of its own for each thread that multiplies, the forward's and the
+1. The caching allocator allocates in units of 512 bytes (CUDACachingAllocator, kMinBlockSize).
+2. cuBLAS has a workspace for each of the two threads that multiply, the forward's and the
    backward's: 32 MiB on Hopper, 8.125 MiB before (torch, CUDABlas handle pool: 4096 KiB × 8; and
    4096 KiB × 2 + 16 KiB × 8).
-3. FlashAttention's backward adds up queries' gradients in fp32, sequences rounded up to 128 and
-   heads to 32 (64 above 128), with one fp32 sum for each query; where keys have fewer heads, it
-   makes their gradients for all heads first (Dao, arXiv 2307.08691, §3; flash_api of the library).
-   Hopper and Blackwell take cuDNN's kernel, which keeps the same; what its backward needs within
-   itself NVIDIA does not state, and it is counted as FlashAttention's
-   (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 takes that).
-4. Dropout inside fused attention is drawn again in the backward, so that no mask is kept; the CPU
-   has no fused attention with dropout and keeps the probabilities.
-5. The loss is `nn.head_loss`. Its passes over the logits, where torch.compile makes them, have no
-   memory of their own but numbers for each token: their gradient is written over them.
-6. Weights that are made into 4 bits lie in host memory before, all but the matrix at hand.
-7. Documents, windows and padding are blocks of FlexAttention (nn.kernels), which keeps what fused
-   attention keeps, and no mask. Within its backward it takes less than rule 3 counts: one fp32 sum
-   for each query. Where a mask it is, keys and values are repeated for all heads, and kept.
-8. Turns of a ring are FlashAttention's where it can be taken (parallel.ring_kernels).
-7. Dropout keeps a mask of one byte an element, where the CPU keeps factors in the dtype of its
-   input (torch, `native_dropout`).
+3. FlashAttention's backward sums query gradients in fp32, with sequences rounded up to 128 and
+   heads to 32 (64 above 128), plus one fp32 sum per query; if keys have fewer heads, it first makes
+   their gradients for all heads (Dao, arXiv 2307.08691, §3; flash_api of the library). Hopper and
+   Blackwell use cuDNN's kernel, which saves the same; NVIDIA does not document the workspace of its
+   backward, so FlashAttention's is assumed (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 selects that kernel).
+4. Dropout inside fused attention is drawn again in the backward, so no mask is saved; the CPU has
+   no fused attention with dropout and saves the probabilities.
+5. The loss is `nn.head_loss`. Its compiled passes over the logits overwrite them with their
+   gradient, and need only a few numbers per token.
+6. Weights to be quantized to 4 bits are in host memory, except the current matrix.
+7. Documents, windows and padding are blocks of FlexAttention (nn.kernels), which saves what fused
+   attention saves, and no mask. Its backward needs less than rule 3: one fp32 sum per query. With a
+   mask instead, keys and values are repeated for all heads, and saved.
+8. Ring attention uses FlashAttention if possible (parallel.ring_kernels).
+9. Dropout saves a mask of one byte per element; the CPU saves factors in the dtype of its input
+   (torch, `native_dropout`).
 
-What CUDA itself and NCCL take is not seen by torch: it is the planner's `library_bytes`, a bound.
+torch does not see the memory of CUDA and NCCL themselves: the planner's `library_bytes` bounds it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -140,7 +139,7 @@ class _Masks(TorchFunctionMode):
 def masked_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Apply dropout as `F.dropout` does, keeping a mask of one byte per element: rule 7."""
+    """Apply dropout as `F.dropout` does, keeping a mask of one byte per element: rule 9."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 

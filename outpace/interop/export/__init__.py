@@ -1,7 +1,7 @@
 """Plans as configurations of other trainers: one module per format.
 
-What a format cannot express is never lost: it becomes a sentence in `ExportedPlan.notes`, and a
-comment in formats that have comments.
+Everything that a format cannot express becomes a sentence in `ExportedPlan.notes`, and a comment in
+formats that have comments.
 """
 
 from collections.abc import Callable, Mapping

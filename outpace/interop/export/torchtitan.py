@@ -1,7 +1,7 @@
-"""torchtitan: the TOML that its releases to 0.2 read, and what 0.3 is told on its command line.
+"""torchtitan: the TOML of its releases up to 0.2, and the command line for 0.3.
 
-Releases from 0.3 on read no file: a function of theirs, chosen by --module and --config, makes the
-configuration, and flags change it. Those flags stand at the file's end.
+Releases from 0.3 on read no file: a function of theirs, selected by --module and --config, makes
+the configuration, and flags change it. These flags are listed at the end of the file.
 """
 
 import math

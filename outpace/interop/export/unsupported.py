@@ -1,7 +1,7 @@
 """Sentences for the user on what another trainer's configuration cannot express.
 
-A format names the fields of the plan that it has written; each other field that is not at its
-default becomes a sentence here, so that none is lost silently.
+A format names the plan's fields that it has written; every other field that differs from its
+default becomes a sentence here.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
-    """Say how much of the collectives is hidden by computation."""
+    """Probe this host: local sections in this process, sections between ranks in new ones."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, Ranks())

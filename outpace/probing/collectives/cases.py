@@ -27,7 +27,7 @@ _LEAST_SIZES = 3  # that latency and bandwidth can be fitted to
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """A rank's position on an axis, and the process group of its tensors."""
+    """Position of a rank on an axis, and the process group of its tensors."""
 
     axis: Axis
     group: dist.ProcessGroup
@@ -43,7 +43,7 @@ class AxisPlace:
 
     @property
     def number(self) -> int:
-        """Index of this rank in its group."""
+        """Return the index of this rank in its group."""
         return self.members.index(self.rank)
 
     def count(self, size: int) -> int:

@@ -23,7 +23,7 @@ class Axis:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in each group."""
+        """Return the number of ranks in each group."""
         return len(self.groups[0])
 
     def group_of(self, rank: int) -> tuple[int, ...]:

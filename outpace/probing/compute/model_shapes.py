@@ -1,4 +1,4 @@
-"""Costs of a model's sizes on a machine: its vocabulary, and its number of heads."""
+"""Costs of a model's sizes on a machine: its vocabulary and its number of heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

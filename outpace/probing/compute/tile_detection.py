@@ -129,5 +129,5 @@ def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
 
 
 def next_multiple(size: int, of: int) -> int:
-    """Return the smallest multiple that is at least a value."""
+    """Return the smallest multiple of `of` that is at least `size`."""
     return -(-size // of) * of

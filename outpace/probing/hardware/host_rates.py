@@ -1,8 +1,8 @@
 """Rates of this host, measured in a few seconds: fp32 and bf16 matrix products, and memory.
 
-Plans are estimated from them where outpace probe has measured nothing: a guess by the vector width
-may be off several times. Measured in a process of its own, since threads of a math library that ran
-here would not survive a fork.
+They replace a guess by the vector width, which may be off several times, if outpace probe has not
+measured anything. They are measured in a separate process, since threads of a math library do not
+survive a fork.
 """
 
 import json

@@ -35,13 +35,13 @@ class Cgroup(ControlGroup):
 
     @cached_property
     def limit_bytes(self) -> int | None:
-        """Limit in bytes; None if there is none."""
+        """Return the limit in bytes; None if there is none."""
         text = self.read("memory.max" if self.version == 2 else "memory.limit_in_bytes")
         limit = int(text) if text.isdigit() else _NO_LIMIT
         return limit if limit < _NO_LIMIT else None
 
     def used_bytes(self) -> int:
-        """Memory of all its processes, without file caches that can be dropped."""
+        """Return the memory of all its processes, without file caches that can be dropped."""
         name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
         prefix = "" if self.version == 2 else "total_"
         stat = dict(line.split(maxsplit=1) for line in self.read("memory.stat").splitlines())

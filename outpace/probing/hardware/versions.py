@@ -63,7 +63,9 @@ def _backends() -> dict[str, str]:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """Commit of the working directory and whether it has changes; None outside a repository."""
+    """Return the working directory's commit and whether it has changes; None outside a
+    repository.
+    """
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None, None

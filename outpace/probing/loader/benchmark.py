@@ -1,9 +1,9 @@
 """Rates at which a user's data is loaded, by number of workers, prefetching and pinned memory.
 
-Timed is outpace's own loader, as training uses it, and torch's DataLoader over text that is
-tokenised in its workers, as trainers do that do not prepare tokens. Loaders stay open from round
-to round; each call takes more batches than wait in their queues, so that what is timed is how fast
-batches are made, not how fast a full queue is emptied.
+outpace's loader is timed as training uses it, and torch's DataLoader over text that its workers
+tokenize, as trainers without prepared tokens do. Loaders stay open from round to round; each call
+takes more batches than their queues hold, so that it measures how fast batches are made and not how
+fast a full queue is emptied.
 """
 
 import os

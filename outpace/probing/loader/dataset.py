@@ -1,4 +1,4 @@
-"""Data that a loader is timed on: a user's own, as training reads it, or a part of that."""
+"""Data to time a loader on: the user's, as training reads it, or part of it."""
 
 import math
 from collections.abc import Iterator
@@ -31,10 +31,10 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class LoaderData:
-    """Data to load, specified as for `outpace train`, and the batches.
+    """Data to load, given as for `outpace train`, and the batches.
 
-    Without a `tokenizer`, one is trained on the text. `dataset`: a user's own (map-style), in place
-    of the sources.
+    Without a `tokenizer`, one is trained on the text. `dataset`: a user's map-style data set,
+    instead of sources.
     """
 
     sources: tuple[str, ...] = ("stdlib",)

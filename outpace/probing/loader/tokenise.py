@@ -1,8 +1,8 @@
 """Rates at which text becomes tokens, by the number of processes that encode it.
 
-Text is encoded as `outpace train` prepares its data: with a memory for words, which fills as it
-goes. So each sample begins with an empty one, fills it with a first part of the text, and is timed
-on a second part that it has not seen.
+Text is encoded as `outpace train` prepares data, with a cache of words that fills up over time. So
+each sample starts with an empty cache, fills it with the first part of the text, and is timed on a
+second, unseen part.
 """
 
 from collections.abc import Callable, Sequence

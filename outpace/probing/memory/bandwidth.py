@@ -1,8 +1,8 @@
-"""Rates of memory: read, written, copied, computed on element by element, and allocated.
+"""Rates of memory: reading, writing, copying, elementwise operations and allocation.
 
-The sizes reach from what a cache holds to what none does; the latter's are the memory's.
-McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", counts as here:
-bytes read and bytes written, and not what a cache reads before it writes.
+Sizes range from those that fit in a cache to those that exceed all caches, which show the memory's
+own rate. As in McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers",
+bytes read and written count, without what a cache reads before a write.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """Rates of the disks for checkpoints and offloading.
 
-Blocks are moved past the kernel's cache, one after the other (queue 1) or by several threads at
-once (queue: how many). A checkpoint is timed as it is written, too: through the cache, then fsync;
-and what it costs to be sure of a small file and its name.
+Blocks bypass the kernel's cache, one after the other (queue 1) or from several threads at once.
+Checkpoints are also timed as they are written: through the cache, then fsync, and the cost of
+making a small file and its name durable.
 """
 
 import os

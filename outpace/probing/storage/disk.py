@@ -1,7 +1,7 @@
 """An unlinked file of self-identifying random pages, read and written without the page cache.
 
-With O_DIRECT what is timed is the disk: the kernel neither keeps pages nor writes them later. A
-disk's own cache, a controller's or a hypervisor's may still be in between.
+With O_DIRECT, the disk itself is timed: the kernel neither keeps pages nor delays writes. Caches of
+the disk, a controller or a hypervisor may still interfere.
 """
 
 import errno

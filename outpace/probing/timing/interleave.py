@@ -1,7 +1,7 @@
 """Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
 
-A machine may be slower for minutes at a time. A measurement in one go misses that, and states
-intervals that a repeat will not meet.
+A machine may be slower for minutes at a time. A measurement in one go misses that, and its
+intervals will not contain a repeat.
 """
 
 from collections.abc import Callable, Generator

@@ -1,9 +1,8 @@
 """A collective's time by size: latency + traffic / bandwidth, fitted to measured times.
 
-The distance of a point from the line is relative, as a share of its time, so that microseconds
-count as much as seconds; and its size counts, not its square, so that a size at which a library
-changes its algorithm does not pull the line away from the others. A size whose times lie far apart
-counts for less.
+Distances from the line are relative to a point's time, so that microseconds count as much as
+seconds. Their absolute values count, not their squares, so that a size at which a library switches
+algorithms does not pull the line away from the others. Sizes with widely spread times count less.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -32,7 +32,7 @@ class PreparedCall:
     prepare: Callable[[int], None]
 
     def __call__(self) -> Any:
-        """One call, which counts among those that were prepared."""
+        """Make one call, which counts as one of those that were prepared."""
         return self.call()
 
 

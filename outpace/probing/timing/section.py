@@ -20,7 +20,7 @@ class ProbeSection:
     said: tuple[str, ...] = ()
 
     def __add__(self, other: "ProbeSection") -> "ProbeSection":
-        """Both, in order."""
+        """Join the parts of two sections, in order."""
         return ProbeSection(
             self.figures + other.figures, self.advice + other.advice, self.notes + other.notes,
             self.fits + other.fits, self.said + other.said,

@@ -34,7 +34,7 @@ class GpuObservation:
     others: int = 0
 
     def __or__(self, more: "GpuObservation") -> "GpuObservation":
-        """Both, of the same GPU."""
+        """Combine two observations of the same GPU."""
         return GpuObservation(
             self.gpu, self.slowed_by | more.slowed_by, max(self.others, more.others)
         )

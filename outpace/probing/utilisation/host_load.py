@@ -51,7 +51,7 @@ class Processes:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Process ids found by the last call of `look`."""
+        """Return the process IDs found by the last call of `look`."""
         return frozenset(self._running)
 
     def read_usage(self) -> tuple[float, int] | None:

@@ -42,12 +42,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Return the folder's name."""
         return self.path.resolve().name
 
     @property
     def hosts(self) -> int:
-        """Number of hosts that recorded their load, or 1."""
+        """Return the number of hosts that recorded their load, or 1."""
         return max(1, len({one.node for one in self.utilisation}))
 
 

@@ -40,7 +40,9 @@ class StepLog:
 
     @property
     def passed_s(self) -> Floats:
-        """Seconds spent in steps up to the end of each, without evaluations and saving."""
+        """Return the seconds spent in steps up to the end of each, without evaluations and
+        saving.
+        """
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:
