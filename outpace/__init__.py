@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from outpace.records.settings import TrainSettings
     from outpace.training.callbacks import Callback
 
-# Public name -> its module. Loaded when first asked for, so that importing outpace imports no
-# torch and `outpace --help` answers at once.
+# Public name -> its module, which is loaded on first access, so that importing outpace imports no
+# torch and `outpace --help` is fast.
 _PUBLIC = {
     "BadInputError": "outpace.records.errors",
     "Callback": "outpace.training.callbacks",

@@ -68,8 +68,8 @@ def train(
 
     _check_callbacks(callbacks)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A loader's worker that is spawned runs the script again, and would train itself. Its end
-        # is what the process that trains hears of.
+        # A spawned loader worker runs the script again, and must not train itself. The training
+        # process reports its end.
         sys.exit(1)
     live = None if model is None or isinstance(model, (str, Path)) else model
     reference = model if live is None else _name_of(live)

@@ -117,7 +117,7 @@ _RTX_5090_PAPER = "NVIDIA RTX Blackwell whitepaper, appendix A, dense, fp32 accu
 _MI250X_SHEET = "AMD Instinct MI250X datasheet, half a module (one GCD), matrix cores"
 _MI300X_SHEET = "AMD Instinct MI300X datasheet, dense, matrix cores"
 
-# By how names begin.
+# By prefixes of names.
 _ARCHITECTURES: dict[str, Architecture] = {
     "GTX 10": "pascal", "V100": "volta", "TITAN RTX": "turing", "T4": "turing", "A": "ampere",
     "RTX 30": "ampere", "L4": "ada", "RTX 40": "ada", "H": "hopper", "GH": "hopper",
@@ -125,7 +125,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "MI32": "cdna3", "MI35": "cdna4",
 }  # fmt: skip
 
-# Multiprocessors, how to the host, how to other devices, and where these are published.
+# Multiprocessors, link to the host, links to other devices, and their source.
 _Rest = tuple[int | None, str, tuple[str, int] | None, str]
 _GP102: _Rest = (28, "PCIe 3 x16", None, _GTX_1080_TI_PAGE)
 _GV100_PAPER = "NVIDIA Tesla V100 whitepaper"
@@ -169,9 +169,9 @@ _CDNA4: _Rest = (
     "AMD Instinct MI350 series platform datasheet: 1,075 GB/s of seven links, both ways",
 )  # fmt: skip
 
-# GiB that torch reports as a device's capacity where its memory ran out, quoted in public issues:
-# firmware, error correction (a sixteenth of GDDR6) and the driver take the rest. It differs by a
-# hundredth of a GiB or ten with driver and board.
+# GiB that torch reports as a device's capacity in out-of-memory errors, quoted in public issues:
+# firmware, error correction (a sixteenth of GDDR6) and the driver take the rest. It differs by 0.01
+# to 0.1 GiB between drivers and boards.
 _ISSUE = "torch's message of {} GiB capacity, github.com/{}"
 _A10_ISSUE = "zai-org/CogVLM/issues/236 (A10)"
 _SMI = "nvidia-smi's total is the same within 6 MiB (github.com/modal-labs/modal-client/pull/2797)"
@@ -195,8 +195,8 @@ _USABLE: Mapping[str, tuple[float, str]] = MappingProxyType(
         "RTX 5090": (31.37, "Wan-Video/Wan2.1/issues/465 (RTX 5090)"),
     }
 )
-# Where no figure is known: the middle of those above that keep no codes for error correction in
-# GDDR6, 98.0 % (RTX 5090) to 99.2 % (V100).
+# If no figure is known: the middle of those above without error-correction codes in GDDR6, which
+# are 98.0 % (RTX 5090) to 99.2 % (V100).
 _USABLE_SHARE = 0.985
 _ASSUMED = "assumed: 98.5 % of the datasheet's"
 
@@ -207,7 +207,7 @@ class _Row(NamedTuple):
     memory_gb: int
     bandwidth_gb_per_s: float
     tera_rates: Rates
-    powers_w: tuple[int, ...]  # that of the rates first
+    powers_w: tuple[int, ...]  # for the published rates first
     rest: _Rest
     source: str
 
@@ -361,8 +361,8 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
 
 # Words before a product's name. Any other word makes it another product ("4090 D", "Laptop GPU").
 _MAKERS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct)\b", re.IGNORECASE)
-# Firmware and error correction take their part of the memory; a slice of a device (MIG) has far
-# less of it, and other peaks.
+# Firmware and error correction reduce the memory slightly; a slice of a device (MIG) has far less,
+# and lower peaks.
 _LEAST_MEMORY, _MOST_MEMORY = 0.85, 1.02
 
 

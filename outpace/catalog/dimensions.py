@@ -19,7 +19,7 @@ _BLOOM = ModelSpec.parse(
         "vocab": 250880,
         "max_positions": 2048,
         "dropout": 0.1,
-        "positions": "rotary",  # as ALiBi: no parameters
+        "positions": "rotary",  # stands for ALiBi: no parameters
     },
     "bloom-176b",
 )

@@ -53,14 +53,14 @@ class AttentionRate(Record):
     source: str
 
 
-# Fitted to one half of the shapes of each table, with a mean error on the other half as said. Of
-# fp8's tables, which have activations cast too, casts are a time for each element, fitted beside.
+# Fitted to half of the shapes of each table; the mean error on the other half is given. In fp8's
+# tables, whose activations are cast as well, the time of casts per element is fitted separately.
 _TABLES = (
     "aiconfigurator 095f58a5, tables gemm of vllm, trtllm and sglang, bf16 (kernels/products); "
     "mean error on the half of the shapes that was kept: {}"
 )
-# A training step is a sustained load: products of a second and more, H200 and B200 at their power
-# limits, take longer than short ones by what no product exceeds there.
+# A training step is a sustained load: under it, H200 and B200 are at their power limits, and
+# products of a second and more are slower than short ones.
 _SUSTAINED = (
     "; sustained: the rate that no product of a second or more exceeds ({}, vllm 0.22.0), mean "
     "error on the half kept {}"
@@ -129,7 +129,8 @@ def _blackwell_ultra(power_w: float) -> ProductCurve:
 
 
 _B300, _GB300 = (_blackwell_ultra(ACCELERATORS[name].power_w) for name in ("B300", "GB300"))
-# L40S and the RTX cards: no product was measured for a second; L40S is at its 350 W in short ones.
+# L40S and the RTX cards: no product was measured for a second; L40S reaches its 350 W in short
+# ones.
 _ADA = ProductCurve(
     share=0.835, share_fp8=0.57, half_tile=0.938, quarter_tile=1.0, fill=412, fixed_s=1.1e-6,
     limit=0.589 / 0.835, sustained=0.589, sustained_fp8=0.57,
@@ -173,12 +174,12 @@ PRODUCTS: Mapping[Architecture, ProductCurve] = MappingProxyType(
         "cdna3": _copy_curve(668.4 / 1307.4, "MI300X 668.4 of 1307.4", _HOPPER, "Hopper"),
     }
 )
-# Of chips that were measured themselves, by how names begin.
+# Chips that were measured themselves, by prefixes of names.
 _PRODUCTS_OF: Mapping[str, ProductCurve] = MappingProxyType(
     {"GB200": _GB200, "GB300": _GB300, "B300": _B300}
 )
 
-# Kernels of attention: FlashAttention by generation, and cuDNN's.
+# Attention kernels: FlashAttention by generation, and cuDNN's.
 AttentionKernel = Literal["flash2", "flash3", "cudnn"]
 _FA2 = (
     "FlashAttention-2 on A100 80GB: forward by length, heads of 128, causal, aiconfigurator "
@@ -267,9 +268,9 @@ ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = Mapp
     }
 )  # fmt: skip
 
-# Of the rate that products reach where a row of an operand is no multiple of 16 bytes. cuBLAS then
-# takes CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, with
-# none faster for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.
+# Share of the rate for operands whose rows are not a multiple of 16 bytes. cuBLAS then uses
+# CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, which has none
+# faster for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.
 _UNALIGNED = 111.6 / 155.9
 UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
     {
@@ -289,12 +290,12 @@ UNALIGNED_SOURCE = (
 TRITON_SLOWER = 1.9
 TRITON_SOURCE = "Dao, FlashAttention-2, arXiv 2307.08691, section 4.1"
 
-# FlexAttention, of FlashAttention-2's rate; it computes whole blocks of queries and keys.
+# FlexAttention relative to FlashAttention-2; it computes whole blocks of queries and keys.
 FLEX_BLOCK = 128
 FLEX_FORWARD, FLEX_BACKWARD = 0.90, 0.85
 FLEX_SOURCE = "PyTorch, 'FlexAttention', blog of 7 August 2024: both ways, on an A100"
 
-# Of the memory's bandwidth, by large triads (two reads, one write).
+# Share of the memory bandwidth reached by large triads (two reads, one write).
 MEMORY_SHARE: Mapping[Architecture, float] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "turing", "ampere", "ada", "cdna2"), 1.70 / 2.039),
@@ -311,14 +312,14 @@ MEMORY_SOURCE = (
     "0.83 TB/s; others as the nearest"
 )
 
-# Norms reach less of it than a triad: forwards 0.6, backwards 0.34 of the memory's rate.
+# Norms are slower than a triad: forwards reach 0.6, backwards 0.34 of the memory's rate.
 NORM_FORWARD, NORM_BACKWARD = 2.9 / 4.8, 1.62 / 4.8
 NORM_SOURCE = (
     "torch's RMSNorm on H200: forward 2.4 to 3.4, backward 1.45 to 1.8 of 4.8 TB/s "
     "(NVIDIA/cudnn-frontend df73764a, benchmark/norms)"
 )
 
-# Of a link's rate in one direction, by large all-reduces of a ring of NCCL's.
+# Share of a link's one-way rate reached by NCCL's large ring all-reduces.
 LINK_SHARE: Mapping[LinkKind, float] = MappingProxyType(
     {
         "nvlink": 235 / 300,
@@ -338,8 +339,8 @@ LINK_SOURCE = (
     "oci-hpc-oke 61d210a) and 371 of 400 (4 × 8 MI355X); EFA 382 of 400 (4 × p6-b200.48xlarge); "
     "other networks as the nearest of these"
 )
-# Of that all-reduce by direct links: all-gathers and reduce-scatters of 8 devices, and all of these
-# by fewer, whose rings have fewer channels.
+# Relative to that all-reduce over direct links: all-gathers and reduce-scatters of 8 devices, and
+# all collectives of fewer devices, whose rings have fewer channels.
 GATHER_SHARE, SCATTER_SHARE = 335 / 450 / (235 / 300), 336 / 450 / (235 / 300)
 GROUP_SHARE: Mapping[int, float] = MappingProxyType({2: 0.75, 3: 0.85, 4: 0.93})
 GROUP_SOURCE = (
@@ -347,16 +348,16 @@ GROUP_SOURCE = (
     "reduce-scatter of 8 × H100 335 and 336 of 450 GB/s, of 8 × A100 205 and 213 of 300; of 4 "
     "devices 0.92 to 0.95 of that, of 2 0.73 to 0.78 (H100, A100, B200)"
 )
-# Of an accelerator's multiprocessors, what collectives beside computing take from it: a channel of
-# NCCL is a block of threads that holds a multiprocessor.
+# Share of an accelerator's multiprocessors that overlapping collectives use: a channel of NCCL is a
+# block of threads that occupies a multiprocessor.
 COLLECTIVE_MULTIPROCESSORS = 20
 COLLECTIVE_SOURCE = (
     "16 to 24 blocks: Transformer Engine's overlap of tensor parallelism has 16 (userbuffers, "
     "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
 )
 
-# Standard deviation of the clocks of accelerators of one kind under load, of their median. The
-# study calls variability what lies between a box plot's whiskers, four interquartile ranges, over
+# Standard deviation of the clocks of equal accelerators under load, relative to their median. The
+# study's variability is the distance between a box plot's whiskers, four interquartile ranges, over
 # the median (its artifact, plot_script/plot_aggregated.py); the quartiles of a normal variable are
 # 1.349 standard deviations apart.
 DEVICE_SPREAD = 0.08 / (4 * 1.349)
@@ -366,7 +367,7 @@ DEVICE_SPREAD_SOURCE = (
     "hal-uw/gpu_variability_sc22_artifact bc84e72e)"
 )
 
-# Of a link's rate in one direction, by all-to-alls of large arrays; of a card's, across nodes.
+# Share of a link's one-way rate reached by large all-to-alls; across nodes, of a card's rate.
 ALL_TO_ALL_SHARE = 0.70
 ALL_TO_ALL_NETWORK_SHARE = 0.80
 ALL_TO_ALL_SOURCE = (
@@ -376,15 +377,15 @@ ALL_TO_ALL_SOURCE = (
     "on four nodes (the same slides), MI355X 46 and 39 of 50 on two and four (Oracle's guide), "
     "DeepEP on H100 43 of 50 on four (aiconfigurator, 4,096 tokens and more)"
 )
-# What grouped products were measured to take longer by a power law of 1.2 over experts: on one
-# rank, and on the slowest of ranks that share experts out. Plans take the load to be even.
+# Measured slowdown of grouped products whose load over experts follows a power law of 1.2: on one
+# rank, and on the slowest of ranks that share the experts. Plans assume an even load.
 UNEVEN_ALONE, UNEVEN_APART = 1.1, 1.8
 UNEVEN_SOURCE = (
     "medians of 19 and 131 shapes on H100, 2,048 tokens and more, power law of 1.2 over balanced "
     "(ai-dynamo/aiconfigurator 095f58a5, TensorRT-LLM, vLLM and SGLang); B200 1.14 and 1.55"
 )
 
-# How much longer Triton's grouped products take than those by tiles, with what they move.
+# Slowdown of Triton's grouped products relative to those by tiles, including data movement.
 TRITON_EXPERTS: Mapping[Architecture, float] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "volta", "turing", "ampere", "cdna2"), 1 / 0.54),
@@ -397,46 +398,47 @@ TRITON_EXPERTS_SOURCE = (
     "(ai-dynamo/aiconfigurator 095f58a5); others as the nearest"
 )
 
-# Of a bridge between two cards, by a ring of its two devices.
+# Share of the rate of a bridge between two cards reached by a ring of both.
 BRIDGE_SHARE = 21.5 / 50
 BRIDGE_SOURCE = (
     "all-reduce of 64 to 128 MB on two RTX 2080 Ti with an NVLink bridge (TU102, two links): busbw "
     "21.5 of 50 GB/s (NVIDIA/nccl-tests issue 44)"
 )
 
-# Between devices without links of their own, of a slot's rate: every byte goes to the host and from
-# it, through one bridge.
+# Share of a slot's rate between devices without direct links: every byte goes to the host and back
+# through one bridge.
 HOST_BRIDGE_SHARE = 0.4
 HOST_BRIDGE_SOURCE = "0.8 of a slot's rate, halved: what is sent is also received there"
 
-# Between host and device, of the link's rate: copies from and to pinned memory.
+# Share of the link's rate between host and device: copies from and to pinned memory.
 HOST_LINK_SHARE = 53 / 63
 HOST_LINK_SOURCE = "PCIe 5: 51 to 55 of 63 GB/s (Azure/AI-benchmarking-guide 0126c300)"
-# A process's share of a host's memory bandwidth, and of its disks, where nothing was measured.
+# A process's share of a host's memory bandwidth and of its disks, without measurements.
 HOST_MEMORY_BYTES_PER_S = 25e9
 HOST_MEMORY_SOURCE = "two sockets of 8 channels of DDR4-3200, 409.6 GB/s, shared by 8, half reached"
 DISK_BYTES_PER_S = 8.2e9 / 8
 DISK_SOURCE = "8.2 GB/s written by a host's NVMe array, shared by 8 (Azure/AI-benchmarking-guide)"
 
-# One operator of eager PyTorch on the host, its Python and its launch.
+# Host time of one operator in eager PyTorch: Python and the launch.
 OPERATOR_S = 30e-6
 OPERATOR_SOURCE = (
     "EfficientNet-B5's forward on an A100, bound by dispatch: 17.8 ms for 583 operators "
     "(pytorch/pytorch issue 82793)"
 )
-# Guesses for a CPU that was not measured: its clock under wide vectors, what products reach of its
-# peak, and its memory. A plan that rests on them says so.
+# Guesses for a CPU that was not measured: its clock under wide vectors, the share of its peak that
+# products reach, and its memory. A plan based on them says so.
 CPU_CLOCK_HZ = 2.5e9
 CPU_SHARE = 0.5
 CPU_MEMORY_BYTES_PER_S = 15e9
 
-# On a CPU that computes itself, with autograd.
+# On a CPU that computes itself, including autograd.
 CPU_OPERATOR_S = 7e-6
 CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
-# A guess: Python and copies around a unit's gather or sum in FSDP. Steps of a probe put it right.
+# A guess: Python and copies around a unit's gather or reduction in FSDP. Steps of a probe correct
+# it.
 CPU_UNIT_S = 1e-3
 CUDA_UNIT_S = 1e-4
-# Of it in a backward, which autograd runs without Python.
+# Share of it in a backward, which autograd runs without Python.
 BACKWARD_SHARE = 0.5
 BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch issue 41383)"
 
@@ -456,7 +458,7 @@ class Latency(Record):
     by_size: tuple[PositiveFloat, ...] = ()
 
 
-# NCCL's rings by protocol. A step of "Simple" takes 1.9 times as long where data are many.
+# NCCL's rings by protocol. A step of "Simple" takes 1.9 times as long for large arrays.
 _COLUMNS = ("base_s", "nvlink_s", "pcie_s", "network_s", "bandwidth")
 _RINGS = {
     "LL": (6.6e-6, 0.6e-6, 1e-6, 2.7e-6, 1 / 4),
@@ -469,10 +471,10 @@ NCCL: Mapping[str, Latency] = MappingProxyType(
         for name, row in _RINGS.items()
     }
 )
-# Its double binary trees, for all-reduces over several nodes: 0.92 of a ring's bus, of that LL
-# 1/3.8 and LL128 120/128; "by_size" is NCCL's own correction, up to 256 MiB. Steps through a node
-# are a chain's. What a channel can carry at most is left out: so are NCCL's other algorithms, which
-# sum in switches (NVLS, CollNet).
+# NCCL's double binary trees, for all-reduces over several nodes: 0.92 of a ring's bus bandwidth,
+# 1/3.8 of that with LL and 120/128 with LL128; "by_size" is NCCL's own correction, up to 256 MiB.
+# Steps within a node are those of a chain. Limits of channels are ignored, as are NCCL's other
+# algorithms, which sum in switches (NVLS, CollNet).
 _TREES = {
     "LL": (6.8e-6, 0.6e-6, 1e-6, 5e-6, 0.92 / 3.8),
     "LL128": (14e-6, 1.25e-6, 1.9e-6, 8.5e-6, 0.92 * 120 / 128),

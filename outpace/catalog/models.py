@@ -181,7 +181,7 @@ def _repositories() -> Iterator[tuple[str, str]]:
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
     for name, known in OUTLINES.items():
-        # Of OPT-175B, which is on no Hub, a smaller one's is named further on.
+        # OPT-175B is not on the Hub, so the name of a smaller one is used below.
         if found := re.match(r"config\.json of (\S+/\S+) on Hugging Face", known.source):
             yield found[1].casefold(), name
 
@@ -210,7 +210,7 @@ def without_weights(reference: str) -> str:
     """
     try:
         is_file = Path(reference).expanduser().exists()
-    except (OSError, RuntimeError):  # too long a name; nobody's home
+    except (OSError, RuntimeError):  # name too long, or no home directory
         is_file = False
     return reference if is_file else name_of_hub(reference) or reference
 

@@ -168,7 +168,7 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
     return found.model_copy(update={"assumed": assumed})
 
 
-# SLURM's "gpu:a100:8" and "gres/gpu:a100:8", the last number being how many.
+# SLURM's "gpu:a100:8" and "gres/gpu:a100:8", where the last number is the count.
 _GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d*))?")
 _NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d?)")
 _COUNT_FIRST = re.compile(r"([1-9]\d*)-?[x×*]-?(.+)", re.DOTALL)
@@ -242,7 +242,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
-# Most accelerators in a host: 16 of V100, as in a DGX-2. Racks of superchips join more.
+# Largest number of accelerators in a host: 16 V100, as in a DGX-2. Racks of superchips have more.
 _MOST_IN_HOST = 16
 _IN_RACK = {"GB200": 72, "GB300": 72, "GH200": 32}
 _USUAL_IN_HOST = 8
@@ -267,7 +267,7 @@ def _require_one_host(name: str, text: str, count: int, chip: Accelerator) -> No
 
 # "4xrtx-3090", "rtx-3060:12gb", "2xrtx-4060-ti:16".
 _COUNTED = re.compile(r"(?:([1-9]\d*)-?[x×*]-?)?(.+?)(?::(\d+)-?(?:gb|gib)?)?", re.DOTALL)
-# Names end so where a model is sold with more than one size of memory.
+# Suffixes of names of models that are sold with several memory sizes.
 _SIZED = re.compile(r"-(\d+)-gb\b.*")
 
 
@@ -295,7 +295,7 @@ def _variant(
     if not alike:
         return None
     if memory is not None and len(alike) == 1:
-        # A maker's figure and what is left of it differ: a B300 has 288 GB, of which 270 are.
+        # The maker's figure and the usable one differ: a B300 has 288 GB, of which 270 are usable.
         size = _printed_gb(alike[0])
         if size < int(memory) <= _NOMINAL * size:
             return alike[0]
@@ -305,7 +305,7 @@ def _variant(
     )
 
 
-# Most times what a chip's entry has, of what its maker prints.
+# Largest ratio of a chip's memory in the catalog to the size that its maker prints.
 _NOMINAL = 1.07
 
 
@@ -356,7 +356,7 @@ def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
     if links is not None and chip.architecture in _ONE_LINK_EACH:
         links = Bundle(link=links.link, count=min(links.count, count - 1))
     if links is not None and chip.architecture == "volta":
-        # Up to four two links between each pair, as 4x-v100; eight as a cube (DGX-1). No switch.
+        # Up to four have two links per pair, as in 4x-v100; eight form a cube (DGX-1). No switch.
         topology = "mesh" if count <= _QUAD else "cube-mesh"
         links = Bundle(link=links.link, count=min(links.count, 2 * (count - 1)))
     how = "with all of their links to each other" if joined else "each in its slot, without bridges"
@@ -367,10 +367,10 @@ def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
     )  # fmt: skip
 
 
-# One link goes to each other device (AMD Instinct MI300X and MI350 series platform datasheets).
+# One link to each other device (AMD Instinct MI300X and MI350 series platform datasheets).
 _ONE_LINK_EACH: tuple[Architecture, ...] = ("cdna3", "cdna4")
 _QUAD = 4
-# Parts of names of what is sold on boards, with its links to the others there.
+# Parts of names of accelerators that are sold on boards, with links to the others.
 _BOARD_NAMES = ("SXM", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", "GH200", "MI")
 
 

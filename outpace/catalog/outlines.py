@@ -211,7 +211,7 @@ def _vits() -> Iterator[Outline]:
         yield Outline(
             name=f"vit-{size}-16", hidden=hidden, stacks=(stack,), vocab=0, outputs=classes,
             learned_positions=patches + 1, embed_products=(cut,), predicted=1,
-            # The patches' bias, the class's token, the final norm, the classifier's bias.
+            # The patches' bias, the class token, the final norm, the classifier's bias.
             outside_parameters=4 * hidden + classes, max_positions=patches + 1,
             source=_HF.format(f"google/vit-{published}-patch16-224"), untrained=_no_family("ViT"),
         )  # fmt: skip

@@ -17,7 +17,7 @@ def _span(least: int, most: int) -> ValueRange:
 _INTEL = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
 _AMX = "Intel AMX product brief: {} operations per cycle and core"
 
-# Widest last: of the extensions that a processor has, the last with a dtype counts.
+# Widest last: of a processor's extensions, the last one with a dtype counts.
 PROCESSORS: tuple[Processor, ...] = (
     Processor(
         feature="asimd", vector_bits=128, flops_per_cycle={"fp32": _span(8, 32)},

@@ -33,10 +33,10 @@ _SPECS: dict[Kind, dict[Size, dict[str, Any]]] = {
     },
 }  # fmt: skip
 _SEQ_LEN: dict[Kind, int] = {"cpu": 64, "cuda": 1024}
-_LONGER = 4  # times as long are the sequences of "long"
+_LONGER = 4  # factor on sequences in "long"
 _OFTEN = ("single", "ddp", "zero3", "tp")
-_AGAIN = ("single", "ddp", "zero3")  # with recomputation, too
-_BATCH = 8  # or as many more as the ranks can share
+_AGAIN = ("single", "ddp", "zero3")  # also with recomputation
+_BATCH = 8  # or more, if the ranks need it
 
 
 @dataclass(frozen=True)

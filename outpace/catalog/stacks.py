@@ -13,15 +13,15 @@ from pydantic import NonNegativeFloat
 
 from outpace.records.base import Record
 
-# Of norms and rotations without a compiler: one kernel each; one operator of torch after another;
-# also activations and casts, as Transformer Engine's.
+# Norms and rotations without a compiler: one kernel each; single torch operators; or fused with
+# activations and casts, as in Transformer Engine.
 Elementwise = Literal["kernels", "operators", "fused"]
 Attention = Literal["fused", "flash2", "flash3", "cudnn"]
-# Of tokens on their way to experts: every rank has all of its group's; a copy of a token goes to
-# each of its experts; or one to each rank, and across the network to each node.
+# Tokens on their way to experts: every rank gets all of its group's; or a copy per expert; or one
+# per rank, and one per node across the network.
 Dispatcher = Literal["allgather", "alltoall", "deepep"]
-# Of experts' products: all of a layer at once; by Triton's kernels (scattermoe); one after another
-# in Python, each by its slice of all experts' weight (transformers 4's GraniteMoe).
+# Products of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
+# another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
 Experts = Literal["grouped", "triton", "loop"]
 
 

@@ -50,17 +50,17 @@ _EPILOG = (
     "other arms are compared with the first."
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
-# What decides which data an arm reads, and in which form.
+# Settings that decide which data an arm reads, and in which form.
 _READ = (
     "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
     "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
 )  # fmt: skip
-# Of the comparison, where they are a run's for outpace train.
+# Options of the comparison that belong to a run in outpace train.
 _TEXTS = {
     "out": "directory for the comparison (default: comparisons/<time>)",
     "resume": "resume the comparison in --out; repeat the options that it was started with",
 }
-# Of an experiment: how long it goes on and what it is shown with, not what is compared.
+# Options of an experiment that decide its length and display, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
@@ -114,7 +114,7 @@ def _run_arms(
     with folder_of(out, resumes, "comparisons", "comparison") as folder:
         experiment, before = _load_progress(folder, values, resumes)
         settings = _settings(experiment)
-        # What was compared once is repeated, and gone on with, as it was.
+        # A repeated comparison keeps its settings, and resumes.
         _check_alone(experiment, settings, begun=stored is not None or bool(before))
         try:
             comparison = _measure_and_judge(experiment, settings, folder, before, quiet)
@@ -133,7 +133,7 @@ def _settings(experiment: Experiment) -> list[TrainSettings]:
     """
     from outpace.experiment import arms
 
-    if experiment.metric is not None:  # of commands
+    if experiment.metric is not None:  # arms are commands
         arms.check_metric(experiment.metric)
         return []
     return [arms.settings_of(experiment, arm) for arm in experiment.arms]
@@ -197,7 +197,7 @@ def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
         read = [getattr(one, name) for name in _READ]
         if read not in seen:
             seen.append(read)
-            with suppress(BadInputError):  # the arm's own runs say it
+            with suppress(BadInputError):  # the arm's runs report it
                 prepare_data(one, [] if quiet else [TrainingProgress()])
 
 
@@ -275,7 +275,7 @@ def _line(outcome: Outcome, experiment: Experiment) -> str:
     head = f"round {outcome.round + 1} of at most {experiment.rounds}: {outcome.arm}"
     if outcome.value is None:
         return f"{head} failed: {outcome.failure}"
-    if experiment.metric is not None:  # its unit is the command's own
+    if experiment.metric is not None:  # a metric has the command's own unit
         return f"{head}: metric {outcome.value:.6g}"
     return f"{head} takes {show_seconds(outcome.value)} a step"
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-# Of a tuning, or of a comparison: what is written first.
+# The first file written for a tuning or a comparison.
 BEGUN = ASKED_FILE, EXPERIMENT = "settings.json", "experiment.json"
 _OF_AN_ARM = ("name", "environment", "command")
 
@@ -44,7 +44,7 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
     try:
         yield made
     finally:
-        with suppress(OSError):  # they are not empty, as a rule
+        with suppress(OSError):  # usually not empty
             made.rmdir()
             made.parent.rmdir()
 
@@ -106,7 +106,7 @@ def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
         if resumes and not folder.is_dir():
             raise BadInputError(f"--resume: there is no {what} in {folder} to resume.")
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        # One that was ended before its first run is begun anew.
+        # One that ended before its first run starts from the beginning.
         if there and not (resumes and there & set(BEGUN)):
             raise BadInputError(f"{folder} exists and is not empty. Use another --out.")
         return False

@@ -22,7 +22,7 @@ _EPILOG = (
     "After -- write a command of outpace: train, with its options. --auto-resume is added, "
     "and --out runs/NAME unless you give another."
 )
-_DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a line, and no more
+_DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a single line
 # "Acceptable time formats" of sbatch(1).
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 

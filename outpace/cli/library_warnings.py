@@ -24,7 +24,7 @@ _LIBRARIES = tuple(
 
 def hide_library_warnings() -> None:
     """Show warnings from now on depending on who raised them, also in forked processes."""
-    if sys.warnoptions:  # -W or PYTHONWARNINGS: who gives them wants to see what there is
+    if sys.warnoptions:  # -W or PYTHONWARNINGS asks to see all warnings
         return
     warnings.showwarning = _show
     for name in CHATTY_LOGGERS:

@@ -68,7 +68,7 @@ COMMANDS = {
 }
 
 _OF_ALL_RANKS = (EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED)
-# What other tools have a command for, and where it is here.
+# Commands of other tools, and their counterparts here.
 _ELSEWHERE = {
     "export": "the folder model/ of a run is a Hugging Face folder that transformers, vLLM "
     "and others load; outpace merge writes one from a LoRA adapter and its base.",
@@ -85,13 +85,13 @@ _ELSEWHERE = {
     "init": "outpace train needs no project: name --model and --data.",
 }
 
-_SIGNALLED = 128  # exit codes above it are of signals, as in a shell
-# Of files that somebody named, or that lie where somebody said.
+_SIGNALLED = 128  # higher exit codes stand for signals, as in a shell
+# Files that the user named, or that are in a place that the user named.
 _REFUSALS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EIO,
 )  # fmt: skip
-_UNWINDING = tuple(one for one in ENDING if one != signal.SIGINT)  # as Python does for that
+_UNWINDING = tuple(one for one in ENDING if one != signal.SIGINT)  # Python handles SIGINT
 
 _HELP = """\
 usage: outpace COMMAND [options]
@@ -133,14 +133,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
-    # torch's C++ writes frames of its own code for each look at a connection that failed.
+    # torch's C++ prints its stack frames for each failed connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     stopped: list[TerminatedError] = []
     end_with_parent(environ)
     try:
         with _terminate_like_interrupt(stopped):
             code = _run(arguments, environ)
-            flush_output()  # here, where a reader that went away is still caught
+            flush_output()  # here, where a closed pipe is still handled
             return code
     except OutpaceError as error:
         same = _same_on_all_ranks(error)
@@ -148,11 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
     except BrokenPipeError:
-        # Whoever read our output has closed it (`outpace … | head`): nobody is left to tell.
+        # The reader of the output has closed it (`outpace … | head`), so there is nobody to tell.
         drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
-        if stopped:  # what failed since then is only the clearing up
+        if stopped:  # later failures come from unwinding
             return _fail(str(stopped[0]), stopped[0].exit_code, arguments, environ)
         if reader_is_gone():
             drop_output()
@@ -225,16 +225,16 @@ def _fail(
     message = readable(message)
     _write_error_file(message, exit_code, environ)
     if is_launched_worker(environ):
-        # The launcher speaks for all ranks, so that a person reads each message once. It would
-        # stop the other ranks at the first exit code that is not 0: those still saving must not be.
+        # The launcher speaks for all ranks, so that the user reads each message once. It would stop
+        # the other ranks at the first exit code other than 0, but some may still be saving.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
     from outpace.launch.launchers import rank_name
 
     rank = rank_name(environ)
-    # What only one rank fails at nobody else says, but torchrun, of what is in the error file.
+    # An error of a single rank is reported only by torchrun, from the error file.
     silent = rank != "0" and (on_all_ranks or environ.get("TORCHELASTIC_ERROR_FILE"))
     if not silent and "--handed-over" not in arguments:
-        # With --handed-over outpace.train raises it.
+        # With --handed-over, outpace.train raises it.
         who = "" if rank == "0" or message.startswith(f"rank {rank} ") else f"rank {rank}: "
         plain = message.startswith("Traceback ") and not who
         said = escape_controls(message)
@@ -277,7 +277,7 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
     record = {"message": {"message": message, "extraInfo": {"py_callstack": message, **extra}}}
     from outpace.records.base import write_atomic
 
-    # Whole or not at all: the launcher looks as soon as one rank has ended, and may see this one's.
+    # Write it atomically: the launcher reads it as soon as any rank has ended.
     write_atomic(Path(path), json.dumps(record))
 
 
@@ -327,7 +327,7 @@ def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | No
 def _file_sentence(error: BaseException) -> str | None:
     """Return a message if the operating system refused to open a file; else None."""
     many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-    if many or os.strerror(errno.EMFILE) in str(error):  # so say libraries of torch's
+    if many or os.strerror(errno.EMFILE) in str(error):  # libraries of torch report it as text
         return (
             "too many files are open at once. Raise the limit with ulimit -n, or use fewer "
             "--workers."
@@ -354,7 +354,7 @@ def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None
         raise stopped[-1]
 
     ours = threading.current_thread() is threading.main_thread()
-    # Nobody else's handlers, and nothing that is ignored (SIGHUP, under nohup).
+    # Leave handlers of others, and ignored signals (SIGHUP under nohup).
     caught = [one for one in _UNWINDING if ours and signal.getsignal(one) is signal.SIG_DFL]
     for one in caught:
         signal.signal(one, terminate)

@@ -54,7 +54,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         if isinstance(asked, FormulaQuestion):
             raise BadInputError(f"--measure runs real steps, but {asked.outline.untrained}.")
         measured = _measure(asked, ranks or Ranks(), rank, environ)
-        if measured is None:  # another rank speaks
+        if measured is None:  # another rank prints the result
             return 0
         rank = measured.rank
     traced = account(asked, rank)
@@ -230,7 +230,7 @@ def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | Non
     if plan.lora_rank is not None:
         words += ["--lora-rank", str(plan.lora_rank), "--base", plan.base]
         words += ["--lora-targets", ",".join(plan.lora_targets)]
-    if not isinstance(asked, FormulaQuestion):  # plan refuses --trained for what cannot be trained
+    if not isinstance(asked, FormulaQuestion):  # plan refuses --trained for these
         words.append("--trained")
     return shlex.join(words)
 

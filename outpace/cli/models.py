@@ -16,7 +16,7 @@ _EPILOG = (
     "--model also takes a Hugging Face folder, a run, a spec file and file.py:build. The "
     "parameter count is of the whole model, embeddings included."
 )
-_DEFAULT = "outpace-small"  # of outpace train
+_DEFAULT = "outpace-small"  # default of outpace train
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:

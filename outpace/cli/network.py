@@ -21,7 +21,7 @@ _EPILOG = (
     "PP × DP. Steps are the planner's, from the rates that outpace probe measured (--probe) or "
     "from the catalog's. What is counted: docs/concepts/network.md."
 )
-_MOST_NODES = 100_000  # no machine has more, and each number of ranks is looked into
+_MOST_NODES = 100_000  # no machine has more, and every number of ranks is examined
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:

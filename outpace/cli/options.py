@@ -25,13 +25,13 @@ from outpace.records.units import read_bytes
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RUN_FILE = "run.json"
-# Settings that name files or folders, perhaps among other things; ~ at their beginning is a home.
+# Settings that may name files or folders; ~ at their start is the home directory.
 _PLACES = frozenset(
     {"out", "cache_dir", "offload_dir", "data", "eval_data", "tokenizer", "model", "plan"}
 )
-# Of the command that starts ranks: no settings, and ranks are not told.
+# Options of the command that starts ranks: not settings, and not passed to ranks.
 OF_STARTING = ("--hosts", "--hostfile", "--min-nodes", "--max-nodes", "--max-restarts")
-# Words for what is on or off, in small letters.
+# Words for on and off, in lower case.
 BOOLEANS = {"true": True, "on": True, "yes": True, "1": True,
             "false": False, "off": False, "no": False, "0": False}  # fmt: skip
 
@@ -123,7 +123,7 @@ def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})
             options["metavar"] = _metavar(name, holds)
         names = [flag(name)]
         if name.endswith("_s"):
-            names.insert(0, flag(name.removesuffix("_s")))  # its unit is in the help
+            names.insert(0, flag(name.removesuffix("_s")))  # the help names the unit
         group.add_argument(*names, **options)
 
 
@@ -182,7 +182,7 @@ def convert(name: str, value: Any, where: str) -> Any:
     if not holds.many:
         return _convert_one(holds, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]
-    if holds.kind is not str or holds.choices:  # a comma may be part of a path
+    if holds.kind is not str or holds.choices:  # a path may contain a comma
         words = [part for word in words for part in _at_commas(word)]
     return tuple(_convert_one(holds, word, where) for word in words)
 
@@ -270,7 +270,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
     try:
         settings = TrainSettings.model_validate(values)
     except ValidationError as error:
-        # Of a field that may be a number or a word, the first says what is wrong.
+        # For a field that takes a number or a word, the first problem explains it.
         first = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
         sentences = map(partial(_sentence, origins), reversed(first.values()))
         raise BadInputError("\n".join(sentences)) from None
@@ -287,7 +287,7 @@ def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str
 
 
 def _sentence(origins: Mapping[str, str], problem: Any) -> str:
-    if not problem["loc"]:  # of several settings together
+    if not problem["loc"]:  # concerns several settings together
         files = dict.fromkeys(one for one in origins.values() if one != COMMAND_LINE)
         return ": ".join([*([", ".join(files)] if files else []), str(problem["ctx"]["error"])])
     name = str(problem["loc"][0])

@@ -36,7 +36,7 @@ def output_place(text: str) -> Path:
 def _find_obstacle(path: Path) -> str | None:
     """Return the reason why `path` cannot be written; None if it can."""
     try:
-        os.lstat(path.absolute().parent / path.name)  # raises for names that none can have
+        os.lstat(path.absolute().parent / path.name)  # raises for impossible names
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def _find_obstacle(path: Path) -> str | None:
         return "it is a folder"
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    # What is no regular file (a device, a pipe) is written into; a file gets another's place.
+    # A device or a pipe is written to directly; a regular file is replaced.
     written = path if path.exists() and not path.is_file() else folder
     return None if os.access(written, os.W_OK) else f"{written} is not writable"
 

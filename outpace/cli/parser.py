@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, suggest
 
-LONGEST_S = 1e7  # of a time that is waited for, or that something may take: about four months
+LONGEST_S = 1e7  # of a wait or a task: about four months
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -50,7 +50,7 @@ class Parser:
         """Parse. Raises BadInputError for unknown or missing arguments; --help prints and exits
         0.
         """
-        # First of all, since what argparse finds missing or wrong may only follow from it.
+        # Check this first, since problems that argparse finds may only follow from it.
         if (unknown := self._unknown_option(argv)) is not None:
             self._refuse(unknown)
         found, rest = self.arguments.parse_known_args(argv)
@@ -79,7 +79,7 @@ class Parser:
             name = word.split("=")[0]
             if name in ("-h", "--help", "--"):
                 return None
-            # argparse takes a number for a value, and what has a blank.
+            # argparse takes numbers, and words with a blank, for values.
             is_value = name == "-" or " " in name or _NUMBER.fullmatch(word)
             if not name.startswith("-") or is_value or name in known:
                 continue
@@ -88,10 +88,10 @@ class Parser:
         return None
 
 
-# As argparse has it (`_negative_number_matcher`), of any Python, and with an exponent.
+# As argparse's `_negative_number_matcher` in any version of Python, with an exponent.
 _NUMBER = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?", re.I)
 
-# The option that takes a file or folder, by how its name ends or by a file in it.
+# The option that takes a file or folder, by its suffix or by a file in it.
 _TAKEN_BY = {
     ".toml": "--config",
     **dict.fromkeys((".jsonl", ".txt", ".parquet", ".csv", ".tsv", ".bin"), "--data"),

@@ -32,8 +32,8 @@ _EPILOG = (
 )
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
-_LEAST_COMPARED = 2  # plans of an answer: the recommended, and the fastest if it is another
-# What a plan trains is in its file.
+_LEAST_COMPARED = 2  # plans of an answer: recommended and fastest, if they differ
+# A plan's file says what it trains.
 ADAPTER_OPTIONS = dict.fromkeys(
     ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
     "A plan's adapters are in its file: make one with outpace plan --lora-rank 16 --out plan.json.",
@@ -127,7 +127,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
         count=arguments.count,
         trained=arguments.trained,
         idle=arguments.may_idle,
-        # A plan's number is of the list that is shown without --emit.
+        # A plan's number refers to the list that is shown without --emit.
         autocast=arguments.emit in AUTOCAST and arguments.explain is None,
         trainer=arguments.trainer,
         measures=True,
@@ -185,7 +185,7 @@ def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
     other, numbers = what_if(asked, arguments.what_if)
-    # The same batch, of the larger number of devices, as --compare-nodes has it.
+    # The same batch, divisible on the larger number of devices, as with --compare-nodes.
     batch = max(job(one).wanted.global_batch for one in (asked, other))
     now, then = (job(replace(one, global_batch=batch)) for one in (asked, other))
     before, after = _try_to_plan(now), _try_to_plan(with_numbers(then, numbers))
@@ -259,7 +259,7 @@ def _export(
     if arguments.out is None:
         print(written.text.rstrip())
         sys.stdout.flush()
-    # Formats with comments have said it themselves, in the text above; a warning has what is lost.
+    # Formats with comments contain these notes in the text above; a warning says what is lost.
     told = written.notes if written.commented else written.differences
     notes = [one for one in written.notes if one not in (*told, *written.edits)]
     edits = [f"To edit first: {one}" for one in written.edits]

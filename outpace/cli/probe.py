@@ -54,7 +54,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     command = " ".join(["outpace", "probe", *(shlex.quote(_without_place(word)) for word in argv)])
     examined = None if arguments.handed_over is not None else environ
     wishes = ProbeRequest(sections, arguments.quick, settings, command, arguments.budget, examined)
-    # What started us shows a bar of its own.
+    # The launching process shows its own progress bar.
     quiet = arguments.handed_over is not None or (ranks is not None and ranks.rank != 0)
 
     def end() -> None:
@@ -65,12 +65,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             machine = job.probe_here(wishes, shown)
         else:
             found = job.probe_ranks(wishes, ranks, shown)
-            if found is None:  # rank 0 speaks
+            if found is None:  # rank 0 prints the result
                 return 0
             machine = found
     if out is not None:
         save_output(out, machine)
-    if arguments.handed_over is not None:  # what started us shows it
+    if arguments.handed_over is not None:  # the launching process prints it
         return 0
     if arguments.json:
         print(machine.model_dump_json(indent=2), flush=True)

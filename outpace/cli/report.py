@@ -32,7 +32,7 @@ _EPILOG = (
 _FORMATS = ("html", "md", "csv", "png")
 _RUN = "run.json"
 _IN_FOLDERS = ("comparison.json", "tuning.json", "machine.json", "certificate.json")
-# By what a file has at its top, the record that it is.
+# Kinds of records, by a key at the top of their files.
 _RECORDS: Mapping[str, type[Any]] = {
     "outcomes": Comparison,
     "trials": Tuning,
@@ -97,7 +97,7 @@ def _make(
     if kind == "png":
         from outpace.reporting.render.screenshot import find_browser
 
-        program = find_browser(browser)  # before the work
+        program = find_browser(browser)  # fail before the work
     documents = [*_compare_subjects(subjects), *_documents(subjects)]
     if out is None and kept:
         alone = len(subjects) == 1
@@ -178,7 +178,7 @@ def _compare_subjects(subjects: Sequence[_Subject]) -> "Iterator[Document]":
 
     try:
         comparison = compare_runs(runs)
-    except BadInputError as error:  # of runs that are too short or hold no steps
+    except BadInputError as error:  # runs that are too short or have no steps
         print(f"outpace: these runs are not compared: {error}", file=sys.stderr)
         return
     yield comparison_document(comparison, Path())

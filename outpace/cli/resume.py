@@ -14,9 +14,9 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import TrainSettings
 
-# What determines the samples, their order, the model, or what of it is trained and with which
-# state: another value would be another run. (Precisions and contents:
-# see `jobs.train.run_record.claim`.)
+# Settings that determine the samples, their order, the model, or which part of it is trained with
+# which state: another value would be another run. (Precisions and contents: see
+# `jobs.train.run_record.claim`.)
 FIXED = (
     "model",
     "init",
@@ -43,9 +43,9 @@ FIXED = (
     "base",
     "seed",
 )
-# What may lie elsewhere by now: `claim` compares the contents.
+# Inputs that may have moved: `claim` compares their contents.
 _PATHS = ("model", "data", "eval_data", "tokenizer")
-# Not of the run but of the moment.
+# Settings of the moment, not of the run.
 _LEFT_OUT = ("resume", "out")
 
 
@@ -67,7 +67,7 @@ def settings_of(run: Path) -> dict[str, Any]:
             "--resume out to start one there."
         )
     try:
-        # `require_as_written` is for later, when it is known that this runs nobody's code.
+        # `require_as_written` comes later, once it is known that this runs nobody's code.
         document = read_object(path, on_change=lambda _: None)
         recorded = {**document["settings"]}
     except (KeyError, TypeError):

@@ -28,9 +28,9 @@ _EPILOG = (
     "of the list, of result.json, and of the run's plan and settings: --where strategy=ddp "
     "'final_loss<2.5'. All of them have to hold."
 )
-# Where outpace train puts runs; compare and tune put many that nobody looks at one by one.
+# Folder of outpace train; compare and tune write many runs that nobody reads one by one.
 _OWN, _OTHERS = "runs", ("comparisons", "tunings")
-# Not of what is trained: where it goes, and whether something was there.
+# Settings about the folder, not about what is trained.
 _OF_THE_MOMENT = ("out", "resume")
 
 
@@ -148,14 +148,14 @@ def _show(folder: Path, as_json: bool) -> int:
 
     console = Console(highlight=False)
     console.print(run_text(past, files))
-    if command is not None:  # in one line, to be pasted
+    if command is not None:  # on one line, to copy
         console.print(f" Again: {command}", markup=False, soft_wrap=True)
     return 0
 
 
 def repeat_command(record: RunRecord) -> str:
     """Return the command that repeats the training, wherever the settings came from."""
-    if record.settings.model.startswith("python:"):  # a live model, which no command names
+    if record.settings.model.startswith("python:"):  # a live model, which no command can name
         return shlex.join(["python", *record.command])
     given = {
         name: value
@@ -164,7 +164,7 @@ def repeat_command(record: RunRecord) -> str:
     }
     starting = list(_launch_options(record.command))
     if record.plan.world_size > 1 and not starting:
-        # Of a launcher's processes nothing is in the settings.
+        # The settings do not contain a launcher's processes.
         given.setdefault("nproc", record.plan.world_size)
     own = {name: value for name, value in given.items() if name not in _OF_THE_MOMENT}
     return shlex.join(["outpace", "train", *starting, *options.as_flags(own)])

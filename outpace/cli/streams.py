@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from outpace.records.errors import OutpaceError
 
 _DESCRIPTORS = (0, 1, 2)
-# What else has the meaning of a character, where the terminal's encoding lacks it.
+# Replacements with the same meaning for characters that the terminal's encoding lacks.
 _INSTEAD = {"×": "x", "µ": "u", "–": "-", "—": "-", "−": "-", "·": ".", "→": "->", "≈": "~",
             "✓": "ok", "…": "...", "²": "2", "α": "alpha", "≤": "<=", "≥": ">=", "▌": "|",
             "é": "e", "É": "E"}  # fmt: skip
@@ -113,9 +113,9 @@ def flush_output() -> None:
         raise
     except OSError as error:
         raise _sentence(error) from None
-    if reader_is_gone():  # rich does not tell of it
+    if reader_is_gone():  # rich does not report it
         raise BrokenPipeError
-    error_before = output_error()  # argparse does not tell of it
+    error_before = output_error()  # argparse does not report it
     if error_before is not None:
         raise error_before
 

@@ -31,7 +31,7 @@ from outpace.records.settings import TrainSettings
 _ABOUT = (
     "Train a transformer. Without options: a small GPT on Python's own source code, in minutes."
 )
-_RESTARTS = 3  # with --min-nodes
+_RESTARTS = 3  # default with --min-nodes
 _EPILOG = (
     "Numbers may be written as 1e6, 10M or 2B. Exit code 75 means: interrupted, saved, can be "
     "resumed with --resume."
@@ -73,7 +73,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         _on_hosts(asked, arguments, handed)
         return 0
     if arguments.auto_resume and asked.settings.resume:
-        # The run has its layout, and `_replan` finds another where there are other ranks.
+        # The run has a layout; `_replan` finds another one if the number of ranks has changed.
         asked = replace(asked, settings=asked.settings.model_copy(update={"plan": None}))
     elif asked.settings.plan is not None:
         asked = _apply_plan(asked, ranks)
@@ -172,7 +172,7 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
     restarts = arguments.max_restarts
     if restarts is None:
         restarts = 0 if arguments.min_nodes is None else _RESTARTS
-    # What is there on this host is needed on all.
+    # Inputs on this host must exist on all hosts.
     named = [*settings.data, *(settings.eval_data or ()), settings.model, settings.tokenizer,
              settings.plan, arguments.config, arguments.handed_over]  # fmt: skip
     command = [*PYTHON, "-m", "outpace", "train", *handed]
@@ -278,7 +278,7 @@ def _train_here(
     end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
-    ahead = prefault_memory(asked.settings, ranks, environ)  # while torch loads
+    ahead = prefault_memory(asked.settings, ranks, environ)  # runs while torch loads
     with import_quickly():
         from outpace.jobs.train import job
         from outpace.jobs.train.auto_micro_batch import trier
@@ -392,7 +392,7 @@ def _parser() -> Parser:
         default=False,
         help="resume the run in --out if there is one, otherwise start it",
     )
-    # Settings and their origins as outpace.train hands them over.
+    # Settings and their origins, as passed on by outpace.train.
     add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
     options.add_settings(parser)
     return parser

@@ -44,15 +44,15 @@ _EPILOG = (
     "here. Then: outpace train --plan DIR/plan.json."
 )
 TRIALS_FILE, PLAN_FILE = "trials.jsonl", "plan.json"
-HOST_FILE = "host.json"  # whose trials they are
-# Of the tuning, where they are a run's for outpace train.
+HOST_FILE = "host.json"  # the machine of the trials
+# Options of the tuning that belong to a run in outpace train.
 _TEXTS = {
     "out": "directory for the tuning (default: tunings/<time>)",
     "resume": "resume the tuning in --out; repeat the options that it was started with",
 }
-_OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
-_OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
-# Of the real training: trials are short, and nobody looks at them one by one.
+_OF_FREE = 0.9  # of free host memory, for all processes of a trial
+_OWN = ("out", "resume", "plan")  # belong to the tuning, not to the training
+# Settings of the real training: trials are short and nobody reads them one by one.
 _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 
 
@@ -101,10 +101,10 @@ def _tune(
 
     host_bytes = _host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
-    # Else the first trial does it, within its limit of time.
+    # Otherwise the first trial would prepare it, within its time limit.
     prepare_data(settings, [TrainingProgress()])
     _require_host(folder, proposer.machine)
-    rates = rates_to_begin_with(settings)  # once nothing is left that may be refused
+    rates = rates_to_begin_with(settings)  # after everything that may be refused
     if rates is not None:
         proposer = Proposer(settings, origins, host_bytes, rates)
     folder.mkdir(parents=True, exist_ok=True)

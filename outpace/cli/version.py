@@ -24,7 +24,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     for name in _SHOWN:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # it may be on PYTHONPATH all the same
+        except metadata.PackageNotFoundError:  # may still be on PYTHONPATH
             versions[name] = "unknown version" if find_spec(name) is not None else None
     if arguments.json:
         print(json.dumps(versions, indent=2))

@@ -162,7 +162,7 @@ def _finish(
     if arguments.json:
         _print_json([seen])
         return
-    # Beside a command's own output there is standard error alone.
+    # Standard output belongs to the command.
     console = console if command else Console(highlight=False)
     console.print(closing_text(seen, console.width))
     for path in paths:

@@ -65,7 +65,7 @@ class Command:
             self._process.terminate()
             self._process.wait()
         for reader in self._readers:
-            reader.join(timeout=1)  # what it has started may still hold the pipe
+            reader.join(timeout=1)  # its children may still hold the pipe
 
     def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
         """Call `watch(wait)` until the process has ended, even through Ctrl-C.

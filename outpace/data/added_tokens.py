@@ -35,15 +35,15 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     listed = _numbered_tokens(config, folder)
     stored = inner.get_added_tokens_decoder().values()
     known = {repr(token) for token in stored}
-    # Roles keep the properties that their tokens have already.
+    # Tokens of roles keep their existing properties.
     alike = {token.content: token for token in (() if _has_list(config) else stored)}
     alike |= {token.content: token for token in listed.values()}
     tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
     inner.add_tokens([token for token in tokens if repr(token) not in known])
     vocabulary = inner.get_vocab(with_added_tokens=True)
     extra = _extra(config)
-    # Of roles whose token is nowhere `Tokenizer` refuses some and does without the others, unless
-    # tokens that are added behind them take their ids from them.
+    # `Tokenizer` refuses some roles whose token is missing, and ignores others unless tokens added
+    # after them take their ids.
     behind = any(token.content not in vocabulary for token in extra)
     named = [
         alike.get(token.content, token)

@@ -35,8 +35,8 @@ _MEMORY_BYTES = 2 << 30
 
 Span = tuple[int, int]  # characters [start, end) of a text
 
-# For a tokenizer that brings none. Its marks are plain text, so that it needs no new tokens, and
-# an answer ends with the tokenizer's own end of text.
+# Default for tokenizers without a template. Its marks are plain text, so it needs no new tokens,
+# and an answer ends with the tokenizer's end of text.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' }}"
@@ -46,13 +46,13 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-# What of messages is read by others: tool_calls by _require_calls_written, weights when rows are.
+# Keys of messages that are read elsewhere: tool_calls by _require_calls_written, weights with rows.
 _READ = frozenset({"role", "content", "tool_calls", "tool_call_id"}) | LEARNING_KEYS
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
-# What templates that write the date are given to learn from, so that a resumed run has the text of
-# the whole one: the day that Llama 3.1's own template takes where there is no clock.
+# The fixed date for templates that write a date, so that a resumed run sees the same text: the
+# default of Llama 3.1's template without a clock.
 LEARNT_DATE = datetime(2024, 7, 26)
 
 
@@ -124,13 +124,13 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._template = template
         self._tool_template = tokenizer.chat_templates.get("tool_use", template)
-        # Names that the template may ask for as those of speakers.
+        # Names of speakers that the template may request.
         self.roles = {name for _, name in _QUOTED.findall(template + self._tool_template)}
         self.dated = "strftime_now" in template + self._tool_template
         self._theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer.inner, chat_template=template, **tokenizer.roles
         )
-        # Without a post-processor, which may trim blanks off the places of tokens.
+        # Without the post-processor, which may trim blanks from the positions of tokens.
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
         self.stop_id, self.stops = self._stop_id()
@@ -143,7 +143,7 @@ class ChatFormat:
         """
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
-        # A template that never ends, or asks for all memory, is found here.
+        # This detects a template that never ends or exhausts memory.
         with self._refusals(where):
             ids, said = call_isolated(
                 lambda: self.encode(self.render(talk, where)), _TRIAL_CPU_S, _MEMORY_BYTES
@@ -269,7 +269,7 @@ class ChatFormat:
             raise BadInputError(
                 f"{where}: the tokenizer's chat template{self._file()} cannot be used: {error}"
             ) from None
-        except (OutpaceError, MemoryError):  # refused already, a signal, or too much of it
+        except (OutpaceError, MemoryError):  # already refused, a signal, or too much memory
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
@@ -480,7 +480,7 @@ def unwritten_roles(
         if one["role"] == "assistant" or "".join(words.split()) in plain:
             continue
         others = [*messages[:number], {**one, "content": f"{words} {words}"}]
-        with suppress(BadInputError):  # by a template that asks for it
+        with suppress(BadInputError):  # raised by a template on purpose
             if render([*others, *messages[number + 1 :]]) == whole:
                 found[str(one["role"])] = None
     return tuple(found)
@@ -500,7 +500,7 @@ def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[st
     found = []
     for key in keys:
         others = [{k: v for k, v in one.items() if k != key} for one in talk.messages]
-        with suppress(BadInputError):  # by a template that asks for it
+        with suppress(BadInputError):  # raised by a template on purpose
             if chat.text(others, where, talk.tools) == whole:
                 found.append(f"{key!r} of messages")
     return found

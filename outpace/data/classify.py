@@ -16,7 +16,7 @@ from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, excerpt, quote_names, shorten
 
-# Columns of texts by what benchmarks call them, pairs before single ones.
+# Columns of texts by the names that benchmarks use, pairs before single ones.
 _TEXTS = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"),
     ("question", "sentence"), ("#1 String", "#2 String"), ("text1", "text2"),
@@ -108,7 +108,7 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     seen = {example.label for example in parts[0]}
     for label in seen:
         plain = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
-        plain = "".join(c for c in plain if unicodedata.category(c) != "Cf")  # not seen
+        plain = "".join(c for c in plain if unicodedata.category(c) != "Cf")  # invisible characters
         alike.setdefault(_plain_number(plain), set()).add(label)
     same = [" and ".join(map(repr, sorted(names))) for names in alike.values() if len(names) > 1]
     same.sort()
@@ -151,7 +151,7 @@ def _plain_number(label: str) -> str:
         return str(int(label == "true"))
     if not _is_number(label):
         return label
-    number = Decimal(label)  # a float would be one for ids that differ above 2^53
+    number = Decimal(label)  # a float would merge ids above 2^53
     whole = number.to_integral_value()
     if number != whole:
         return label
@@ -201,7 +201,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
             "data with labels; where -1 is a class among others, give the classes names."
         )
     if isinstance(value, str):
-        return checked_text(value, row.where, name).strip()  # a blank makes no other class
+        return checked_text(value, row.where, name).strip()  # blanks do not distinguish classes
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int):
@@ -365,7 +365,7 @@ def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -
 
 def _sample(tokenizer: Tokenizer, encoding: Any, segments: bool) -> dict[str, Sequence[int]]:
     ids, types = list(encoding.ids), list(encoding.type_ids)
-    # transformers takes the last token that is not padding for the last one.
+    # transformers reads the last token that is not padding.
     while len(ids) > 1 and ids[-1] == tokenizer.pad_id:
         ids.pop()
     if not ids:

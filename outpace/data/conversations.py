@@ -17,19 +17,19 @@ from outpace.records.errors import BadInputError, quote_names
 
 Message = Mapping[str, Any]
 
-# What a question and its answer are called in data that is no list of messages.
+# Column names of questions and answers in data without lists of messages.
 _PAIRS = (
     ("prompt", "completion"), ("prompt", "response"), ("instruction", "output"),
     ("instruction", "response"), ("question", "answer"),
 )  # fmt: skip
 _LISTS = ("messages", "conversations")
-# By which a row is known as a conversation.
+# Columns that identify a conversation.
 _NAMES = frozenset((*_LISTS, *(ask for ask, _ in _PAIRS)))
 _SYSTEM = ("system", "system_prompt")
-# What a question is asked about, written below it.
+# Columns with context for a question, appended to it.
 _ABOUT = ("input", "context")
 _TOOLS = ("tools", "functions")
-# Who speaks, by the names that data has for them, in small letters.
+# Roles by the names used in data, in lower case.
 _ROLES: Mapping[str, Collection[str]] = {
     "user": ("human", "prompter"),
     "assistant": (
@@ -41,11 +41,11 @@ _ROLES: Mapping[str, Collection[str]] = {
     "tool": ("function", "function_response", "observation", "ipython", "tool_response"),
 }  # fmt: skip
 _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names)}
-# Keys of a message that say who speaks, in data of any make; and columns of classes.
+# Keys of a message that name its speaker in common data sets, and columns of classes.
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
-# Keys of a message that say whether it is learnt, and the one that says that it is not (torchtune).
+# Keys of a message that say whether it is learnt, and torchtune's key that says that it is not.
 _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"

@@ -24,7 +24,7 @@ def load_or_encode(
     result cannot be stored, the next call encodes again.
     """
     path = cache_dir / "encoded" / f"{key}.npz"
-    with suppress(Exception):  # of a damaged file numpy and zipfile say so in many ways
+    with suppress(Exception):  # numpy and zipfile raise many errors for damaged files
         return _read_samples(path)
     made = encode()
     keep_memo(path, _to_npz(made))
@@ -46,7 +46,7 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 def _read_samples(path: Path) -> EncodedSamples:
     """Read a file; raises for one that is not whole, by the checksums of zip files."""
-    # From memory: of a file that is none, numpy leaves it to the collector to close it.
+    # From memory: numpy leaves closing an invalid file to the garbage collector.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}
     values, fill = (

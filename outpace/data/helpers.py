@@ -27,7 +27,7 @@ _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from outpace.data.helpers import main; main()"
 )
-# Less text than this is encoded sooner here than helpers take to start.
+# Shorter texts are encoded faster here than helpers start.
 ALONE_CHARACTERS = 12 << 20
 
 
@@ -44,7 +44,7 @@ class Encoders:
         self._alone = alone_characters
         self._pool = ThreadPoolExecutor(max_workers=max(1, processes))
         self._helpers: dict[int, _Helper] = {}
-        self.helped = 0  # batches that a helper encoded
+        self.helped = 0  # batches encoded by a helper
 
     def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
         """Submit texts; the future gives the ids of each."""
@@ -68,7 +68,7 @@ class Encoders:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        # Do not wait for what nobody needs any more: a long text may take minutes.
+        # Do not wait for results that nobody needs: a long text may take minutes.
         failed = raised[0] is not None
         try:
             self._pool.shutdown(wait=not failed, cancel_futures=True)
@@ -126,7 +126,7 @@ class _Helper:
             self._send(None)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what it was still to be told was not sent
+            with contextlib.suppress(OSError):  # some data may not have been sent
                 pipe.close()
         self._process.wait()
         self._process = None
@@ -134,8 +134,8 @@ class _Helper:
 
 def main() -> None:
     """Run a helper: read a tokenizer, then batches, until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the helpers are what is parallel
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # helpers are parallel themselves
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     told, eos = pickle.load(given)
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(told), eos)
@@ -143,7 +143,7 @@ def main() -> None:
         while (encoded := _answer(tokenizer, given)) is not None:
             pickle.dump(encoded, taken, protocol=pickle.HIGHEST_PROTOCOL)
             taken.flush()
-    except (BrokenPipeError, BadInputError):  # a text that is refused is refused by the caller too
+    except (BrokenPipeError, BadInputError):  # the caller refuses such a text too
         os._exit(1)
 
 

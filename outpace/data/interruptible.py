@@ -21,7 +21,7 @@ def call_interruptibly(work: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # a panic of Rust's is no Exception
+        except BaseException as error:  # Rust panics are not Exceptions
             errors.append(error)
         finally:
             ended.set()

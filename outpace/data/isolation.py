@@ -51,7 +51,7 @@ def iterate_isolated(
     `memory_limit_bytes` more memory than this one. Raises the errors of `work`, and IsolatedError.
     If processes cannot be forked, `work` runs in this process, without limits.
     """
-    if sys.platform != "linux":  # elsewhere a fork with threads is not safe
+    if sys.platform != "linux":  # elsewhere, forking with threads is not safe
         yield from work()
         return
     here, there = multiprocessing.Pipe(duplex=False)
@@ -112,7 +112,7 @@ def _fork(
 ) -> int:
     held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        with warnings.catch_warnings():  # threads of libraries, which wait
+        with warnings.catch_warnings():  # about threads of libraries, which wait
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -134,12 +134,12 @@ def _work(
     try:
         here.close()
         faulthandler.disable()
-        gc.disable()  # what the parent left to be collected may hold threads that are not here
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not here either
+        gc.disable()  # the parent's garbage may refer to threads that do not exist here
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not exist here either
         for signum in ENDING:
-            signal.signal(signum, signal.SIG_IGN)  # the parent decides
+            signal.signal(signum, signal.SIG_IGN)  # the parent handles it
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        # No words of a library that aborts.
+        # Suppress messages of a library that aborts.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _limit_memory(memory_limit_bytes)
         for item in work():
@@ -156,7 +156,7 @@ def _work(
 def _send_error(there: Connection, error: BaseException) -> None:
     try:
         there.send((_ERROR, error))
-    except Exception:  # it cannot be pickled
+    except Exception:  # cannot be pickled
         with suppress(Exception):
             words = f"{type(error).__name__}: {error}"
             there.send((_ERROR, IsolatedError(words)))

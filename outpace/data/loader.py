@@ -19,7 +19,7 @@ Batch = Any
 
 _STEPS_LOCATED = 32
 _ENDED = object()
-_OWN = 0x6F776E  # sets these seeds apart from those of steps
+_OWN = 0x6F776E  # separates these seeds from those of steps
 
 
 class Loader:
@@ -166,7 +166,8 @@ class _Slots:
         self._slots = firsts[:, None] + np.arange(micro_batch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Many steps at a time: a permutation costs about the same for one sample as for hundreds.
+        # Handle many steps at a time: a permutation costs about as much for one sample as for
+        # hundreds.
         for begin in range(self._steps.start, self._steps.stop, _STEPS_LOCATED):
             steps = np.arange(begin, min(begin + _STEPS_LOCATED, self._steps.stop))
             positions = steps[:, None, None] * self._global_batch + self._slots

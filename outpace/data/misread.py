@@ -8,7 +8,7 @@ import numpy as np
 
 from outpace.data.tokenizer import Tokenizer
 
-# A tokenizer has no token for some sign or other of most texts.
+# Most texts have some characters without a token.
 _UNKNOWN_SHARE = 0.01
 _SHOWN = 3
 

@@ -35,7 +35,7 @@ def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
     mask = np.uint64((1 << half_bits) - 1)
     values = places.astype(np.uint64)
     outside = np.ones(len(values), dtype=bool)
-    # The network permutes a power of four; walk on while the value lies beyond the size.
+    # The network permutes a power of four; repeat until the value is below the size.
     while outside.any():
         left, right = values[outside] >> np.uint64(half_bits), values[outside] & mask
         for round_key in key:

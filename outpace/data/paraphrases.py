@@ -14,7 +14,7 @@ from outpace.data.row_files import Row
 
 NAME = "paraphrases"
 COLUMNS = ("sentence1", "sentence2", "label")
-SIZES = {"train": 3668, "validation": 408}  # MRPC's own
+SIZES = {"train": 3668, "validation": 408}  # MRPC's sizes
 _SEED = {"train": 1, "validation": 2}
 _SAME, _DENIED = 0.67, 0.5
 

@@ -24,15 +24,15 @@ from outpace.records.errors import BadInputError, quote_names
 _READ_BYTES = 1 << 20
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 _SPACES = " \t\r\n"
-# Reads, in Python, the rows that an object holds under a name and writes each on a line.
+# Python that reads rows in an object under a name, and writes one per line.
 _UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
-# Characters that divide cells in tables of other tools, as users know them.
+# Delimiters in tables of other tools, as users know them.
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _COLUMN_NAME = re.compile(r"[\"']?\w[\w .-]{0,40}[\"']?")
 _NESTED = re.compile(rb'\s*\{\s*"([^"\\]+)"\s*:\s*\[\s*\{')
-# Under which programs keep ids of tokens, with a header or without.
+# Suffixes under which programs store token ids, with or without a header.
 _RAW_SUFFIXES = (".npy", ".npz", ".dat", ".raw", ".ids", ".tokens", ".tok")
-# Of a block of text: with more NULs than both it is a file with holes, or no text at all.
+# Limits for a block of text: with more NULs than both, it is a file with holes or not text.
 _NUL_SHARE, _FEW_NULS = 1 / 16, 15
 _HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
 
@@ -111,7 +111,7 @@ def require_text(file: Path, block: bytes) -> None:
             f"{file} is {kind}, not text. Unpack or convert it, or leave it out.{_of_tokens(file)}"
         )
     if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return  # which fails to decode, with its place
+        return  # decoding will report it with its position
     if block.count(0) > _HOLE_SHARE * len(block):
         raise BadInputError(_describe_nuls(str(file), block))
     controls = len(block) - len(block.translate(None, bytes([*range(9), *range(14, 27)])))
@@ -242,7 +242,7 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
         if alone:
             require_text(file, line)
         try:
-            # Without the end of its line, behind which what is cut off would be missed.
+            # Without the line end, after which truncation would go unnoticed.
             values = read_value(line.decode("utf-8-sig").rstrip(_SPACES))
         except UnicodeDecodeError as error:
             raise BadInputError(
@@ -334,7 +334,7 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._scanner = json.JSONDecoder(object_pairs_hook=_object)
         self._text, self._at, self._lines, self._read = "", 0, 1, 0
-        self._column = 1  # of the first character at hand
+        self._column = 1  # of the current first character
         self._ended = False
 
     def _more(self) -> None:
@@ -389,7 +389,7 @@ class _Text:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-                    # Of what is cut off, behind its last character that is no blank.
+                    # Search behind the last character that is not blank.
                     line, column = self._place(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
                         f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"

@@ -20,7 +20,7 @@ from outpace.data.sources import (
 from outpace.records.errors import BadInputError
 
 _NAMED = (".tsv", ".txt", ".csv", ".jsonl", ".json", ".parquet")
-# Files of a benchmark's folder, by what they are for.
+# Files in a benchmark's folder, by purpose.
 _TRAIN = ("train", "msr_paraphrase_train")
 _VALIDATION = (
     "validation", "dev", "dev_matched", "valid", "val", "eval", "msr_paraphrase_test",
@@ -34,7 +34,7 @@ class Table:
     reference: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    names: Mapping[str, tuple[str, ...]]  # of a dataset's columns of classes
+    names: Mapping[str, tuple[str, ...]]  # of a dataset's class columns
     left_out: int = 0
     hints: tuple[str, ...] = ()
 

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from outpace.data.seeding import seed_generators
 from outpace.data.workers import forks_workers, start_method, starting_workers
 
-_CHOSEN = 4  # samples besides the first and the last
-_DIGEST = 0x646967  # sets these seeds apart from those of training
-_BLOCKS = 64  # of a leaf's values, whose means are compared
-_MEASURED_BYTES = 2  # integers as narrow as this are pixels or sound, which decoders round
-_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # by how much means may differ: decoders, three digits
+_CHOSEN = 4  # additional samples, besides the first and the last
+_DIGEST = 0x646967  # separates these seeds from those of training
+_BLOCKS = 64  # blocks of an array whose means are compared
+_MEASURED_BYTES = 2  # narrower integers are pixels or sound, which decoders round
+_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # allowed differences of means: by decoders, and by three digits
 _DEPTH = 8
 
 
@@ -113,7 +113,7 @@ def digest_samples(
                     timeout=timeout_s, generator=torch.Generator(),
                 )
             )  # fmt: skip
-    except Exception as error:  # the user's code: training reads it again, and says where it failed
+    except Exception as error:  # user code: training reads it again and reports the error
         lines = str(error).strip().splitlines() or [""]
         unread = f"{type(error).__name__}: {lines[-1]}"
         return SampleDigests(dict.fromkeys(indices), (), unread)
@@ -198,7 +198,7 @@ def digest_of(sample: Any) -> Digest | None:
     try:
         values = list(_values(sample, 0))
         leaves = tuple(_leaf(value) for value in values if isinstance(value, np.ndarray))
-    except Exception:  # an object of the user's that cannot be looked at
+    except Exception:  # a user's object that cannot be inspected
         return None
     if leaves:
         return Digest(leaves, None)
@@ -237,7 +237,7 @@ def _values(value: Any, depth: int) -> Iterator[Any]:
 def _text(value: str | PurePath | bytes | bytearray) -> bytes:
     if isinstance(value, bytes | bytearray):
         return bytes(value)
-    # A path is another on each host: the file's name tells.
+    # Paths differ between hosts, so compare the file's name.
     named = isinstance(value, PurePath) or (value.startswith("/") and len(value.split()) == 1)
     return (PurePath(value).name if named else str(value)).encode(errors="surrogatepass")
 
@@ -260,7 +260,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 def _members(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield from value.values()
-    elif isinstance(value, set | frozenset):  # in an order of each process's own
+    elif isinstance(value, set | frozenset):  # whose order differs between processes
         yield from sorted(value, key=repr)
     elif isinstance(value, np.ndarray):
         yield from value.reshape(-1).tolist()

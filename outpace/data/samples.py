@@ -18,8 +18,8 @@ IGNORED = -100
 # Devlin et al. 2019, §3.1: of the 15 % to predict, 80 % are masked and 10 % replaced at random.
 PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
 
-FILLER = -1  # the stream of a sample that stands for none
-# Where a sample lies, and the place in training at which it is used.
+FILLER = -1  # stream of a sample that stands for none
+# Location of a sample, and its position in training.
 Key = tuple[int, int, int]  # stream, sample within it, position since the start of training
 Batch = dict[str, torch.Tensor]
 
@@ -184,8 +184,8 @@ class _MaskIds:
             shares, open_to = draw.random(rows.shape[1]), ~np.isin(rows[row], self._special)
             chosen = (shares < PREDICTED) & open_to
             if not chosen.any() and open_to.any():
-                # At least one, as in BERT's own create_pretraining_data.py: short samples would
-                # teach nothing, and a batch of them would have no loss.
+                # At least one, as in BERT's create_pretraining_data.py: short samples would teach
+                # nothing, and a batch of them would have no loss.
                 chosen[np.argmin(np.where(open_to, shares, 1.0))] = True
             fate = draw.random(rows.shape[1])
             other = draw.integers(0, self._vocab, rows.shape[1])

@@ -10,7 +10,7 @@ def seed_generators(*key: int) -> int:
     """Seed the CPU's generators of torch, NumPy and Python from `key`; returns torch's seed."""
     mixed = np.random.SeedSequence(key).generate_state(2, np.uint32)
     wide = int(mixed[0]) << 32 | int(mixed[1])
-    # Not torch.manual_seed: where CUDA is not initialised it queues a call, with a traceback, each
+    # Not torch.manual_seed: if CUDA is not initialised, it queues a call with a traceback each
     # time, which costs as much as all other accounting of a step and is never freed.
     torch.default_generator.manual_seed(wide)
     random.seed(int(mixed[0]))

@@ -36,13 +36,13 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 INDEX = "index.json"
 SHARD_TOKENS = 256 << 20
-# Enough text at a time to be worth handing over, little enough that memory stays flat.
+# Enough text to be worth passing on, and little enough to keep memory flat.
 _BATCH_CHARACTERS = 2 << 20
-# A shorter text than this is never cut in pieces.
+# Shorter texts are never cut into pieces.
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
-_SIGNS_KEPT = 1000  # of characters that are lost, in the index
-# Beyond this the checksums would take longer than a user waits; sizes are always compared.
+_SIGNS_KEPT = 1000  # of lost characters, in the index
+# Above this, checksums would take longer than a user waits; sizes are always compared.
 _CHECKED_BYTES = 4 << 30
 
 
@@ -82,7 +82,7 @@ def ensure_entry(
                 progress(f"{problem}; tokenising again", 0, None)
                 shutil.rmtree(entry)
             for left in entry.parent.glob(f"{entry.name}.*.tmp"):
-                shutil.rmtree(left)  # by a process that was killed: we hold the lock
+                shutil.rmtree(left)  # left by a killed process: we hold the lock
             return _build(entry, source, tokenizer, text_field, eval_fraction, processes, progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -220,7 +220,7 @@ class _SplitWriter:
     largest: int = -1
     shards: list[str] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _starts: "array[int]" = field(default_factory=lambda: array("q"))  # 8 bytes a document
+    _starts: "array[int]" = field(default_factory=lambda: array("q"))  # 8 bytes per document
     _waiting: list[Tokens] = field(default_factory=list)
     _n_waiting: int = 0
     _file: BinaryIO | None = None
@@ -273,7 +273,7 @@ class _SplitWriter:
         self._finish()
         name = documents_name(self.split)
         path = self.folder / name
-        # numpy writes to files past Python, and hides why it could not.
+        # numpy bypasses Python's files, and hides the reason for an error.
         held = io.BytesIO()
         np.save(held, np.array(self._starts, dtype=np.int64))
         path.write_bytes(held.getvalue())

@@ -18,24 +18,24 @@ import xxhash
 from outpace.records.base import refuse_pipe, require_no_pointer
 from outpace.records.errors import BadInputError, excerpt
 
-# "text" is files that are a document each, "rows" files of records with named columns.
+# "text": each file is a document; "rows": files of records with named columns.
 Kind = Literal["text", "rows", "dataset", "tokens"]
 Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
 
-# How editors and merges name an older copy of the file beside it.
+# Suffixes that editors and merges give to older copies of files.
 _OLDER_COPIES = ("~", ".bak", ".orig", ".swp")
 
-# What a suffix says of a file, in small letters or capitals; any other file is a plain text.
+# Kinds of files by suffix, in lower or upper case; any other file is plain text.
 _FORMS: Mapping[str, Form] = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".jsonlines": "json", ".jl": "json",
     ".csv": "csv", ".tsv": "tsv",
     ".tab": "tsv", ".parquet": "parquet", ".pq": "parquet", ".bin": "tokens", ".idx": "tokens",
 }  # fmt: skip
-# Files about data, which are none.
+# Files about the data, not part of it.
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?|stats)\b", re.I)
 _SNIFFED_BYTES = 1 << 16
-_LONGEST_POINTER = 1024  # bytes; of Git LFS
-# How files of other kinds begin.
+_LONGEST_POINTER = 1024  # bytes of a Git LFS pointer
+# First bytes of other kinds of files.
 _SIGNATURES = {
     b"\x1f\x8b": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with Zstandard",
     b"\xfd7zXZ\x00": "compressed with xz", b"BZh": "compressed with bzip2",
@@ -46,8 +46,8 @@ _SIGNATURES = {
     b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\xd0\xcf\x11\xe0": "an old Office document",
 }  # fmt: skip
-# How texts in markup languages begin; of YAML, a list of records. Each text can be matched in one
-# way only: repetitions that share characters take time that grows exponentially.
+# Beginnings of texts in markup languages; for YAML, a list of records. Each pattern matches a text
+# in one way only: repetitions that share characters take exponential time.
 _MARKUP = {
     "HTML": re.compile(
         rb"\s*(?:<!--(?:(?!-->).)*-->\s*)*<(?:!doctype\s+html|html[\s>])", re.I | re.S
@@ -58,33 +58,33 @@ _MARKUP = {
     ),
 }
 _SNIFFED_MARKUP_BYTES = 4096
-# Splits as names of files say them (train.bin, fineweb_val_000000.bin, data.test.jsonl).
+# Names of splits in file names (train.bin, fineweb_val_000000.bin, data.test.jsonl).
 _TRAIN_NAME = re.compile(r"(^|[-_. ])(train|training)([-_. ]|$)", re.I)
 _HELD_OUT_NAME = re.compile(
     r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
 )
 
-# The folders of a cache, and what follows a hash in the names of their entries.
+# Folders of a cache, and what follows the hash in the names of their entries.
 _CACHED = {
     "tokens": "", "tokenizers": "", "hashes": "", "extents": "", "encoded": ".npz",
     "specs": ".json", "tokenizer_classes": ".json",
 }  # fmt: skip
 _HASH, _UNFINISHED = "[0-9a-f]{32}", r"(\.lock|(\.[\w-]+)?\.tmp)?"
 _BLOCK_BYTES = 1 << 20
-# Of each end of files of one size; and how many files.
+# Bytes from each end of files of equal size, and the number of files.
 _COMPARED_BYTES, _COMPARED_FILES = 1 << 16, 1000
-# JSON can make thirty times as much of it in memory.
+# JSON can take thirty times as much in memory.
 LINE_BYTES = 64 << 20
-# Parts of the standard library that are no prose about Python: tests, and generated tables.
+# Parts of the standard library that are not prose: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
      "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 )  # fmt: skip
-# Files of it that are tables, by the beginning of their names: a model learns to write tables.
+# Table files in it, by prefix: from them a model would learn to write tables.
 _TABLES = ("_sysconfigdata", "entities")
 
 
-# Size, and times of the last change; `touch` sets the first of the two, but nothing the second.
+# Size, and times of the last change: `touch` can set the first time, but not the second.
 State = tuple[int, int, int]
 
 
@@ -141,7 +141,7 @@ def open_source(reference: str, *, rows: bool = False) -> Source:
     """
     try:
         return _source_by_kind(reference, rows)
-    except OSError as error:  # a folder that may not be looked into, a name longer than may be
+    except OSError as error:  # forbidden folder, or name too long
         raise BadInputError(
             f"the data at {excerpt(reference)} cannot be found: {error.strerror}"
         ) from None
@@ -164,10 +164,10 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
         return replace(_of_several(reference, files, rows), outputs=tuple(outputs))
     if path.is_file():
         return _of_file(reference, path)
-    prefixed = Path(f"{reference}.bin")  # Megatron names its data so; the prefix may hold a dot
+    prefixed = Path(f"{reference}.bin")  # Megatron's names; the prefix may contain a dot
     if prefixed.is_file() and prefixed.with_suffix(".idx").is_file():
         return _of_file(reference, prefixed)
-    # pathlib's own patterns cannot begin at the root of the file system.
+    # pathlib's patterns cannot start at the root of the file system.
     found = glob.glob(reference, recursive=True)  # noqa: PTH207
     matches = _drop_repeated(Path(match) for match in found if Path(match).is_file())
     if not matches:
@@ -221,7 +221,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
     for file in files:
         form = form_of(file)
         if form == "json" and file.suffix.lower() == ".json" and not _has_rows(file):
-            unclear.append(file)  # a configuration, or a record in a file of its own
+            unclear.append(file)  # a configuration, or a file with a single record
         else:
             groups[form if form in ("text", "tokens") else "rows"].append(file)
     if rows or not any(groups.values()):
@@ -229,7 +229,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
     kind = _chosen_kind(groups, rows)
     chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
     splits = _splits_by_name(chosen)
-    # Source code has folders called test, so that of texts all have to be of a split.
+    # Source code has folders called test, so for texts all files must belong to splits.
     if kind != "text" or all(splits[file] for file in chosen if not _ABOUT.match(file.name)):
         chosen = _of_one_split(splits)
     if kind == "tokens":
@@ -275,7 +275,7 @@ def _is_object(line: bytes) -> bool:
 
 def binary_kind(head: bytes) -> str | None:
     """Name the kind of a binary file by its first bytes; None for text, tokens or unknown."""
-    # Of an Arrow stream, a mark and the length of its schema follow each other.
+    # An Arrow stream starts with a mark and the length of its schema.
     length = int.from_bytes(head[4:8], "little")
     if head.startswith(b"\xff\xff\xff\xff") and length % 8 == 0 and 0 < length < 1 << 20:
         return "an Arrow stream, as datasets writes it (name the folder of save_to_disk)"
@@ -453,7 +453,7 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path]
     found: list[str] = []
     outputs: list[str] = []
     folders, linked = [str(root)], {os.path.realpath(root)}
-    while folders:  # pathlib's own walk takes seconds where there are 100,000 files
+    while folders:  # pathlib's walk takes seconds for 100,000 files
         folder = folders.pop()
         with os.scandir(folder) as scanned:
             entries = list(scanned)
@@ -465,7 +465,7 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path]
             if older or entry.name.startswith(".") or _leads_nowhere(entry):
                 continue
             if entry.is_dir() and entry.name not in left_out:
-                if entry.is_symlink():  # each once, so that a circle of links has an end
+                if entry.is_symlink():  # visit each once, against circular links
                     target = os.path.realpath(entry.path)
                     if target in linked:
                         continue
@@ -548,7 +548,7 @@ def open_dataset(reference: str) -> Any:
             return datasets.load_dataset(name, config or None, split=split)
         found = datasets.load_from_disk(name)
         if not isinstance(found, datasets.DatasetDict):
-            if split != "train":  # what is asked for would be all rows, those to train on
+            if split != "train":  # only the training rows were requested
                 raise BadInputError(
                     f"the dataset {reference} has no splits, so {split!r} is none; write hf:{name}"
                 )

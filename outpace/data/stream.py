@@ -16,17 +16,17 @@ from outpace.records.errors import BadInputError
 Array = np.ndarray[Any, np.dtype[Any]]
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_SCANNED_TOKENS = 1 << 19  # 4 MiB as int64, so that looking through all ids adds no peak
-# Of llm.c: the type of the ids by magic number, and the version; no type for its other files.
+_SCANNED_TOKENS = 1 << 19  # 4 MiB as int64, to scan all ids without a memory peak
+# llm.c: type of ids by magic number, and the version; None for its other files.
 _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
     20240520: ("<u2", 1), 20240801: ("<u4", 7), 20240522: (None, 1), 20240326: (None, 3),
 }  # fmt: skip
 _HEADER_BYTES = 1024
 _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
-# Of a mapped file, what may count as this process's memory: the kernel keeps it at hand anyway.
+# Bytes of a mapped file that may count as this process's memory; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
-_FAULT_BYTES = 2 << 20  # at most mapped with a page that is read: a huge page
+_FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
 
 
 class MappedTokens:
@@ -36,7 +36,7 @@ class MappedTokens:
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
-        # A plain array: slices of a memmap cost several times as much to make.
+        # A plain array: slices of a memmap are several times slower.
         mapped = np.memmap(path, dtype=dtype, mode="r", offset=offset)
         base: object = mapped.base
         self._map = base if isinstance(base, mmap.mmap) else None

@@ -18,7 +18,7 @@ from outpace.data.row_files import (
 from outpace.data.sources import Source, open_dataset, readable
 from outpace.records.errors import BadInputError, quote_names
 
-# A longer text is handed on in pieces, so that memory stays flat.
+# Longer texts are passed on in pieces, to keep memory flat.
 PIECE_BYTES = 1 << 20
 _LEAST_PIECE = 1 << 14
 
@@ -59,9 +59,9 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
             require_whole(file, block, read)
             kept += _decode(decoder, block, file, read)
             if read == 0:
-                kept = kept.removeprefix("\ufeff")  # the byte order mark is no text
+                kept = kept.removeprefix("\ufeff")  # the byte order mark is not text
             read += len(block)
-            # What came with the blocks before has been searched.
+            # Earlier blocks have been searched.
             border = _border(kept, max(_LEAST_PIECE, len(kept) - len(block) - 2), len(kept))
             if cut and border:
                 yield Piece(kept[:border], first, False, read - told)

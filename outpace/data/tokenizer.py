@@ -24,31 +24,31 @@ from outpace.records.errors import BadInputError, OutpaceError, excerpt, shorten
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# Merges learnt from this much text are as good as from more: counts of the frequent pairs settle.
-_LONG_CHARACTERS = 1 << 20  # of a text that takes a tokenizer seconds
+# More text does not improve the merges: counts of frequent pairs settle.
+_LONG_CHARACTERS = 1 << 20  # length of texts that take a tokenizer seconds
 TRAINING_CHARACTERS = 32_000_000
-# Words are cut there before they are counted; lines of signs in source code are shorter.
+# Words are cut here before they are counted; runs of symbols in source code are shorter.
 _LONG_RUN = re.compile(r"\S{256}|\s{256}")
 _MOST_IDS = 1 << 24
-_MORE_TEMPLATES = "additional_chat_templates"  # where transformers writes those with names
-# Names under which families keep the token that ends a text, best first.
+_MORE_TEMPLATES = "additional_chat_templates"  # where transformers saves named templates
+# Names of the token that ends a text in different families, best first.
 _END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "<|end|>", "<|eot_id|>",
 )  # fmt: skip
 
 
-# The roles of tokens in a Hugging Face directory, and what they are called where nothing says so.
+# Roles of tokens in a Hugging Face directory, and their default names.
 _ROLES = {
     "bos_token": (), "eos_token": (), "unk_token": ("[UNK]",), "pad_token": ("[PAD]", "<pad>"),
     "cls_token": ("[CLS]",), "sep_token": ("[SEP]",), "mask_token": ("[MASK]", "<mask>"),
 }  # fmt: skip
-# What else such a directory says and a copy of the tokenizer must not lose.
+# Other settings of such a directory that a copy of the tokenizer must keep.
 _KEPT = (
     "chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces",
     "model_input_names", "additional_special_tokens", "extra_special_tokens", "truncation_side",
     "split_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-# Classes of transformers that overrule parts of tokenizer.json by tokenizer_config.json.
+# Classes of transformers that override parts of tokenizer.json by tokenizer_config.json.
 _BERT_CLASSES = frozenset(
     {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer",
      "ConvBertTokenizer", "SqueezeBertTokenizer", "LxmertTokenizer", "FunnelTokenizer",
@@ -58,7 +58,7 @@ _GPT2_CLASSES = frozenset(
     {"GPT2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer", "BartTokenizer",
      "LongformerTokenizer", "BlenderbotTokenizer", "LEDTokenizer", "DebertaTokenizer"}
 )  # fmt: skip
-# Roles whose token data is made with, so that another in its place would be another text.
+# Roles whose token is in the data, so that another token would be another text.
 _NEEDED = ("mask_token", "cls_token", "sep_token")
 
 
@@ -87,7 +87,7 @@ class Tokenizer:
         if not vocab:
             raise BadInputError("the tokenizer has no tokens")
         self.vocab_size = max(vocab.values()) + 1
-        if self.vocab_size > _MOST_IDS:  # `tokenizers` would ask for memory for each of them
+        if self.vocab_size > _MOST_IDS:  # `tokenizers` would allocate memory for each
             raise BadInputError(
                 f"its ids go up to {self.vocab_size - 1}, with {len(vocab)} tokens; the largest id "
                 f"may be {_MOST_IDS - 1}"
@@ -111,7 +111,7 @@ class Tokenizer:
             vocab.get(self._roles.get(f"{role}_token", ""))
             for role in ("mask", "pad", "cls", "sep")
         )
-        # The end of text is part of it: tokenizers that differ in nothing else exist.
+        # The end of text is included: some tokenizers differ in nothing else.
         self.fingerprint = hashlib.blake2b(
             f"{self.eos_token}\n{inner.to_str()}".encode(), digest_size=16, person=b"outpace-token"
         ).hexdigest()
@@ -251,7 +251,7 @@ def _templates(told: Any) -> dict[str, str]:
 
 # Normalisations that never look across a line break.
 _LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"})
-# Ends and beginnings of lines and words, of all kinds of characters that pre-tokenizers tell apart.
+# Starts and ends of lines and words, with all kinds of characters that pre-tokenizers distinguish.
 _BORDERS = (
     (("word\n", "it's.\n", "12\n", "Ж—\n", "}\n"), ("word", "7", "Été", "中")),
     (("word", "it's", "Ж", "中"), (" word", " Été", " 中")),
@@ -344,7 +344,7 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SAMPLE = "A text, 12 of\n them: é 中."
 
 
-# By far more than a tokenizer takes for so short a text, if its rules come to an end.
+# Far more than a tokenizer needs for a short text, unless its rules never end.
 _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
@@ -383,12 +383,12 @@ def load_tokenizer(reference: str) -> Tokenizer:
     try:
         found = _load(path)
         if found is not None:
-            # Some find out only then that a token is missing, or that a rule has no end.
+            # Some only then notice that a token is missing, or that a rule never ends.
             call_isolated(partial(found.encode, _SAMPLE), _SAMPLE_CPU_S, _SAMPLE_BYTES)
     except BaseException as error:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
         if not (isinstance(error, Exception) and refused) and not is_panic(error):
-            raise  # a signal, too
+            raise  # also for signals
         said = shorten(str(error), 1000)
         raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
     if found is None:
@@ -476,7 +476,7 @@ def _load(path: Path) -> Tokenizer | None:
     if path.is_file() and path.name == "vocab.txt":
         return _word_pieces(path)
     if path.is_file() and path.suffix == ".json":
-        if path.name == "tokenizer.json":  # what stands beside it belongs to it
+        if path.name == "tokenizer.json":  # the files beside it belong to it
             return _load(path.parent)
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     config, template_file = _config_of(path)
@@ -489,8 +489,8 @@ def _load(path: Path) -> Tokenizer | None:
         return _of_class(path, config, template_file)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():
-            if _model_type(path) not in ("", "gpt2"):  # whose pattern cuts texts otherwise
-                with suppress(ValueError):  # its class reads other files: these are GPT-2's
+            if _model_type(path) not in ("", "gpt2"):  # whose pattern cuts texts differently
+                with suppress(ValueError):  # GPT-2's files, which its class does not read
                     return _of_class(path, config, template_file)
             return _byte_pairs(path / vocab, path / merges)
     if (path / "vocab.txt").is_file():
@@ -557,7 +557,7 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
         if path.is_file():
             told = json.loads(path.read_text(encoding="utf-8"))
             told = {key: value for key, value in told.items() if value is not None}
-            # In older folders, without a list of added tokens, transformers takes the map's.
+            # transformers reads the map of older folders, which have no list of added tokens.
             older = name != "special_tokens_map.json" and "added_tokens_decoder" not in told
             config = {**told, **config} if older else {**config, **told}
             template_file = path if "chat_template" in told else template_file

@@ -20,14 +20,14 @@ import tokenizers
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
-# What `tokenizers` cuts by in its ByteLevel pre-tokenizer (Radford et al. 2019, the code of GPT-2).
+# The pattern of `tokenizers`' ByteLevel pre-tokenizer (Radford et al. 2019, the code of GPT-2).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-# The expressions that have been compared with the tokenizers' own engine, character by character.
+# Patterns that have been compared with the tokenizers' engine, character by character.
 PATTERNS = (_GPT2, _QWEN2, _LLAMA3)
 _CLASSES = re.compile(r"\\p\{L\}|\\p\{N\}|\\.|[^\\]")
 _MOST_WORDS, _MOST_CHARACTERS = 1 << 20, 64 << 20
@@ -53,7 +53,7 @@ class Words:
         cut = [self._cut(text) for text in texts]
         left = [text for text, words in zip(texts, cut, strict=True) if words is None]
         others = iter(self._inner.encode_batch_fast(left, add_special_tokens=False))
-        with self._lock:  # another thread must not forget words between the two lines
+        with self._lock:  # keeps other threads from clearing the words in between
             self._learn(set(chain.from_iterable(words for words in cut if words)))
             find = self._known.__getitem__
             joined = [None if words is None else b"".join(map(find, words)) for words in cut]

@@ -20,7 +20,7 @@ from outpace.records.errors import BadInputError
 
 Begin = Callable[[int], None]
 
-# How a worker ends whose batch cannot be handed over, by what it lacks.
+# How a worker ends that cannot pass on its batch, by what it lacks.
 _NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT, _NO_SOCKET = 101, 102, 103, 104
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 _SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")
@@ -54,7 +54,7 @@ def starting_workers() -> Iterator[Begin]:
     gc.disable()
     try:
         with warnings.catch_warnings():
-            # How many workers are good is the user's to say, or a probe's.
+            # The best number of workers is for the user, or a probe, to determine.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             yield partial(_begin, collects)
     except OSError as error:
@@ -84,7 +84,7 @@ def _begin(collects: bool, worker: int) -> None:
     gc.freeze()
     if collects:
         gc.enable()
-    # The thread that hands batches over would only print why it cannot, and the training wait.
+    # Otherwise the thread that passes batches on would only print its error, and the training wait.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(_leave)
 
@@ -133,7 +133,7 @@ def worker_troubles(
         about_them = said.startswith("DataLoader worker") or not elsewhere
         if not workers or isinstance(error, BadInputError) or not about_them:
             raise
-        if said.startswith("Caught "):  # what a data set raised in a worker
+        if said.startswith("Caught "):  # raised by the data set in a worker
             raise
         reason = _explain_failure(error, said, exit_codes)
         if reason is None:
