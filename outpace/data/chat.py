@@ -29,7 +29,7 @@ from outpace.data.row_files import Row, checked_text
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, OutpaceError
 
-# Processor time and memory that a template may take: by far more than any that is meant well.
+# Limits on processor time and memory of a template, far above what useful ones need.
 _TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
 _MEMORY_BYTES = 2 << 30
 
@@ -245,7 +245,7 @@ class ChatFormat:
         """Render the text, with the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # Declared to return a text, it returns texts and places.
+        # Annotated as returning text, it also returns positions.
         render: Callable[..., Any] = render_jinja_template
         texts, places = render(
             conversations=[[dict(message) for message in messages]],

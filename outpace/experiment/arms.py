@@ -21,10 +21,10 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import RESULT_FILE
 
-# What a comparison does not look at takes no time.
+# Skip work whose result a comparison does not use.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
 _LEAST_LIMIT_S = 300.0  # of a run in a comparison
-_TOLD = 2000  # characters of what a failed run said last
+_TOLD = 2000  # characters of a failed run's last output
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def train_once(
 def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
     """Return the command that trains in the empty folder `run`; write its settings to `config`."""
     if run.is_symlink():
-        run.unlink()  # and nothing of what it leads to
+        run.unlink()  # without its target
     elif run.exists():
         _require_left(run)
-        shutil.rmtree(run)  # what was interrupted in it is begun anew
+        shutil.rmtree(run)  # restart what was interrupted
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
     return [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]

@@ -14,9 +14,9 @@ from typing import Protocol
 from outpace.experiment.sequential import verdict
 from outpace.records.comparison import Arm, Experiment, Outcome, Verdict, remaining_arms
 
-ALPHA = 0.01  # of claiming a difference that is none, of all pairs together
+ALPHA = 0.01  # probability of any false claim, over all pairs
 LEVEL = 0.95
-# An interval is narrow enough where it is this share of the difference.
+# An interval is narrow enough at this share of the difference.
 _NARROW = 0.5
 
 

@@ -16,12 +16,12 @@ from outpace.records.units import show_seconds
 from outpace.records.utilisation import disturbance
 from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
-# Of settings: what the plan has as it was resolved, what facts say, and where things lie.
+# Settings that are reported elsewhere: in the resolved plan, by facts, or locations.
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
               "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
-_MAPPINGS = ("versions", "variables")  # facts that are JSON objects: told key by key
-_LONG = 60  # characters of a value that a person reads in a list
-_LOST = 0.1  # share of a run's time in slow steps, from which on it is told
+_MAPPINGS = ("versions", "variables")  # facts that are JSON objects, compared key by key
+_LONG = 60  # characters of a value that are readable in a list
+_LOST = 0.1  # least share of a run's time in slow steps to report
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from outpace.records.utilisation import Load
 from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
-# By what a run's record calls it: the settings that are asked for where it may differ.
+# By the names in a run's record: the settings that are compared, if they may differ.
 _ASKED: Mapping[str, tuple[str, ...]] = {
     "outpace": (),
     "versions": (),
@@ -33,8 +33,8 @@ _ASKED: Mapping[str, tuple[str, ...]] = {
     "steps": ("steps", "tokens", "epochs", "global_batch", *_DATA),
     "seed": ("seed",),
 }
-# What decides which numbers are trained, of a run's record, settings and plan. All else is how they
-# are computed.
+# Fields of a run's record, settings and plan that determine the trained numbers. All others say how
+# these are computed.
 _OF_RECORD = (
     "parameters", "total_steps", "seq_len", "tokenizer", "train_data", "base_weights",
 )  # fmt: skip
@@ -47,13 +47,13 @@ _OF_PLAN = (
     "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
     "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
-# Which rank draws for what, and in pieces of what size: dropout's numbers depend on it.
+# Which rank draws what, in pieces of which size: dropout's random numbers depend on it.
 _OF_DRAWS = (
     "data_parallel", "cp", "tp", "pp", "micro_batch", "pp_microbatches", "compile",
 )  # fmt: skip
-_CLOCKS_APART = 0.03  # medians of arms, from which on it is said
+_CLOCKS_APART = 0.03  # least difference of the arms' medians to report
 
-# By arm and name: each value that its runs had, in the order in which they came.
+# By arm and name: every value of its runs, in order.
 Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
@@ -78,7 +78,7 @@ def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
         "tokens a sample": str(record.seq_len),
         "steps": str(record.total_steps),
         "seed": str(record.settings.seed),
-        # Of the moment: kept, and not compared.
+        # Facts of the moment, recorded but not compared.
         "load before": "unknown" if record.load_before is None else f"{record.load_before:.1f}",
     }
 

@@ -72,6 +72,6 @@ def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
     for number in range(least // size):
         for run, arm, own in zip(runs, experiment.arms, times, strict=True):
             value = median(own[number * size : (number + 1) * size])
-            where = str(run.resolve())  # found from wherever the result is read
+            where = str(run.resolve())  # valid wherever the result is read
             found.append(Outcome(arm=arm.name, round=number, value=value, run=where))
     return found

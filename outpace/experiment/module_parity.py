@@ -54,7 +54,7 @@ from outpace.training.checkpoint import Checkpointer, Progress
 from outpace.training.step import RawStep, Stepper
 
 STEPS = 3
-SAVED_STEP = 2  # from which is resumed
+SAVED_STEP = 2  # the run resumes from this step
 LR, CLIP, MOMENTUM = 0.05, 1.0, 0.9
 CPU = torch.device("cpu")
 Spoil = Callable[[Layout], None]
@@ -80,7 +80,7 @@ class ModuleTrial:
         Its parts keep their modes, since training also uses a module as given.
         """
         if self.double:
-            torch.set_default_dtype(torch.float64)  # of what the forward makes by itself
+            torch.set_default_dtype(torch.float64)  # for tensors that the forward creates
             to_float64(self.custom.module)
         return CustomObjective(self.custom)
 
@@ -97,13 +97,13 @@ class ModuleTrial:
 class ReferenceFacts:
     """Facts noticed while the reference ran."""
 
-    narrow: bool = False  # computed in fewer bits than 64 in spite of all
-    draws: bool = False  # random numbers, dropout apart
+    narrow: bool = False  # computed in fewer than 64 bits nevertheless
+    draws: bool = False  # random numbers other than dropout's
     seconds: float = 0.0
-    made: tuple[str, ...] = ()  # parameters that were not there before the first forward
-    state: KeptState = field(default_factory=KeptState)  # that no checkpoint has
-    state_of_ranks: KeptState = field(default_factory=KeptState)  # of which each rank has its own
-    written: tuple[str, ...] = ()  # parameters that the forward writes to
+    made: tuple[str, ...] = ()  # parameters created by the first forward
+    state: KeptState = field(default_factory=KeptState)  # state that no checkpoint has
+    state_of_ranks: KeptState = field(default_factory=KeptState)  # separate on each rank
+    written: tuple[str, ...] = ()  # parameters that the forward changes
 
 
 @dataclass

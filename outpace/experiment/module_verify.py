@@ -57,17 +57,23 @@ from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
 from outpace.records.ranks import Ranks
 
-Batches = Any  # a global batch, or a function that makes that of a step (from 1)
+Batches = Any  # a global batch, or a function of the step (from 1) that returns one
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_LIMIT_S = 120.0
-# What ranks would each import by themselves.
+# Imports that every rank would otherwise repeat.
 _USED = (
     "outpace.training.states", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
     "torch.distributed.optim",
 )  # fmt: skip
-_KINDS = ("loss", "gradient", "norm", "parameter", "buffer")  # as a step makes them
+_KINDS = (
+    "loss",
+    "gradient",
+    "norm",
+    "parameter",
+    "buffer",
+)  # in the order of a step
 _MOST_NAMED = 20
 
 
@@ -123,7 +129,7 @@ def verify_custom(
     double = len(parameter_dtypes(custom.module)) == 1 and min(_bytes(custom.module)) > 2
     trial = ModuleTrial(custom, batches, samples, double, spoil)
     with tempfile.TemporaryDirectory(prefix="outpace-verify-") as temporary:
-        with warnings.catch_warnings():  # of torch about itself
+        with warnings.catch_warnings():  # torch's warnings about itself
             warnings.simplefilter("ignore")
             for used in _USED:
                 import_module(used)
@@ -207,7 +213,7 @@ def _plans(
 
 def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
     if isinstance(one, Plan):
-        one.accumulation(samples)  # raises where the samples cannot be shared
+        one.accumulation(samples)  # raises if the samples cannot be divided
         return one
     if one not in STRATEGIES:
         raise BadInputError(
@@ -235,7 +241,7 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
     parts = default_microbatches(strategy, sizes["pp"], share)
     each = share // parts
     if strategy not in SCHEDULES and each % 2 == 0:
-        each //= 2  # accumulated
+        each //= 2  # accumulate twice
     return Plan.parse(
         {"strategy": strategy, **sizes, "micro_batch": each, "pp_microbatches": parts}, "verify"
     )
@@ -252,7 +258,7 @@ def plan_like(plan: Plan) -> Plan:
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
 
-# How one process cuts a batch: shares, pieces of each, and whether as a pipeline.
+# How one process splits a batch: shares, pieces of each, and whether as a pipeline.
 _Cut = tuple[int, int, bool]
 _WHOLE: _Cut = (1, 1, False)
 
@@ -386,7 +392,7 @@ class _Bench:
         if refusal is not None:
             return _make(plan, allowed, reason=refusal, refused=True)
         late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
-        # A rank whose peer is gone says so; who went first says why.
+        # A rank that lost its peer says so; the rank that went first says why.
         failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
         failed.sort(key=lambda one: _of_peers(one[1]))
         if failed:
@@ -402,7 +408,7 @@ class _Bench:
         return _make(plan, allowed, reason=f"{said}{after}")
 
 
-# What a rank says that finds another one gone.
+# Errors of a rank that has lost another one.
 _WORDS_OF_PEERS = ("connection closed", "connection reset", "gloo", "another rank")
 
 

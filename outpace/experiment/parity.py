@@ -38,15 +38,14 @@ from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Stepper
 from outpace.training.synthetic import Batch, shares
 
-# Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
+# Builds an optimizer from parameter groups and a builder: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
-# In the order in which a step makes them: what goes wrong first makes the rest wrong.
-# AdamW's, SGD's and Adafactor's.
+# States of AdamW, SGD and Adafactor. Kinds are in the order of a step, where errors propagate.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
 KINDS = ("used parameter", "loss", "gradient", "norm", *MOMENTS, "parameter")
 
 
-LIMIT = 0.05  # far below the norm of every step, so that clipping is always active
+LIMIT = 0.05  # far below the norm of every step, so clipping is always active
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class Trial:
     global_batch: int = 16
     seq_len: int = 16
     lr: float = 1e-2
-    clip: float = LIMIT  # 0: none
+    clip: float = LIMIT  # 0: no clipping
     padded: bool = True
     seed: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # this rank's
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this rank
 
     @property
     def eps(self) -> float:
@@ -99,7 +98,7 @@ class Trial:
         """
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
-        with torch.no_grad():  # large enough for every part to matter
+        with torch.no_grad():  # large enough for every part to have an effect
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
@@ -340,7 +339,7 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
                     continue
                 rounded = kind == "used parameter" and tensor.dtype != known.dtype
                 apart = _distance(tensor, known, allowed.gathered if rounded else 0.0)
-                # NaN is no difference at all to `max`, so it is made the largest.
+                # `max` ignores NaN, so make it the largest.
                 relative = apart / scales[name] if apart == apart else math.inf
                 yield Difference(number, kind, name, relative)
 
@@ -360,9 +359,9 @@ def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
     """Return the scale of each kind of difference: see Tolerance."""
-    if kind == "loss":  # none of the targets may be missing
+    if kind == "loss":  # no target may be missing
         return {"mean": float(known["mean"]), "tokens": 1.0}
-    # The largest is one of numbers: weights in 4 bits are codes.
+    # The largest value only makes sense for numbers: weights in 4 bits are codes.
     sizes = {
         name: float(tensor.abs().max()) if tensor.is_floating_point() else 1.0
         for name, tensor in known.items()

@@ -20,10 +20,10 @@ from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE, RUN_FILE
 
-_DEFAULT = "default"  # where a setting came from that nobody gave
+_DEFAULT = "default"  # origin of a setting that nobody gave
 # The end of a file of metrics: about a hundred steps.
 _TAIL_BYTES = 1 << 16
-# Of a run's record, what is worth asking for; what was used, where settings have what was asked.
+# Fields of a run's record for queries: the values that were used, not those requested.
 _OF_RECORD = (
     "outpace", "commit", "identity", "parameters", "seq_len", "device", "threads", "train_data",
 )  # fmt: skip
@@ -79,7 +79,7 @@ def find(folders: Iterable[Path]) -> list[PastRunFolder]:
     """Find every run in and below these folders, newest first; runs with unknown times come
     last.
     """
-    # Path.resolve raises where a link leads in a circle.
+    # Path.resolve raises for circular links.
     found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
     runs = mark_running(found.values())
     return sorted(runs, key=lambda one: one.row.started or "", reverse=True)

@@ -12,16 +12,16 @@ import psutil
 
 from outpace.launch.parent_watch import child_environment
 
-_STOP_S = 20.0  # for a run to end by itself when it is told to
-_REST_S = 2.0  # for what it started to end after it
+_STOP_S = 20.0  # for a run to end when asked to
+_REST_S = 2.0  # for its children to end after it
 
 
 class ProcessTree:
     """A running command and all its child processes."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
-        # A file, not a pipe: a pipe that nobody empties stops what writes to it, and one that a
-        # stuck process holds is never at its end.
+        # A file, not a pipe: a full pipe stops its writer, and one held by a stuck process never
+        # ends.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._process = subprocess.Popen(
             words,
@@ -74,15 +74,15 @@ class ProcessTree:
         """
         started: set[psutil.Process] = set()
         try:
-            # Before anything ends: nobody finds the children of who is gone.
+            # Before anything ends: the children of an ended process cannot be found.
             started = self._descendants()
             if self.exit_code is None:
-                self.unpause()  # what is stopped hears nothing
+                self.unpause()  # a stopped process does not handle signals
                 with suppress(OSError):
                     os.killpg(self.pid, signal.SIGTERM)
                 self.wait(time.monotonic() + _STOP_S)
             psutil.wait_procs(started, timeout=_REST_S)
-        finally:  # also where Ctrl-C is pressed again
+        finally:  # even if Ctrl-C is pressed again
             for one in started | self._descendants():
                 with suppress(psutil.Error):
                     one.kill()

@@ -20,11 +20,12 @@ from outpace.records.utilisation import device_utilisation
 from outpace.training.run_dir import METRICS_FILE, RUN_FILE
 
 _MILLION = 1e6
-# Of two losses of the same step and samples, relative: sums in another order, in each precision,
-# grow with the steps. A wrong gradient shows at once, and `outpace verify` proves there is none.
+# Allowed relative difference of two losses at the same step and samples: rounding differences of
+# reordered sums grow with the steps. A wrong gradient shows at once, and `outpace verify` proves
+# that there is none.
 _AGREE: Mapping[str, float] = {"fp32": 0.01, "fp64": 0.01}
 _AGREE_LOW = 0.05
-_OF_A_STEP = ("step_time_s", "samples", "loss")  # numbers that are read here
+_OF_A_STEP = ("step_time_s", "samples", "loss")  # fields that are read
 T = TypeVar("T", int, float)
 
 

@@ -28,7 +28,7 @@ def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
     It is infinite if there are too few values.
     """
     ordered, count = sorted(values), len(values)
-    outside = 0  # so many below an end, and the median is not there
+    outside = 0  # values beyond one end that the median cannot lie among
     while outside < count / 2 and log_evidence(count, outside) >= -math.log(alpha):
         outside += 1
     if outside == 0:
@@ -68,7 +68,7 @@ def _claim(logs: Sequence[float], alpha: float) -> bool | None:
     """Return whether most rounds were slower when E first reached 1/`alpha`; None: it never did."""
     decided = slower = 0
     for log in logs:
-        if log == 0:  # ties say nothing of either
+        if log == 0:  # ties count for neither
             continue
         decided, slower = decided + 1, slower + (log > 0)
         if log_evidence(decided, slower) >= -math.log(alpha):

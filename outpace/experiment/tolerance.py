@@ -13,12 +13,12 @@ from outpace.records.precisions import MASTERS, SHARD_DTYPES
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
-# Results that a value passes through in a block, one after the other, each rounded: norm, q·k·v,
-# rotation, scores, softmax, mix, output, sum; norm, up, activation, gating, down, sum.
+# Results in a block that depend on each other, each rounded: norm, q·k·v, rotation, scores,
+# softmax, mix, output, sum; norm, up, activation, gating, down, sum.
 _ROUNDINGS_PER_BLOCK = 14
-_BACKWARD = 2  # has two products where the forward has one
+_BACKWARD = 2  # two products for each one of the forward
 _COMPARED_KINDS = 5  # used parameter, gradient, two moments, parameter
-# That rounding alone makes one of all numbers that are compared larger than the tolerance.
+# Probability that rounding alone pushes any of the compared numbers beyond the tolerance.
 _FALSE_ALARM = 1e-6
 
 
@@ -53,7 +53,7 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     if precision == "fp64":
         return Tolerance(1e-9, floor=1e-6)
     depth = _ROUNDINGS_PER_BLOCK * spec.layers * (1 + _BACKWARD)
-    # The variance of an error that is uniform on ±u is u²/3; two computations are compared.
+    # The variance of a uniform error on ±u is u²/3; two computations are compared.
     spread = math.sqrt(2 / 3 * depth)
     compared = 2 * parameter_count(spec) * _COMPARED_KINDS * steps
     sigmas = math.sqrt(2 * math.log(compared / _FALSE_ALARM))
@@ -61,8 +61,8 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     fp32 = sigmas * spread * math.sqrt(terms) * ROUNDOFF["fp32"]
     if precision == "fp32":
         return Tolerance(fp32, floor=1 / spread)
-    # Products are added up in fp32, and then rounded once. Parameters are fp32, or rounded from
-    # those for their use: two that lie on either side of a limit are one last bit apart.
+    # Products are summed in fp32 and rounded once. Parameters are fp32, or rounded from it for use:
+    # on either side of a rounding boundary they differ by one last bit.
     low = sigmas * spread * ROUNDOFF["bf16"]
     held = fp32 / low
     used = 2 * ROUNDOFF["bf16"] / low if precision in MASTERS else held

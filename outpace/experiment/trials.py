@@ -19,12 +19,12 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 
-_STEPS_S = 10.0  # of a trial, as predicted: what disturbs lasts for some seconds
-_FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
-_START_S = 300.0  # to begin and to end, at most
-_PATIENCE = 20  # times as long as predicted
-TURN_S, _TURNS = 2.0, 6  # of each that runs in turn
-_OF_DEVICE = 0.8  # of its memory, for all that run in turn: each has a context of its own
+_STEPS_S = 10.0  # predicted duration of a trial: disturbances last some seconds
+_FEWEST, _MOST = 8, 60  # steps besides warm-up
+_START_S = 300.0  # to start and end, at most
+_PATIENCE = 20  # times the predicted duration
+TURN_S, _TURNS = 2.0, 6  # of each training that runs in turn
+_OF_DEVICE = 0.8  # share of its memory for all that run in turn, each with a context
 _PLAN_FILE = "plan.json"
 
 
@@ -93,7 +93,7 @@ class Trials:
                 tokens_per_s=ended.tokens_per_s,
                 samples_per_s=ended.samples_per_s,
             )
-            if not found.get("raced"):  # in a race the others are trials, too
+            if not found.get("raced"):  # other trials ran in turn with it
                 used = [load.host.disturbing_cores for load in ended.utilisation]
                 found["other_cores"] = max((one for one in used if one is not None), default=None)
         return PlanTrial(

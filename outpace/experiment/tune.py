@@ -13,11 +13,11 @@ from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 from outpace.records.units import show_seconds
 
-_CLOSE = 0.1  # plans nearer to the fastest than this run in turn at the end, to tell them apart
-_RACE = 3  # of them, at most, and the default
+_CLOSE = 0.1  # plans this close to the fastest run in turn at the end
+_RACE = 3  # at most this many of them, and the default
 _FEWEST_RACE = 2
-_OF_TRIALS = 0.4  # for that, at most
-_SURE = 1.645  # deviations to either end of what holds 90 %
+_OF_TRIALS = 0.4  # share of the time for that, at most
+_SURE = 1.645  # standard deviations to either end of a 90 % interval
 _NORMAL = NormalDist()
 DEFAULT_WHY = "what outpace train does by itself"
 
@@ -49,10 +49,10 @@ class NextTrial:
     first_s: float
 
 
-Run = Callable[[int, NextTrial], PlanTrial]  # under a number
+Run = Callable[[int, NextTrial], PlanTrial]  # for a trial number
 RunFinal = Callable[
     [int, Sequence[NextTrial]], Sequence[PlanTrial]
-]  # several in turn, from that number on
+]  # several in turn, from that trial number on
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _expected_gain(one: TuningProposal, best_s: float) -> float:
     As a logarithm: "expected improvement" of Jones, Schonlau & Welch, "Efficient Global
     Optimization of Expensive Black-Box Functions" (1998), equation 15.
     """
-    if best_s == math.inf:  # whatever runs is a gain: what is fastest in the mean
+    if best_s == math.inf:  # anything that runs is a gain: take the fastest on average
         return -math.log(one.step_time_s)
     ahead = math.log(best_s / one.step_time_s)
     if one.spread == 0:

@@ -20,8 +20,9 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.training.run_dir import METRICS_FILE
 
 _LOOK_S = 0.02
-_WAIT_S = 3600.0  # that an exchange may wait while others have their turns
-# Where we are killed, what is stopped would be so for ever: reads until our end is closed.
+_WAIT_S = 3600.0  # that a collective may wait during the turns of others
+# If this process is killed, its stopped child would stay so forever; it reads until our end is
+# closed.
 _GUARD = """
 import psutil, sys
 started = [psutil.Process(int(pid)) for pid in sys.argv[1:] if psutil.pid_exists(int(pid))]
@@ -46,8 +47,8 @@ class TurnTraining:
     given: Mapping[str, Any]
     run: Path
     config: Path
-    turn_steps: int  # counted, of each turn
-    behind: int = 0  # steps after which a step's line is there: a GPU computes behind its host
+    turn_steps: int  # counted steps of each turn
+    behind: int = 0  # steps until a step is logged: a GPU computes behind its host
 
     @property
     def skipped_steps(self) -> int:
@@ -113,7 +114,7 @@ class _Process:
             return
         begin = (
             self.steps_done() + self.training.skipped_steps
-        )  # behind the steps in which it was stopped
+        )  # after the steps in which it was stopped
         self.running.unpause()
         while self.running.exit_code is None and time.monotonic() < until_s:
             if not last and self.steps_done() >= begin + self.training.turn_steps:

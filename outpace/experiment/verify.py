@@ -122,7 +122,7 @@ def plan_for(
     asked: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
     """Return a strategy's plan on all ranks, with two accumulation steps."""
-    # As many servers as workers, so that both share.
+    # As many servers as workers, so that both have shares.
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
@@ -252,7 +252,7 @@ def _judge(
         worst_relative_difference=worst.relative if worst.relative < math.inf else None,
         worst_tensor=str(worst),
         tolerance=allowed.relative,
-        # Horovod's do not pass through torch.
+        # Horovod's collectives bypass torch.
         bytes_on_wire=None if plan.strategy == "horovod" else sent.bytes,
         bytes_formula=None if formula is None else formula.bytes,
         collectives=dict(sent.collectives),

@@ -24,7 +24,7 @@ from outpace.records.families import FAMILY_TRAITS
 from outpace.records.model import ModelSpec
 
 _INSIDE = "backbone."
-# Layers of the files that are for another purpose, or for other classes.
+# Layers in the files for other purposes, or for other classes.
 _OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
 
 
@@ -105,7 +105,7 @@ def write_classifier(
     with whole_folder(directory, CONFIG_FILE) as folder:
         tokenizer_save(folder)
         config = write_config(folder, model.spec, special_ids(folder), dtype, change)
-        assert config is not None  # require_exportable
+        assert config is not None  # checked by require_exportable
         write_weights(folder, flat, _classifier_naming(config.model_type), dtype)
 
 
@@ -128,7 +128,7 @@ def require_exportable(spec: ModelSpec) -> None:
 def _classifier_naming(model_type: str) -> Naming:
     """Return the names that a family's classifier files use; weights of other heads are ignored."""
     used = tensor_naming(model_type)
-    assert used is not None  # require_exportable
+    assert used is not None  # checked by require_exportable
     encoder = bool(used.head_bias)
     layer = "classifier" if encoder else "score"
     own = {"classifier": layer, **({"pooler": "bert.pooler.dense"} if encoder else {})}

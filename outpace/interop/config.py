@@ -24,10 +24,10 @@ from outpace.records.families import FAMILIES, FAMILY_TRAITS
 from outpace.records.model import ModelSpec
 
 CONFIG_FILE = "config.json"
-# Model types of folders with code of their own whose layers are those of a family in transformers:
+# Model types of folders with custom code whose layers are those of a family in transformers:
 # config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM.
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
-# The model_type of a spec that no architecture of transformers has: outpace alone reads it.
+# The model_type of a spec that transformers has no architecture for; only outpace reads it.
 OWN_TYPE = "outpace"
 _ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -146,11 +146,11 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
     digest = blake2b(digest_size=16)
     try:
         config = (directory / CONFIG_FILE).read_bytes()
-        place = str(directory).encode(errors="surrogateescape")  # which the notes name
+        place = str(directory).encode(errors="surrogateescape")  # the notes name it
         for part in (config, place, version("transformers").encode(), *_source_files()):
             digest.update(part + b"\0")
     except (OSError, PackageNotFoundError):
-        return read_spec_with_notes(directory)  # which says what is wrong
+        return read_spec_with_notes(directory)  # reports the error
     kept = cache_dir / "specs" / f"{digest.hexdigest()}.json"
     with suppress(BadInputError):
         return ConfigReading.load(kept)
@@ -327,7 +327,7 @@ def _read_biases(config: Any) -> dict[str, Any]:
 def _read_windows(config: Any, where: str) -> dict[str, Any]:
     windows = FAMILY_TRAITS[config.model_type].windows
     if windows == "none":
-        return {}  # transformers reads no such key
+        return {}  # transformers ignores the key
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if windows == "all" or kinds is None:
@@ -348,7 +348,7 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
 def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        # This kind alone changes nothing up to the positions first trained with.
+        # Only this kind changes nothing up to the positions first trained with.
         remedy = " Remove it, and sequences no longer than those are right." * (kind == "dynamic")
         raise BadInputError(
             f"{where}: the rotary scaling {kind!r} is not supported; supported: default, "

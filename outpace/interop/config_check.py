@@ -14,8 +14,8 @@ from outpace.records.families import FAMILY_TRAITS
 
 _OWN_MODEL = "Any other model can be trained or planned for through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
-# Keys of transformers' base class, of its releases 3 to 5, and of tools that write into configs.
-# None of them changes what a model computes.
+# Keys of transformers' base class in releases 3 to 5, and of tools that write into configs. None of
+# them changes what a model computes.
 _NEUTRAL_KEYS = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype auto_map name_or_path tags
@@ -36,7 +36,7 @@ _NEUTRAL_KEYS = frozenset(
     """.split()  # noqa: SIM905 (a table of names)
 )
 _NEUTRAL = re.compile(r"^_|_token_id$|^unsloth_|_ids?$")
-# Words in the names of settings that change the layers or what flows between them.
+# Words in names of settings that change the layers or the data between them.
 _CHANGES = re.compile(
     r"multiplier|softcap|logits?_scal|attn_scal|scale_(emb|depth|width)|emb(edding)?s?_scale"
     r"|no_rope|nope|^rope_|_rope$|rotary|alibi|qk_|_qk|[qk]_(layer)?norm|clip_qkv|query_pre_attn"
@@ -53,14 +53,14 @@ _FACTORS = re.compile(r"multiplier|scal|factor|ratio|percent|pct|freq|step|inter
 _USUAL_WORDS = frozenset(
     "default none full dense absolute rope rotary rmsnorm rms_norm rms swiglu silu".split()  # noqa: SIM905
 )
-# Keys that transformers turns into others before a model is made, or writes beside them.
+# Keys that transformers converts before it builds a model, or writes next to the others.
 _TURNED = frozenset(
     """
     rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
     num_local_experts qk_head_dim
     """.split()  # noqa: SIM905
 )
-# Widths and counts of layers, by the names that architectures have for them.
+# Names of widths and layer counts in different architectures.
 _DIMENSIONS = frozenset(
     """
     hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size
@@ -85,7 +85,7 @@ class ReadValues:
             raise AttributeError(name)
         value = getattr(self._config, name)
         self.names.add(name)
-        if hasattr(value, "to_dict"):  # a config inside, which has its own names
+        if hasattr(value, "to_dict"):  # a nested config, with separate names
             value = vars(self).setdefault(f"_inner_{name}", ReadValues(value))
         return value
 
@@ -202,7 +202,7 @@ def format_missing_dimensions(values: Mapping[str, Any]) -> str:
     return f". Of what it leaves out, transformers takes its defaults: {', '.join(taken)}."
 
 
-# Of rotary settings, what each kind that outpace computes says.
+# Keys of rotary settings for each kind that outpace computes.
 _ROPE_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "default": frozenset(),
@@ -305,7 +305,7 @@ def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
 
 
 def _changes(key: str, values: Mapping[str, Any]) -> bool:
-    if key == "head_dim":  # transformers' models take it, whether their config has it or not
+    if key == "head_dim":  # transformers' models read it even if their config lacks it
         return False
     return key in _TRUE_BY_NATURE or _CHANGES.search(key) is not None
 

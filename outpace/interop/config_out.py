@@ -79,7 +79,7 @@ def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> 
             config_class = getattr(transformers, FAMILY_TRAITS[family].config)
             config = config_class(**_write(family, spec), **ids)
         same = _meaning(spec_from_config(config, "")) == _meaning(spec)
-    except (BadInputError, StrictDataclassError, ValueError, TypeError):  # they refuse the values
+    except (BadInputError, StrictDataclassError, ValueError, TypeError):  # the values are invalid
         return None
     return config if same else None
 

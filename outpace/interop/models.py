@@ -93,7 +93,7 @@ def _place(reference: str) -> Path:
     try:
         path = Path(reference).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # too long a name; nobody's home
+    except (OSError, RuntimeError) as error:  # name too long, or no home directory
         why = error.strerror if isinstance(error, OSError) else error
         raise BadInputError(f"the model {excerpt(reference)} cannot be looked up: {why}") from None
     return path
@@ -109,7 +109,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
                 ": transformers would add the adapter to the base that it names. Move "
                 "the files of one of the two into a folder of their own."
             )
-        return _open_adapter("huggingface", path, path.name)  # some trainers add a config.json
+        return _open_adapter("huggingface", path, path.name)  # which may have a config.json
     if not (path / CONFIG_FILE).is_file():
         raise BadInputError(
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"

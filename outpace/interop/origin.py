@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "encoder.json", "vocab.txt",
     "tokenizer.model",
 )  # fmt: skip
-# What belongs to a tokenizer beside the files that it is known by.
+# A tokenizer's files, in addition to those that identify it.
 _BESIDE_TOKENIZER = (
     "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.bpe", "spiece.model",
     "chat_template.jinja", "chat_template.json",

@@ -30,7 +30,7 @@ from outpace.records.families import FAMILIES
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
-# More is a slip of the pen.
+# More is a typing error.
 _MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -165,7 +165,7 @@ def _outline_from_config(config: Any, where: str) -> tuple[Outline, ModelSpec | 
             spec = spec_from_config(config, where)
             named = outline(spec, family).model_copy(update={"source": where})
             return named, spec
-        except BadInputError as error:  # what the family cannot do here may still be planned for
+        except BadInputError as error:  # what cannot be trained may still be planned
             why = str(error)
     label, reader = READERS[family]
     try:
@@ -334,7 +334,7 @@ def _deepseek(values: _Values) -> dict[str, Any]:
     each = values.whole("moe_intermediate_size")
     shared = each * values.whole("n_shared_experts")
     dense = _dense(values)
-    # Of biases the experts have none, but what all tokens go through beside them has.
+    # Experts have no biases, but the MLP that all tokens pass has.
     beside = 2 * shared + hidden if dense.bias else 0
     experts = _experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
     first = values.get("first_k_dense_replace", 0)
@@ -521,7 +521,7 @@ def _vit(values: _Values) -> dict[str, Any]:
         "vocab": 0,
         "outputs": classes,
         "learned_positions": patches + 1,
-        # The patches' bias, the class's token, the final norm, the classifier's bias.
+        # The patches' bias, the class token, the final norm, the classifier's bias.
         "outside_parameters": 4 * hidden + classes,
         "embed_products": (cut,),
         "predicted": 1,
@@ -559,7 +559,7 @@ def _t5(values: _Values) -> dict[str, Any]:
         norms=3,
         **common,
     )
-    # Of each: a final norm, and the positions' bias of each head, which the first layer has.
+    # For both: a final norm, and position biases per head, which the first layer has.
     biases = values.whole("relative_attention_num_buckets") * heads
     return {
         "hidden": hidden,
@@ -569,7 +569,7 @@ def _t5(values: _Values) -> dict[str, Any]:
     }
 
 
-# By model_type: its name in messages, and what reads it.
+# By model_type: the name in messages, and the reader.
 READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
     {
         "gpt2": ("GPT-2", _gpt2),

@@ -42,19 +42,19 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOTE = (
 _PREFIX = "base_model.model."
 _MOST_ALPHA = 1e9
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?weight")
-# What PEFT's config may ask for beyond LoRA's formula, with what it has otherwise.
+# Options of PEFT's config beyond LoRA's formula, with their defaults.
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
                 "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
-# What may be asked for besides, since PEFT computes with B · A all the same. Whatever else is
-# called like them changes what is computed: use_qalora, kasa_config, what PEFT will add.
+# Options that do not change that PEFT computes with B · A. Other options with similar names change
+# the result: use_qalora, kasa_config, and future ones.
 _HARMLESS = frozenset(
     {"use_rslora", "megatron_config", "loftq_config", "eva_config", "corda_config",
      "lora_ga_config", "velora_config", "runtime_config"}
 )  # fmt: skip
 _CHANGING = re.compile(r"use_.+|.+_config")
-# Ways to begin an adapter that leave the base's weights as they are. With others (PiSSA, OLoRA,
-# CorDA, LoftQ, LoRA-GA) an adapter belongs to what is left of the weights after that.
+# Initialisations that leave the base's weights unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ,
+# LoRA-GA), an adapter belongs to the remaining part of the weights.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -153,7 +153,7 @@ def _config(
         "rank_pattern": ranks,
         "alpha_pattern": {end: _plain(scale * r) for end, r in ranks.items()},
         "target_modules": endings(pairs, known),
-        # Of modules that keep a matrix as in × out, which are all of a family's or none.
+        # For modules that store a matrix as in × out: all or none of a family.
         "fan_in_fan_out": used is not None and bool(used.transposed),
         "bias": "none",
         "init_lora_weights": True,
@@ -268,7 +268,7 @@ def _directory(named: str) -> Path | None:
     try:
         path = Path(named).expanduser()
         return path if named and path.is_dir() else None
-    except (OSError, RuntimeError):  # too long a name; nobody's home
+    except (OSError, RuntimeError):  # name too long, or no home directory
         return None
 
 
@@ -322,7 +322,7 @@ def _require_targets(folder: Path, held: Collection[str], known: Collection[str]
     if targeted is None:
         return
     extra = [name for name in held if not targeted(name)]
-    # A folder's names may begin otherwise than the base's (`model.`, `transformer.`).
+    # A folder's names may have other prefixes than the base's (`model.`, `transformer.`).
     lacking = [
         name
         for name in known

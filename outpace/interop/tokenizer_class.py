@@ -19,20 +19,20 @@ from outpace.interop.config import CONFIG_FILE, quiet_transformers
 from outpace.records.base import keep_memo
 from outpace.records.errors import BadInputError, shorten
 
-# Classes that read tokenizer.json as it is.
+# Classes that read tokenizer.json unchanged.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Trained families whose tokenizers transformers 5 builds by their own class, whatever the files
-# name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+# Families that outpace trains and whose tokenizers transformers 5 builds with its own class,
+# whatever the files name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
 _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
-# Of a tokenizer's largest files (vocab.json, tokenizer.model); what is larger holds weights.
+# Size of a tokenizer's largest files (vocab.json, tokenizer.model); larger ones hold weights.
 _FILE_BYTES = 64 << 20
-# Where patterns, normalizers and blanks before words differ between families.
+# Texts for which patterns, normalizers and blanks before words differ between families.
 _PROBES = (
     "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
     "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
 )  # fmt: skip
-# By far more than reading twelve short texts takes, loading transformers included.
+# Far more than reading twelve short texts needs, including the import of transformers.
 _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
@@ -91,7 +91,7 @@ def _names_class(folder: Path) -> bool:
     """Return whether transformers may build the tokenizer with a special class."""
     told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
-    if named is None:  # then by the model's type; without one it is not read at all
+    if named is None:  # then the model's type decides; without one it is not read
         return config.get("model_type") is not None
     return named not in _GENERIC or config.get("model_type") in _BY_FAMILY
 
@@ -132,7 +132,7 @@ def _find_once(
             return kept or None
     try:
         found = call_isolated(work, _PROBE_CPU_S, _PROBE_BYTES)
-    except BadInputError:  # it fails, or takes too long or too much memory: nothing is known
+    except BadInputError:  # failed, or took too much time or memory: unknown
         return None
     keep_memo(memo, json.dumps(found or {}))
     return found
@@ -161,13 +161,13 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
             theirs = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # of any library behind it
+        except Exception as error:  # from any library below
             raise BadInputError(f"{folder}: transformers reads no tokenizer: {error}") from None
         failed = None
         for text in probes:
             try:
                 found = _differ_in(text, tokenizer, theirs)
-            except Exception as error:  # as above
+            except Exception as error:  # same
                 failed = BadInputError(f"{folder}: transformers cannot encode {text!r}: {error}")
                 continue
             if found is not None:

@@ -29,9 +29,9 @@ _MOST_BYTES = 2**30
 _EVAL = re.compile(r"eval\w*_runtime$")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# A number, not the beginning of what is none ("1.2.3").
+# A number, but not the start of something else ("1.2.3").
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
-# No time, rate or memory is outside: such figures are damaged lines.
+# No time, rate or memory is outside this range: such figures are damaged.
 _LEAST, _MOST = 1e-12, 1e18
 _GIB, _MIB = 2**30, 2**20
 _STATE = "trainer_state.json"
@@ -158,7 +158,7 @@ def _clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, f
             continue
         mark = int(number[1]), moment.timestamp() + float(f"0.{fraction or 0}")
         if marks and (mark[0] <= marks[-1][0] or mark[1] < marks[-1][1]):
-            marks.clear()  # resumed, or the clock was set
+            marks.clear()  # the run was resumed, or the clock set
         marks.append(mark)
     if len(marks) < 2 or marks[-1][1] - marks[0][1] <= 0:
         return None
@@ -218,7 +218,7 @@ def _torchtitan_mesh(text: str) -> dict[str, int]:
     return {**sizes, "world_size": world}
 
 
-# Megatron's names of arguments, as _print_args writes them: "  seq_length ........ 4096".
+# Megatron's arguments as _print_args writes them: "  seq_length ........ 4096".
 _MEGATRON: Mapping[str, str] = MappingProxyType(
     {
         "seq_length": "seq_len",
@@ -443,7 +443,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
         )
     samples = last.get("train_samples_per_second")
     batch = round(samples * runtime / steps) if _is_possible(samples) else 0
-    # Steps that an earlier end of the run has behind it are not in the time of the last one.
+    # The last time does not include the steps before an earlier end.
     before = rows[ends[-2]].get("step") if len(ends) > 1 else 0
     if isinstance(before, int) and 0 < before < steps:
         steps -= before

@@ -16,7 +16,7 @@ from outpace.interop.config import (
 from outpace.interop.config_check import ReadValues, reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 
-# More is a slip of the pen, which would take minutes to build.
+# More is a typing error, which would take minutes to build.
 _MOST_LAYERS = 2000
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_seq_length")
 
@@ -87,7 +87,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
     try:
         with quiet_transformers(), torch.device("meta"):
             module = make(getattr(torch, dtype))
-    except Exception as error:  # whatever a family's code raises on what it cannot be
+    except Exception as error:  # anything that a family's code raises
         raise BadInputError(
             f"{where}: transformers cannot make a {config.model_type} of this: "
             f"{shorten(' '.join(f'{type(error).__name__}: {error}'.split()), 400)}"

@@ -77,14 +77,14 @@ def _list() -> Path:
 def _known_files() -> set[str]:
     try:
         return set(_list().read_text(encoding="utf-8").splitlines())
-    except (OSError, BadInputError):  # not there, or no home
+    except (OSError, BadInputError):  # missing, or no home directory
         return set()
 
 
 def _remember(path: Path) -> None:
     if str(path) in _known_files() or not str(path).isprintable():
         return
-    with suppress(OSError, BadInputError):  # no home, or a read-only one: named again then
+    with suppress(OSError, BadInputError):  # no or a read-only home directory
         _list().parent.mkdir(parents=True, exist_ok=True)
         with _list().open("a", encoding="utf-8") as file:
             file.write(f"{path}\n")
@@ -97,7 +97,7 @@ def _run_file(path: Path) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) != str(path):
         name = f"{name}_{digest}"
-    # Loader workers that are spawned import the file again by this name.
+    # Spawned loader workers import the file again under this name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(

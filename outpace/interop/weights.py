@@ -29,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5
-# Of files of weights under any name, and of what trainers save beside them.
+# Weight files under any name, and files that trainers save next to them.
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".distcp"}
 )
@@ -37,7 +37,7 @@ _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|state)(_\d+)*\."
 )
 _MODEL_NAME = re.compile(r"model|consolidated|adapter|weights")
-# Of a file of tokens, as of nanoGPT and its followers (fineweb_train_000001.bin).
+# Names of token files of nanoGPT and its followers (fineweb_train_000001.bin).
 _DATA_NAME = re.compile(r"(^|[_.-])(train|val|valid|validation|dev|test|tokens?|data)([_.-]|$)")
 _WRAPPED = "module."
 _BLOCK = "blocks.0."
@@ -161,14 +161,14 @@ def _check_tied(
         return
     bias = used.tied_head.replace("weight", "bias")
     if used.head_bias and bias in found:
-        # An untied BERT computes with the decoder's own bias.
+        # An untied BERT uses the decoder's bias.
         if not spec.tied or used.head_bias not in found:
             found[used.head_bias] = found[bias]
         del found[bias]
     head = found.get(used.tied_head)
     if not spec.tied or head is None:
         return
-    # Of a matrix with two names some writers keep the head's alone.
+    # Some writers store a tied matrix only under the head's name.
     embedding = found.setdefault(used.stored_name("embed.tokens.weight"), head)
     if not _equal(head, embedding):
         raise BadInputError(
@@ -254,7 +254,7 @@ def require_numbers(tensor: Tensor, name: str) -> None:
     """Refuse weights with NaN or infinite values. Raises BadInputError."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    low, high = torch.aminmax(tensor.detach())  # either is NaN where any is
+    low, high = torch.aminmax(tensor.detach())  # both are NaN if any value is
     if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
         return
     count = int((~torch.isfinite(tensor)).sum())
@@ -436,7 +436,7 @@ def _open_bin(path: Path) -> list[StoredTensor]:
     }
     require_readable(path)
     try:
-        mapped = zipfile.is_zipfile(path)  # torch's format until 1.5 is none, and is read whole
+        mapped = zipfile.is_zipfile(path)  # torch's format before 1.6 is no zip, and is read whole
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         return [
             StoredTensor(
@@ -446,7 +446,7 @@ def _open_bin(path: Path) -> list[StoredTensor]:
         ]
     except pickle.UnpicklingError as error:
         raise BadInputError(_unsafe(path, str(error))) from None
-    except Exception as error:  # zip and torch raise many kinds for a broken file
+    except Exception as error:  # zip and torch raise many errors for broken files
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInputError(f"{path} cannot be read: {first}") from None
 

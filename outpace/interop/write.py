@@ -111,7 +111,7 @@ def write_weights(
     """Write tensors under the names of the family `used`, in files of at most `max_shard_bytes`."""
     groups = group(state_dict, used)
     if used is not None and used.head_bias and used.tied_head in groups:
-        # An untied BERT computes with a bias of the decoder's own.
+        # An untied BERT uses the decoder's bias.
         state_dict = {**state_dict, "decoder_bias": state_dict["head_bias"].clone()}
         groups[used.tied_head.replace("weight", "bias")] = ["decoder_bias"]
     planned = {

@@ -35,12 +35,12 @@ from outpace.training.run_dir import RUN_FILE
 from outpace.training.schedule import warmup_steps
 
 DEFAULT_STEPS = 70
-# Of evaluations, where nothing is said: whatever the global batch is, so that runs compare.
+# Default batches of an evaluation, independent of the global batch so that runs can be compared.
 DEFAULT_EVAL_SAMPLES = 128
-DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
+DEFAULT_TASK_EPOCHS = 3.0  # as for BERT (arXiv 1810.04805, §A.3) and in run_glue
 RANDOM_LR = 1e-3
-STORED_LR = 5e-5  # what transformers.Trainer takes too
-LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: for 7B and 13B
+STORED_LR = 5e-5  # as in transformers.Trainer
+LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: 7B and 13B
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
@@ -151,11 +151,11 @@ def resolve_plan(
             "compile": bool(settings.compile),
             "optimizer": settings.optimizer or default_optimizer(precision),
             "pp_schedule": _axis_schedule(settings),
-            "powersgd_start": None,  # known with the run's length
+            "powersgd_start": None,  # known once the run's length is
         },
         "plan",
     )
-    parts = plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
+    parts = plan.accumulation(settings.global_batch)  # refuses sizes that do not divide
     if plan.optimizer_in_backward and parts > 1:
         raise BadInputError(
             f"--optimizer-in-backward: a gradient is complete only after {parts} "
@@ -289,7 +289,7 @@ def _micro_batches(
     """Return the requested micro-batch; by default a rank's share, in parts that suit a
     pipeline.
     """
-    # Where the most that fit are asked for, that is found later, from the whole share on.
+    # With micro-batch auto, a search starts later from the whole share.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:
         possible = _whole_share(settings, sizes)

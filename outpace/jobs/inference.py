@@ -292,7 +292,7 @@ def _task(
         "init": None,
         "tokenizer": None,
         "lora_rank": None,
-    }  # its adapters are in its model
+    }  # its adapters are part of its model
     if data is not None:
         update |= {"data": data, "eval_data": data}
     if batch_size is not None:

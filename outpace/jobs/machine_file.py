@@ -7,7 +7,7 @@ import torch
 from outpace.records.machine import Machine
 from outpace.records.training_log import is_corrected
 
-PROBE_FILE = Path("machine.json")  # as outpace probe names it
+PROBE_FILE = Path("machine.json")  # written by outpace probe
 
 
 def has_probe_file() -> bool:

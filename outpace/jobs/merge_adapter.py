@@ -81,7 +81,7 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
     config = read_config(opened.weights)
     if (opened.adapter / NOTE).is_file() or not named or named == config.get("_name_or_path"):
         return ()
-    with suppress(OSError, RuntimeError):  # no name of a folder
+    with suppress(OSError, RuntimeError):  # not a folder
         if Path(named).expanduser().resolve() == opened.weights.resolve():
             return ()
     return (

@@ -15,7 +15,7 @@ from typing import NoReturn
 End = Callable[[str, int], NoReturn]
 Tidy = Callable[[str], None]
 
-_TIDY_S = 10.0  # a disk may be lost with the rank
+_TIDY_S = 10.0  # the disk may be lost together with the rank
 
 
 def end_process(message: str, exit_code: int) -> NoReturn:
@@ -63,7 +63,7 @@ class ExitDeadline:
                 return
 
             def tidy() -> None:
-                with suppress(Exception):  # it has to end, whatever state the run is in
+                with suppress(Exception):  # must end in any state
                     self.tidy(message)
 
             tidying = threading.Thread(target=tidy, name="tidy", daemon=True)

@@ -36,7 +36,7 @@ def can_fork(device: str) -> bool:
     """
     import torch
 
-    built_for = torch.accelerator.current_accelerator()  # asks no driver
+    built_for = torch.accelerator.current_accelerator()  # does not query the driver
     return sys.platform == "linux" and (device == "cpu" or built_for is None)
 
 
@@ -76,12 +76,12 @@ class Fork:
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # a collection would write to shared pages, and may end what a fork has not
+        gc.freeze()  # a collection would write to shared pages and free what a fork lacks
         self.returncode: int | None = None
-        # A signal between fork and the end of ours would be handled as the launcher does.
+        # A signal before this point would be handled by the launcher's handlers.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with warnings.catch_warnings():  # torch's store has a thread, which waits
+            with warnings.catch_warnings():  # torch's store has a waiting thread
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.pid = os.fork()
             if self.pid == 0:

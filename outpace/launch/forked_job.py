@@ -30,7 +30,7 @@ from outpace.records.errors import OutpaceError
 from outpace.records.ranks import Ranks
 
 _LOOK_AGAIN_S = 0.01
-_GRACE_S = 5.0  # for the other ranks, when one has failed
+_GRACE_S = 5.0  # for other ranks after one has failed
 _UNFINISHED = 3
 
 
@@ -75,7 +75,7 @@ def run_forked(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):
-        left.unlink(missing_ok=True)  # an earlier job's: ranks would look for each other there
+        left.unlink(missing_ok=True)  # left by an earlier job, whose ranks these would look for
     until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
     forks = [
         Fork(partial(_run_rank, rank, size, action, limit_s, folder), child_environment())
@@ -117,7 +117,7 @@ def _end(fork: Fork) -> None:
     if _poll(fork) is None:
         _kill_group(fork)
         with suppress(OSError):
-            os.kill(fork.pid, signal.SIGKILL)  # it may have no group yet
+            os.kill(fork.pid, signal.SIGKILL)  # it may not have a group yet
         fork.wait(10.0)
 
 

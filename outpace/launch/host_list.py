@@ -6,10 +6,10 @@ from itertools import product
 
 from outpace.records.errors import BadInputError
 
-# A name in parts: text, and numbers in brackets.
+# Parts of a name: text, and numbers in brackets.
 _PART = re.compile(r"([^,\[\]\s]+)|\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-# Of machines whose hosts have places on a grid: from one corner of a box to the other.
+# On machines with hosts on a grid: from one corner of a box to the other.
 _BOX = re.compile(r"([0-9A-Z]+)x([0-9A-Z]+)")
 _MOST_HOSTS = 1 << 20
 

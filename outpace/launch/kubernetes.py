@@ -13,11 +13,11 @@ from outpace.records.cluster_job import ClusterJob
 
 _PORT = 29500
 _SHM = "shm"
-_NODE = "node"  # what Kubeflow's runtimes call the job and the container that train
+_NODE = "node"  # name of the training job and container in Kubeflow's runtimes
 _MANAGER = "outpace/launch"
-_BACKOFF = 6  # times that all pods may fail before the job does
-_SAVE_S = 120  # from being asked to end to being killed
-_APART_S = 900  # images may be pulled for so long on one node, and be there on another
+_BACKOFF = 6  # number of failures of all pods before the job fails
+_SAVE_S = 120  # seconds from SIGTERM to SIGKILL
+_APART_S = 900  # time to pull images on one node while another already has them
 _STARTED = (f"--shutdown-timeout={_SAVE_S}", "-m", "outpace")
 _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
@@ -38,7 +38,7 @@ def train_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, Any
     """Return a TrainJob; its runtime's torch plugin sets torchrun's variables on every node."""
     trainer: dict[str, Any] = {
         "image": options.image,
-        # A TrainJob names no working directory.
+        # A TrainJob has no working directory.
         "command": ["sh", "-c", 'cd "$$0" && exec torchrun "$$@"', *_literal((str(job.folder),))],
         "args": [*_STARTED, *_literal(job.command)],
         "numNodes": job.nodes,
@@ -86,8 +86,8 @@ def indexed_job(job: ClusterJob, options: KubernetesOptions) -> list[dict[str, A
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": _BACKOFF * job.nodes,  # a pod that is lost takes the others along
-        # Evictions do not count, but the failures of the pods that lost one do.
+        "backoffLimit": _BACKOFF * job.nodes,  # a lost pod ends the others, too
+        # Evictions do not count, but the failures of the pods that lose a peer do.
         "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [_DISTURBED]}]},
         "template": {"spec": pod},
     }

@@ -23,9 +23,9 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):
             return _read(launcher, environ)
     of_pmi = environ.get("PMI_SIZE", "1") != "1"
-    if of_pmi and environ.get(HYDRA.local_world_size):  # which srun may have started, host by host
+    if of_pmi and environ.get(HYDRA.local_world_size):  # srun may have started it, host by host
         return _read(HYDRA, environ)
-    if environ.get("SLURM_STEP_NUM_TASKS"):  # srun has PMI's variables as well
+    if environ.get("SLURM_STEP_NUM_TASKS"):  # srun sets PMI's variables, too
         of_srun = slurm_env.variables(environ)
         return _read(_SRUN, of_srun) if of_srun else None
     if of_pmi:
@@ -72,7 +72,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
                 "to train on one process."
             )
     world_size = numbers[launcher.world_size]
-    if world_size == 1:  # alone on its host, too
+    if world_size == 1:  # also alone on its host
         numbers = {launcher.local_rank: 0, launcher.local_world_size: 1, **numbers}
     missing = [name for name in launcher.names if name not in numbers]
     if missing:
@@ -84,7 +84,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
             "there."
         )
     if world_size > 1:
-        _require_master_address(launcher, environ)  # srun's always has one
+        _require_master_address(launcher, environ)  # srun always has one
     rank, _, local_rank, local_world_size = (numbers[name] for name in launcher.names)
     return Ranks.parse(
         {

@@ -20,7 +20,7 @@ class Launcher:
         return self.rank, self.world_size, self.local_rank, self.local_world_size
 
 
-# The nearest to the process first: torchrun may itself be started by mpirun.
+# Nearest to the process first: torchrun may itself be started by mpirun.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     # horovod/runner/gloo_run.py, create_slot_env_vars
@@ -44,11 +44,11 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
 )
-# Of MPICH and Intel MPI (src/pm/hydra of MPICH), and of Cray's PALS and others that follow PMI.
+# MPICH and Intel MPI (src/pm/hydra of MPICH), Cray's PALS and others that follow PMI.
 HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 PMI = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-# By these other launchers say a process's rank, but not among how many: PMIx (prun), aprun, PALS
-# and flux.
+# Variables of other launchers that give a process's rank but not their number: PMIx (prun), aprun,
+# PALS and flux.
 RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 

@@ -40,13 +40,13 @@ from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
 from outpace.records.signals import ENDING, may_handle
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # imports torch
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# For ranks that are left when one has failed: they have nothing to save.
+# For the remaining ranks after one has failed: they have nothing to save.
 _SHUTDOWN_S = 10
 RUN_ID_PREFIX = "outpace-"
-RANK_PREFIX = "[rank "  # of every line that ranks of several hosts write; then "3] "
+RANK_PREFIX = "[rank "  # starts every line of ranks on several hosts; then "3] "
 # One press of Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
 SAME_SIGNAL_S = 0.5
 
@@ -132,7 +132,7 @@ def run_ranks(
 ) -> RanksEnd:
     """Start this host's ranks as `start` does; return how they ended."""
     if host_rendezvous is _ALONE:
-        require_address(LOOPBACK)  # where torch's store would be looked for during a minute
+        require_address(LOOPBACK)  # torch's store would be searched for there for a minute
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -140,13 +140,13 @@ def run_ranks(
     from outpace.launch import rendezvous as rendezvous
     from outpace.nn.torch_versions import launch_config
 
-    # What elastic would log, `conclude` says in a sentence.
+    # `conclude` says in a sentence what elastic would log.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     rendezvous.register()
     several = host_rendezvous is not _ALONE
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
     with folder as logs, signals_to(_to_workers(told)) as signals:
-        kept = Std.ALL if several else Std.NONE  # in files, and shown line by line
+        kept = Std.ALL if several else Std.NONE  # into files, and shown line by line
         config = launch_config(
             _SHUTDOWN_S,
             min_nodes=host_rendezvous.nodes,
@@ -160,7 +160,7 @@ def run_ranks(
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
             log_line_prefix_template=f"{RANK_PREFIX}${{rank}}] " if several else None,
-            signals_to_handle="SIGQUIT",  # the others are ours
+            signals_to_handle="SIGQUIT",  # outpace handles the others
         )
         failures: Mapping[int, int] = {}
         try:
@@ -324,7 +324,7 @@ def conclude(ended: RanksEnd) -> None:
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
     # A crash makes its neighbours fail too (their connections break), and elastic ends the rest
-    # with SIGTERM: a rank that another signal killed comes first, then what was reported.
+    # with SIGTERM: ranks killed by other signals come first, then those with reports.
     killed = {
         rank: -code for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM
     }
@@ -359,7 +359,7 @@ def _attribute(first: RankReport, ended: RanksEnd) -> str:
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"
     if first.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_HANG):
-        return first.message  # it names the rank that is to blame
+        return first.message  # names the rank at fault
     if first.rank == 0 or any(r.rank == 0 and r.message == first.message for r in ended.reports):
         return first.message
     return f"{who}: {first.message}"

@@ -16,7 +16,7 @@ import psutil
 from outpace.records.errors import BadInputError
 
 LOOPBACK = "127.0.0.1"
-# NCCL takes a name for the beginning of one, but after an equals sign.
+# NCCL reads names as prefixes, except after an equals sign.
 _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
@@ -35,7 +35,7 @@ def require_interfaces(environ: Mapping[str, str]) -> None:
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     there = psutil.net_if_addrs()
     lacking = [name for name in named.split(",") if name not in there]
-    if len(named) > 1 and lacking:  # gloo passes over one letter
+    if len(named) > 1 and lacking:  # gloo ignores single letters
         raise BadInputError(
             f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network "
             f"interface {lacking[0]!r}; it has {', '.join(sorted(there))}. gloo takes whole "
@@ -85,7 +85,7 @@ def listen(host: str, port: int, apart: bool) -> socket.socket | None:
     places = sorted({(entry[0], entry[4]) for entry in found}, key=lambda place: -place[0])
     if apart and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
         return None
-    # torch's clients try IPv6 first, and go on to IPv4 only where there is no such address.
+    # torch's clients try IPv6 first, and use IPv4 only if there is no such address.
     for family, place in places:
         try:
             return _bind(family, place)

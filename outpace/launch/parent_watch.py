@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-# Set by outpace for the commands that it starts: its process number.
+# Process ID of outpace, set for the commands that it starts.
 PARENT = "OUTPACE_PARENT_PID"
 
 _LOOK_S = 0.5
-# Ranks finish the step and save in this time; several of them have lost the launcher's store.
+# Time for ranks to finish the step and save; some of them have lost the launcher's store.
 _SAVE_S = 60.0
 
 

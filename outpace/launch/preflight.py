@@ -27,9 +27,9 @@ from outpace.training.run_dir import TOKEN_PREFIX
 _SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
         "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
         "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
-_ANSWER_S = 90  # imports torch
+_ANSWER_S = 90  # it imports torch
 _CLOCK_S = 5.0
-# What must be the same everywhere, for ranks to talk to each other and to compute the same.
+# Facts that must be equal for ranks to communicate and compute the same.
 _SAME = ("python", "outpace", "torch")
 
 
@@ -87,7 +87,7 @@ def _token(out: Path) -> Iterator[Path]:
     A run may start in an empty folder while unreachable hosts are queried; it ignores this file.
     """
     places = (out.absolute(), *out.absolute().parents)
-    try:  # also to look: the disk may be gone
+    try:  # even looking may fail: the disk may be gone
         token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
         token.write_text("seen?")
     except OSError as error:
@@ -153,7 +153,7 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
-    found = os.environ.get("PYTHONPATH")  # where outpace may be, and is in the same place there
+    found = os.environ.get("PYTHONPATH")  # where outpace may be, also on the host
     if found:
         words = ["env", f"PYTHONPATH={found}", *words]
     return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]

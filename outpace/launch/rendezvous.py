@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from outpace.launch.network_interfaces import listen
 
-NAME = "outpace"  # among the ways to meet that torch's elastic launcher knows
+NAME = "outpace"  # name among the rendezvous handlers of torch's launcher
 _CONNECT = timedelta(seconds=60)
 _JOIN_S = 600.0
 _LOOK_AGAIN_S = 0.05

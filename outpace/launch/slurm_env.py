@@ -11,11 +11,11 @@ from pathlib import Path
 from outpace.launch.host_list import expand
 from outpace.records.errors import BadInputError
 
-# Below what systems give out by themselves (from 32768), above what services use.
+# Below the range that systems assign themselves (from 32768), above that of services.
 _PORTS = range(15000, 30000)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
-_WITH_VALUE = ("--rcfile", "--init-file")  # bash(1)
+_WITH_VALUE = ("--rcfile", "--init-file")  # options of bash(1) with a value
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -71,7 +71,7 @@ def _in_shell(environ: Mapping[str, str]) -> bool:
         if word in _WITH_VALUE:
             del words[:1]
         elif not word.startswith("-") or (not word.startswith("--") and "c" in word):
-            return False  # a script, or a command
+            return False  # a script or a command
     return True
 
 

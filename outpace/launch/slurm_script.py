@@ -7,7 +7,7 @@ from typing import Literal
 
 from outpace.records.cluster_job import ClusterJob
 
-# Ranks that are left so long after the first has ended hang. (Not at once: some may still save.)
+# Seconds after which the remaining ranks are considered hung. (Some may still be saving.)
 _WAIT_S = 600
 
 
@@ -120,7 +120,7 @@ def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
     """
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
-    if cpus is not None:  # srun does not take it from sbatch since 22.05
+    if cpus is not None:  # srun no longer inherits it from sbatch since 22.05
         srun.append(f"--cpus-per-task={cpus}")
     command = shlex.join(job.command)
     if options.starter == "srun":

@@ -39,10 +39,10 @@ from outpace.records.run import resume_command
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
-# After the first host has ended in failure, the others have so long to find out by themselves.
+# Seconds for the others to notice after the first host has failed.
 _LEFT_S = 30.0
-_LOOK_OUT_S = 30.0  # between looks at hosts that are away
-_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # where too few are left
+_LOOK_OUT_S = 30.0  # between checks of unreachable hosts
+_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # while too few hosts are left
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) 
         try:
             answers = training.check(hosts, like)
             problems = "\n  ".join(one for answer in answers for one in answer.problems)
-        except BadInputError as error:  # the disk may have been the lost host's
+        except BadInputError as error:  # the disk may have been on the lost host
             answers, problems = [], str(error)
         ready = sum(one.ready for one in answers)
         if ready >= training.elastic.min_nodes:
@@ -242,7 +242,7 @@ def _watch_for_return(
 
     def look() -> None:
         while not asked.over.wait(_LOOK_OUT_S):
-            with suppress(BadInputError):  # the run's disk is not there: not a time to begin anew
+            with suppress(BadInputError):  # the run's disk is missing: do not start a new run
                 answers = training.check(away, like, during=True)
                 unfit = {problem for one in answers if one.obstacles for problem in one.problems}
                 for problem in sorted(unfit - said):
@@ -314,7 +314,7 @@ class _Part:
             if line.startswith(MARK):
                 self.ended = preflight.read_marked(line)
             elif line != "\n":
-                with suppress(OSError, ValueError):  # nobody reads it any more, or the disk is full
+                with suppress(OSError, ValueError):  # nobody reads it, or the disk is full
                     self._pass_on(line, shown)
 
     def _pass_on(self, line: str, shown: IO[str]) -> None:
@@ -324,12 +324,12 @@ class _Part:
             self.errors.append(line.rstrip())
             self._keep(f"host-{self.work.node}", line)
             return
-        if rank == "0":  # as if it were here: tables, and --json's document
+        if rank == "0":  # as if it ran here: tables, and the document of --json
             shown.write(rest)
         else:
             sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
         shown.flush()
-        self._keep(f"rank-{rank}", rest)  # last: the disk may be full
+        self._keep(f"rank-{rank}", rest)  # last, since the disk may be full
 
     def _keep(self, name: str, line: str) -> None:
         with (self.kept / f"{name}.txt").open("a", encoding="utf-8") as file:
@@ -383,7 +383,7 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     for part in parts:
         if part.ended is None:
             continue
-        # What we have ended at once ourselves is not what went wrong.
+        # Hosts that we ended ourselves are not the cause.
         ours = len(part.ended["signals"]) > 1
         its = {
             int(rank): code
@@ -401,5 +401,5 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     if signals and (lost or errors):
         name = signal.Signals(signals[0]).name
         raise WorkerError(f"stopped by {name} before training started", 128 + signals[0])
-    if errors:  # who was told to end is not to blame
+    if errors:  # hosts that were told to end are not at fault
         raise WorkerError(min(errors, key=lambda error: error[0])[1], 1, lost=True)

@@ -30,9 +30,9 @@ from outpace.records.errors import OutpaceError
 from outpace.records.hosts import HostCommand, HostFacts, HostQuery
 
 MARK = "outpace-agent: "
-SILENCE_S = 60.0  # of a host that is lost no end of the input is seen
+SILENCE_S = 60.0  # a lost host does not close its end
 _AT_ONCE_S = 15.0  # in which a second signal ends them
-_GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
+_GRACE_S = 60.0  # for ranks to save if nobody waits for them
 
 
 def main(argv: list[str]) -> int:
@@ -86,13 +86,13 @@ def run(work: HostCommand) -> NoReturn:
     ended = local.RanksEnd({}, [], [])
     try:
         ended = local.run_ranks(work.slots, list(work.command), host_rendezvous=meeting)
-    except local.WorkerError as found:  # told to end before its ranks were there
+    except local.WorkerError as found:  # told to end before its ranks started
         error, ended = str(found), local.RanksEnd({}, [], [found.exit_code - 128])
     except OutpaceError as found:
         error = str(found)
     except RendezvousConnectionError as found:
         error = str(found)
-    except Exception as found:  # of the rendezvous, in torch's words
+    except Exception as found:  # the rendezvous, with torch's message
         error = f"{type(found).__name__}: {found}"
     _finish({**asdict(ended), "error": error})
 
@@ -102,7 +102,7 @@ def _finish(said: dict[str, Any]) -> NoReturn:
     input.
     """
     sys.stdout.flush()
-    print("\n" + MARK + json.dumps(said), flush=True)  # a rank may have died within a line
+    print("\n" + MARK + json.dumps(said), flush=True)  # a dead rank may have left half a line
     sys.stderr.flush()
     os._exit(0)
 
@@ -121,7 +121,7 @@ def _listen() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
-    # The second ends them at once; but torch's agent may wait, deaf, for a host that is cut off.
+    # The second signal ends them at once, but torch's agent may wait for a host that is cut off.
     time.sleep(_AT_ONCE_S)
     for rank in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -20,7 +20,7 @@ from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError
 
 CUSTOM_MODEL_FILE = "model.json"
-EXTRA_STATE_FILE = "extra_state.pt"  # what parts return from get_extra_state, by name
+EXTRA_STATE_FILE = "extra_state.pt"  # results of get_extra_state, by name
 
 
 def write_custom_model(directory: Path, module: nn.Module, reference: str) -> None:
@@ -51,7 +51,7 @@ def _save_weights(module: nn.Module, path: Path) -> None:
     try:
         safetensors.torch.save_model(module, str(path))
     except (RuntimeError, AttributeError):
-        # Views that overlap in part, or state that is no tensor: each tensor for itself, then.
+        # Views that overlap partly, or state that is not a tensor: write each tensor separately.
         tensors = {
             name: value.detach().clone(memory_format=torch.contiguous_format)
             for name, value in module.state_dict().items()
@@ -71,7 +71,7 @@ def _load_weights(module: nn.Module, path: Path) -> None:
         stored |= unpack(torch.load(extra, weights_only=True), torch.device("cpu"))
     missing, unexpected = module.load_state_dict(stored, strict=False)
     tensors = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
-    # Tensors that share memory were written once, under one of their names.
+    # Tensors that share memory were written once, under one name.
     loaded = {t.untyped_storage().data_ptr() for name, t in tensors.items() if name in stored}
     lacking = [
         name

@@ -71,7 +71,7 @@ class CustomObjective(nn.Module):
                 self._require_targets_seen(batch)
             return _weight_mean(_scalar(loss, "the module's loss"), self._targets(batch))
         if logits is None or targets is None:
-            _scalar(output, "the module's output")  # says what it is
+            _scalar(output, "the module's output")  # reports the type
         assert logits is not None and targets is not None
         self._check_width(logits)
         loss_sum, count = _cross_entropy(logits, targets)
@@ -81,7 +81,7 @@ class CustomObjective(nn.Module):
     def _require_targets_seen(self, batch: Any) -> None:
         """Refuse (logits, scalar) from a forward without targets: the scalar is not the loss."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
-            return  # forward was given all of it
+            return  # forward used all of it
         names = [name for name in ("targets", "labels") if name in batch]
         if names and not any(name in self._signature.parameters for name in names):
             raise BadInputError(
@@ -119,7 +119,7 @@ class CustomObjective(nn.Module):
             counted = batch["labels"]
             loss_function = getattr(self.model, "loss_function", None)
             if getattr(loss_function, "__name__", "") == "ForCausalLMLoss":
-                counted = counted[..., 1:]  # transformers shifts them: nothing predicts the first
+                counted = counted[..., 1:]  # transformers shifts them: the first is not predicted
         return _samples(batch) if counted is None else (counted != IGNORED).sum()
 
     def _check_width(self, logits: Tensor) -> None:

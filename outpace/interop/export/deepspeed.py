@@ -12,7 +12,7 @@ from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, PURE,
 _TOOL = "DeepSpeed"
 _FILE = "ds_config.json"
 NVME = "/local_nvme"
-_AUTO = "auto"  # the Trainer puts its own number there
+_AUTO = "auto"  # the Trainer fills in its own number
 _OPTIMIZERS: dict[OptimizerName, str] = {
     "sgd": "SGD",
     "adafactor": "Adafactor",

@@ -149,7 +149,7 @@ def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) 
         notes.append(unsupported.checkpointing(request, _TOOL, "full recomputation", "full", every))
     offloads = request.plan.offload_activations == "cpu"
     if written.shards and every == 1 and not offloads:
-        return {}  # fsdp_config says it
+        return {}  # fsdp_config has it
     kwargs: dict[str, Any] = {"every_n_layers": every} if every > 1 else {}
     if offloads:
         kwargs["offload"] = True
@@ -169,7 +169,7 @@ def _fsdp(request: ExportRequest, written: _WrittenAxes, notes: list[str]) -> di
     keeps = request.stage in (1, 2) or plan.strategy == "cp"
     every = done.every or (max(1, round(request.layers / done.count)) if done.count else 1)
     own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"
-    # Of a model that outpace does not build, transformers knows which its blocks are.
+    # transformers knows the blocks of models that outpace does not build.
     model, wrapped = request.model, {}
     if isinstance(model, ModelSpec):
         wrapped["transformer_layer_cls_to_wrap"] = [FAMILY_TRAITS[model.family].block_class]

@@ -17,13 +17,13 @@ from outpace.records.precisions import COMPUTES_IN_FP16, PURE, WIDE, Precision
 _TOOL = "Megatron-LM"
 _FILE = "megatron.sh"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
-# What --use-rope-scaling means there: Llama 3.1's, of which only the factor can be given.
+# --use-rope-scaling means Llama 3.1's scaling, of which only the factor can be set.
 _LLAMA_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_positions": 8192,
 }
-# Of no plan: a shell stops where one is not set, and says so.
+# Not in a plan: the shell stops with a message if one is not set.
 _YOURS = {
     "DATA_PATH": "the prefix of your tokenized data, as preprocess_data.py writes it",
     "TOKENIZER": "the folder or name of a Hugging Face tokenizer",
@@ -31,7 +31,7 @@ _YOURS = {
     "TRAIN_ITERS": "the number of steps",
     "WARMUP_ITERS": "the steps in which the learning rate rises",
 }
-# An argument and its values: a line of the script.
+# An argument with its values: one line of the script.
 Argument = tuple[str, ...]
 
 
@@ -123,9 +123,9 @@ def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
         ("--context-parallel-size", str(plan.cp)),
         ("--expert-model-parallel-size", str(plan.ep)),
     ]
-    if plan.ep > 1:  # allgather is its default, which sends every token to all
+    if plan.ep > 1:  # the default, allgather, sends every token to all ranks
         found.append(("--moe-token-dispatcher-type", STACKS["megatron"].dispatcher))
-    if plan.expert_tp != plan.tp:  # else as tp is
+    if plan.expert_tp != plan.tp:  # defaults to tp
         found.append(("--expert-tensor-parallel-size", str(plan.expert_tp)))
     if plan.tp > 1 and plan.sequence_parallel:
         found.append(("--sequence-parallel",))
@@ -268,7 +268,7 @@ def _offload(request: ExportRequest, notes: list[str]) -> list[Argument]:
         if request.stage == 0:
             found.append(("--use-distributed-optimizer",))
     if _offloads_activations(request):
-        # One layer has to stay: its activations are needed at once.
+        # One layer has to stay, since its activations are needed at once.
         found.append(("--cpu-offloading-num-layers", str(request.spec.layers - 1)))
     if plan.empty_cache:
         found.append(("--empty-unused-memory-level", "1"))
@@ -320,7 +320,7 @@ def _model(request: ExportRequest, notes: list[str]) -> list[Argument]:
     if spec.gated and spec.activation == "silu":
         found.append(("--swiglu",))
     elif spec.activation == "gelu":
-        found.append(("--no-bias-gelu-fusion",))  # the fused one has tanh
+        found.append(("--no-bias-gelu-fusion",))  # the fused kernel uses tanh
     if not spec.tied:
         found.append(("--untie-embeddings-and-output-weights",))
     if not (spec.out_bias or spec.mlp_bias):

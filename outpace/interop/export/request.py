@@ -17,7 +17,7 @@ from outpace.records.plan import Checkpointing, Plan
 from outpace.records.strategies import TRAITS
 
 Stage = Literal[0, 1, 2, 3]
-# Devices of a host, where a command has to name both: a plan knows ranks only.
+# Devices per host, for commands that need hosts: a plan only has ranks.
 HOST = 8
 
 

@@ -18,7 +18,7 @@ class Placeholder(str):
     __slots__ = ()
 
 
-# You put the address in place of this word before starting several hosts.
+# Replace this word with the address before starting several hosts.
 HEAD = "$HEAD_NODE"
 
 

@@ -59,7 +59,7 @@ _CONFIGS = {
 }
 _OWN_FLAVOR = "outpace"
 _TIED_QWEN3 = ("0.6B", "1.7B", "4B")
-# What it takes for every Llama that says nothing else.
+# Its defaults for all Llamas.
 _LLAMA31_SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -167,7 +167,7 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
             "enable_weight_tying": spec.tied,
         }
     multiple, multiplier = _mlp(spec)
-    # It scales rotary frequencies of every model; by a factor of 1 they stay as they are.
+    # It scales rotary frequencies of every model; a factor of 1 leaves them unchanged.
     scaling = spec.rope_scaling or _LLAMA31_SCALING.model_copy(update={"factor": 1.0})
     return arguments | {
         "multiple_of": multiple,
@@ -271,7 +271,7 @@ def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         "pipeline_parallel_degree": plan.pp,
         "expert_parallel_degree": plan.ep,
     }
-    if plan.ep > 1 and plan.expert_tp > 1:  # else 1, its default
+    if plan.ep > 1 and plan.expert_tp > 1:  # its default is 1
         values["expert_tensor_parallel_degree"] = plan.expert_tp
     if plan.pp > 1:
         values |= _pipeline(request)

@@ -14,14 +14,14 @@ from outpace.records.precisions import SHARD_DTYPES, Precision
 from outpace.records.settings import TrainSettings
 
 _SETTINGS = TrainSettings.model_fields
-# Stands where you have to choose a value: no trainer takes it for a number or a data set.
+# Placeholder for a value that you choose: no trainer takes it for a number or a data set.
 SET_ME = "SET_ME"
 BETA1: float = _SETTINGS["beta1"].default
 BETA2: float = _SETTINGS["beta2"].default
 EPS = 1e-8
 _CLIP: float = _SETTINGS["clip"].default
 
-# Strategies by which outpace does what others do with an all-reduce.
+# Strategies that outpace implements differently from others' all-reduce.
 _AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
     {
         "dp": "one process that owns the parameters and sends them to workers",

@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # of each batch that strategies are verified on
+_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # in each batch for verifying strategies
 
 
 def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:

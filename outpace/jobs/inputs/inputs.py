@@ -70,7 +70,7 @@ class TrainingInputs:
     eval_fingerprint: str | None
     eval_corpus: Corpus | None
     seq_len: int | None
-    labels: tuple[str, ...] | None = None  # of a classifier
+    labels: tuple[str, ...] | None = None  # classes, for a classifier
     hints: tuple[str, ...] = ()
 
     def starts_from_stored(self, settings: TrainSettings) -> bool:
@@ -172,7 +172,7 @@ def gather(
         check_vocab(corpus, tokenizer, vocab, name)
     theirs = tokenizer or _model_tokenizer(opened)
     foreign = [hint for corpus in corpora for hint in foreign_id_hints(corpus, theirs)]
-    # What is not evaluated on may be too short for a sample.
+    # Data that is not evaluated on may be too short for a sample.
     unread = settings.eval_batches == 0 and any(len(one) <= seq_len for one in corpora[1].streams)
     train, held_out = (
         None

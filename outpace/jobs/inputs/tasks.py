@@ -42,7 +42,7 @@ from outpace.records.strategies import TRAITS
 from outpace.training.accounting import Costs
 from outpace.training.callbacks import Callback, notify
 
-# What knows next-token losses only; each with what to use instead.
+# Strategies and options for next-token losses only, each with an alternative.
 NOT_CLASSIFY: dict[Strategy, str] = {
     "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
     "cp": (
@@ -102,7 +102,7 @@ class TaskRows:
     validation: list[Row]
     table: Table
     hints: tuple[str, ...]
-    parts: int = 2  # 1 where both are the same rows
+    parts: int = 2  # 1 if both are the same rows
 
 
 @dataclass(frozen=True)
@@ -188,16 +188,16 @@ def load_task_inputs(
                 "out."
             )
         if opened is None or opened.kind in ("preset", "spec"):
-            require_exportable(spec)  # what transformers has written is, and asking it takes time
+            require_exportable(spec)  # models written by transformers are; asking it takes time
     seq_len = resolve_seq_len(settings, positions)
-    # Each length is shared by the ranks of tensor parallelism.
+    # Ranks of tensor parallelism share every length.
     tp = 1 if plan is None else plan.tp
     most = round_up(seq_len, math.lcm(MULTIPLE, tp))
     if positions is not None and most > positions:
         most = positions // tp * tp
     seq_len = min(seq_len, most)
     source = read_source(settings)
-    if source.parts == 1 and plan is not None:  # for training, not to evaluate
+    if source.parts == 1 and plan is not None:  # training, not evaluation
         said = (
             "the validation rows are also training rows, so their loss says nothing about "
             "other data"
@@ -384,7 +384,7 @@ def _classify(request: TaskRequest) -> TaskData:
     how = "|".join((*columns.texts, columns.label, *labels))
     fingerprints = _fingerprints(source, tokenizer, how)
     segments = spec.segments > 1
-    # All that samples depend on beside the rows: how names of classes became labels, too.
+    # Everything besides the rows that samples depend on, including how class names became labels.
     more = json.dumps([1, columns.texts, columns.label, labels, list(classes), seq_len, segments,
                        encoder, tokenizer.pad_id, tokenizer.truncation_side])  # fmt: skip
     encoded = [
@@ -503,7 +503,7 @@ def _flops(
         step_flops(spec, length, count, checkpointing, adapters, whole)
         for length, count in Counter(lengths.tolist()).items()
     )
-    if labels is not None:  # pooler and classes, of one token a sample; forward and backward
+    if labels is not None:  # pooler and classes, for one token per sample, forward and backward
         pooler = 0 if spec.causal else spec.hidden**2
         total += 6 * len(lengths) * (pooler + spec.hidden * len(labels))
     return float(total)

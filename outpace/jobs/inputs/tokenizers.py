@@ -18,7 +18,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 
-# A byte-level BPE for a model whose vocabulary is not known.
+# Vocabulary of a byte-level BPE for a model of unknown vocabulary.
 DEFAULT_VOCAB = 8192
 
 
@@ -142,7 +142,7 @@ def _train_or_load(
             pattern = cut_as_qwen2 if has_class_by_family(family) else None
             learnt = train_tokenizer(texts(), vocab, masked=masked, set_pattern=pattern)
             temporary = folder.with_suffix(".tmp")
-            for left in (temporary, folder):  # damaged, or of a process that was killed
+            for left in (temporary, folder):  # damaged, or left by a killed process
                 _remove(left)
             learnt.save(temporary)
             write_checksums(temporary)

@@ -23,8 +23,8 @@ from outpace.records.settings import TrainSettings
 from outpace.records.units import show_bytes
 from outpace.training.precision import default_precision
 
-# What has been found by then has to do: ranks that are out of memory wait for it. Before the first
-# step there is more time.
+# Time limit of the search, since ranks that are out of memory wait for it. Before the first step
+# there is more time.
 SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 
@@ -94,14 +94,14 @@ class MemoryFit:
         ahead_bytes: int = 0,
     ) -> None:
         if device.type == "cpu":
-            give_back_free()  # the preparation of data leaves much
+            give_back_free()  # data preparation leaves cached memory
         self.limit = limit_of(settings, ranks, device)
         self._settings = settings
         self._device = device
         self._machine = machine
         self._spec = spec
         self._seq_len = seq_len
-        # On the host the process itself counts, with the libraries that it has loaded.
+        # On the host, the process itself counts, including its loaded libraries.
         self.held_bytes = anonymous_bytes() - ahead_bytes if device.type == "cpu" else 0
         chip = find_in_catalog(machine, device)
         if chip is not None:
@@ -158,7 +158,7 @@ class MemoryFit:
         try:
             needed = self.predict(plan).peak_memory_bytes
         except BadInputError:
-            return None  # training is not kept from what cannot be traced
+            return None  # models that cannot be traced are trained anyway
         if needed <= self.limit.bytes:
             return None
         return Shortage(
@@ -184,7 +184,7 @@ class MemoryFit:
         if self.predict is None:
             return []
         try:
-            # More than the limit was needed, even where what was refused is not in what was used.
+            # It needed more than the limit, even if the refused allocation is not counted as used.
             needed = max(short.used_bytes, self.limit.bytes + 1)
             too_low = max(0, needed - self.predict(plan).peak_memory_bytes)
         except BadInputError:
@@ -204,7 +204,7 @@ class MemoryFit:
         beside_host = self._device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)
         fixed = {"optimizer"} if resumes or self._settings.resume else set()
-        if self._settings.memory_budget is not None:  # it has chosen what is recomputed
+        if self._settings.memory_budget is not None:  # the budget chose what is recomputed
             fixed.add("checkpointing")
         if any(getattr(self._settings, axis) is not None for axis in AXES):
             fixed.add("strategy")

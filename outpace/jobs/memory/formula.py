@@ -15,7 +15,7 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
-# Name, outline and, if outpace builds it, spec of the model of a reference.
+# Name, outline and, if outpace can build it, spec of a model reference.
 FindOutline = Callable[[str], tuple[str, Outline, ModelSpec | None]]
 
 

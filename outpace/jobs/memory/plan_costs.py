@@ -17,10 +17,10 @@ from outpace.records.settings import TrainSettings
 Account = Callable[[TraceRequest], AccountSummary]
 _MIB = 1 << 20
 
-# What neither live tensors nor an allocator's rules show: other streams' pieces, kernels' own.
+# Memory besides live tensors and the allocator's rules: pieces of other streams, of kernels.
 _SHARE = 0.05
-# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the watch over
-# the limit has it give them back; by then about 100 MiB are there, where a model has as much.
+# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the memory
+# monitor releases them; by then there are about 100 MiB, if the model is large enough.
 _HEAP_BYTES = 3 * 32 * _MIB
 # Code that is loaded only for the optimizer, for saving and for exporting.
 _LATER_CODE_BYTES = 32 * _MIB

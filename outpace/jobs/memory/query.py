@@ -236,7 +236,7 @@ def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | 
     machine, cpu = identify(find_accelerator), torch.device("cpu")
     if given is None:
         each = settings.micro_batch or 1
-        # The optimizer in backward works with one micro-batch.
+        # With the optimizer in backward there is one micro-batch.
         most = 1 if settings.optimizer_in_backward else 4 * world_size
         pipeline = settings.pp_microbatches or most
         settings = settings.model_copy(

@@ -44,10 +44,10 @@ def _find_cluster(ranks: int, device: Literal["cpu", "cuda"]) -> Cluster:
     machine = identify(find_accelerator)
     host = machine.model_copy(update={"devices": ()})
     used = host if device == "cpu" else machine
-    with suppress(BadInputError):  # a file that cannot be read, or without a figure that it takes
+    with suppress(BadInputError):  # unreadable, or without a necessary figure
         probed = find_probe(used)
         if probed is not None:
             return of_probe(probed, ranks)
-    with suppress(BadInputError):  # an accelerator of which nothing is known: as its host
+    with suppress(BadInputError):  # an unknown accelerator: use its host
         return of_host(used, ranks)
     return of_host(host, ranks)

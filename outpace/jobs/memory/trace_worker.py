@@ -70,7 +70,7 @@ class Tracer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for who trains
+                start_new_session=True,  # Ctrl-C is for the training process
             )
         asked, told = self._process.stdin, self._process.stdout
         assert asked is not None and told is not None
@@ -119,7 +119,7 @@ def serve(asked: IO[str], told: IO[str]) -> None:
 
 def account_of(ask: TraceRequest) -> MemoryAccount:
     """Trace one rank in this process. Raises BadInputError for an impossible plan."""
-    from outpace.trace.account import account  # who only asks does without its 30 MiB of code
+    from outpace.trace.account import account  # saves its 30 MiB in processes that only ask
 
     return account(
         ask.spec,
@@ -135,7 +135,7 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
 
 def time_of(ask: TraceRequest) -> float | None:
     """Return the seconds of a step by the planner; None if it does not know them."""
-    from outpace.jobs.memory.step_time import step_time_s  # as above
+    from outpace.jobs.memory.step_time import step_time_s  # same
 
     device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"
     try:
@@ -143,7 +143,7 @@ def time_of(ask: TraceRequest) -> float | None:
             ask.settings, ask.spec, ask.plan, ask.seq_len, ask.ranks_per_host, device
         )
     except BadInputError:
-        return None  # the memory is of use without it
+        return None  # the memory alone is useful
 
 
 def _answer(ask: TraceRequest) -> dict[str, Any]:

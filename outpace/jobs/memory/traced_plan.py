@@ -31,7 +31,7 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
     kinds["allocator and libraries"] = max(0, needed - sum(kinds.values()))
     changed = {"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
     if not planned.estimate.disk_offloaded_bytes:
-        # At the peak of the device's memory the host's need not be at its own.
+        # The host's memory need not peak together with the device's.
         changed["host_offloaded_bytes"] = max(away, planned.estimate.host_offloaded_bytes)
     estimate = planned.estimate.model_copy(update=changed)
     return planned.model_copy(update={"estimate": estimate})

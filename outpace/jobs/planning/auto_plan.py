@@ -39,12 +39,12 @@ from outpace.records.tuning import TUNING_FILE, Tuning
 from outpace.records.units import show_bytes, show_seconds
 
 DEFAULT = "default"
-# Settings beside the plan that a step's time depends on.
+# Settings outside the plan that affect a step's time.
 _OF_A_STEP = (
     "model", "task", "seq_len", "global_batch", "threads", "document_attention", "device",
 )  # fmt: skip
-_COUNT = 8  # plans that are tried, the recommended first
-_MOST_RANKS = 8  # that a CPU is shared by
+_COUNT = 8  # plans to try, the recommended one first
+_MOST_RANKS = 8  # processes that share a CPU
 
 Settings = tuple[TrainSettings, dict[str, str]]
 
@@ -75,9 +75,9 @@ def apply_settings_plan(
         )
     values = _values(chosen, settings)
     if given == "auto" and settings.compile is None and chosen.compile:
-        del values["compile"]  # whether it pays back depends on the length of the run
+        del values["compile"]  # depends on the run's length
     if ranks is not None:
-        values["nproc"] = None  # they are there; of several hosts each has its own number
+        values["nproc"] = None  # ranks exist already; with several hosts each has its own number
     if given != "auto" and settings.expect_step_time_s is None:
         path = Path(given).expanduser()
         values["expect_step_time_s"] = _tuned_step_time(
@@ -108,7 +108,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     for axis in AXES:
         values[axis] = getattr(plan, axis) if plan.world_size > 1 else None
     if plan.loss == "auto":
-        del values["loss"]  # as a person says
+        del values["loss"]  # the user's choice
     if plan.pp == 1 or plan.strategy == "mp":
         values["pp_microbatches"] = None
     values["pp_schedule"] = plan.pp_schedule if plan.strategy == "3d" and plan.pp > 1 else None
@@ -156,7 +156,7 @@ def _check_file(
         )
     for name, value in _values(plan, settings).items():
         asked = getattr(settings, name)
-        if asked == -1 or LEVELS.get(asked, asked) == value:  # the rest; one of Apex's levels
+        if asked == -1 or LEVELS.get(asked, asked) == value:  # −1 is the rest; a level of Apex
             continue
         if origins.get(name) not in (None, DEFAULT) and asked != value and name != "nproc":
             raise BadInputError(
@@ -197,8 +197,7 @@ def _pick(
         assert failed is not None
         raise failed
     if any(job.cluster.calibrated for _, job in answers):
-        # Rates that steps have not put right are too high: they would win
-        # (docs/development/log.md).
+        # Rates not corrected by steps are too high and would win (docs/development/log.md).
         answers = [(answer, job) for answer, job in answers if job.cluster.calibrated]
     answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
     for answer, job in answers:
@@ -277,7 +276,7 @@ def question(
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
         keep |= resolve_offload(settings)
-    # Which numbers are trained is not the planner's to choose, but for what offloading asks for.
+    # Numerics are not the planner's choice, except what offloading requires.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     check_adapters({"precision": precision, **keep}, outline)
     away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
@@ -342,7 +341,7 @@ def _cluster(
     if allowed is None:
         return cluster
     if cluster.device.kind == "cpu":
-        # On the host the process itself counts, with the libraries that it has loaded.
+        # On the host, the process itself counts, including its loaded libraries.
         own = anonymous_bytes()
         if own >= allowed:
             raise BadInputError(

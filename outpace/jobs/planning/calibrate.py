@@ -272,7 +272,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
         return values
     for axis in ("cp", "tp", "pp"):
         rest //= values.get(axis, 1)
-    # Experts are shared out among ranks that shard: without, at least the optimizer's state.
+    # Experts are divided among ranks that shard, at least the optimizer's state.
     shards = bool(logged.zero) or values.get("ep", 1) > 1
     strategy = values.get("strategy")
     replicated = strategy in ("ddp", "ring", "ps") or (strategy is None and not shards)

@@ -14,14 +14,14 @@ from outpace.records.plan import Plan
 from outpace.records.training_log import LoggedRun, ObservedRun
 from outpace.records.units import show_bytes, show_seconds
 
-# The prediction of memory has an error, too (docs/results/accuracy.md): a run that is predicted to
-# need somewhat more than the device has may have run.
+# Predicted memory has an error too (docs/results/accuracy.md): a run that is predicted to need
+# slightly more than the device has may have run.
 _MEMORY_ERROR = 1.2
-# A batch that a log tells as a rate, or in three digits, is not exact.
+# A batch that follows from a rate, or from three digits, is not exact.
 _BATCH_ERROR = 0.05
-# Between lines of a log there are evaluations and checkpoints, and rates are of some steps only.
+# Lines of a log include evaluations and checkpoints, and rates cover only some steps.
 _CLOCK_ERROR = 1.5
-# A probe's best product is no peak: what else ran on the machine slowed it down.
+# A probe's best product is not a peak: other programs may have slowed it down.
 _PROBE_ERROR = 2.0
 _ASSUMED = ("precision", "checkpointing", "optimizer")
 

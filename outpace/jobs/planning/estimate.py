@@ -27,7 +27,7 @@ def estimate(
             "axes or --nodes and --devices-per-node."
         )
     if asked.global_batch is None:
-        # As plan's default, up to what the plan divides.
+        # As plan's default, rounded up to a batch that the plan divides.
         least = plan.samples_per_pass * plan.data_parallel
         batch = least * math.ceil(question.wanted.global_batch / least)
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))

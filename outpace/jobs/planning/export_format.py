@@ -23,14 +23,14 @@ from outpace.records.plan import Plan
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
 from outpace.records.units import show_bytes, show_seconds, show_share
 
-# No other trainer takes a large vocabulary's logits in chunks by itself, as outpace does.
+# No other trainer splits a large vocabulary's logits into chunks by itself.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
 _HABITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
-# Names of formats and trainers that are another stack's: fully_shard over the modules that
-# transformers has, and TRL's SFTTrainer, which is a Trainer.
+# Formats and trainers that use another stack: fully_shard over transformers' modules, and TRL's
+# SFTTrainer, which is a Trainer.
 _STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
 
-_ALIKE = 5e-4  # what would be shown as 0.0 %
+_ALIKE = 5e-4  # shown as 0.0 %
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def pick(
         planned = answer.plans[chosen - 1]
         return _pick(name, there, planned, model, chosen, f"Plan {chosen}: {planned.title}.")
     first = answer.plans[0]
-    # What the format lacks of the model itself, whatever the plan.
+    # Features of the model that the format lacks, whatever the plan.
     of_model = set(_write(name, there, Plan(micro_batch=1), model, 1).differences)
 
     def expresses(plan: Plan) -> bool:

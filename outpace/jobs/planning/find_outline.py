@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 
-# A person's own language model is traced with this many tokens, if it takes as many.
+# A custom language model is traced with this many tokens, if it accepts as many.
 _TRACED_TOKENS = 128
 _TRACED_SAMPLES = 2
 
@@ -99,7 +99,7 @@ def _by_config(module: Any) -> Outline | None:
         return None
     try:
         found = outline_from_config(config, "the module's config")
-    except (BadInputError, AttributeError):  # another config that has this name
+    except (BadInputError, AttributeError):  # another config with this name
         return None
     own = sum(parameter.numel() for parameter in module.parameters())
     return found if parameters(found) == own else None

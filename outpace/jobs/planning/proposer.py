@@ -34,8 +34,8 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import PlanTrial
 
-_COUNT = 256  # plans of a number of processes that are looked at
-# How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
+_COUNT = 256  # plans considered per number of processes
+# Uncertainty of rates that a probe's steps have corrected, as a standard deviation of logarithms.
 _CALIBRATED = math.log(1.2)
 
 
@@ -146,7 +146,7 @@ class Proposer:
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
         found = calibrate(rates, seen, _CALIBRATED if known else UNKNOWN)
-        # Of a plan that was tried again the faster trial; the fastest of all comes last.
+        # Of a repeated plan, the faster trial; the fastest of all comes last.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
         tried = sorted(fastest.values(), key=lambda one: -one.step_time_s)
@@ -181,7 +181,7 @@ def _propose(
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
     longer, own = learned.deviations.predict(plans)
-    # Of the rates only what the fastest trial does not rest on just as much.
+    # Only rates that the fastest trial does not depend on equally.
     spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
     figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
     return [

@@ -13,7 +13,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import RUN_FILE, RunDir
 
-# What says how a step is shared out among ranks; how it computes, and on what samples, stays.
+# Settings that divide a step among ranks; how it computes, and on which samples, stays.
 _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micro_batch")
 
 
@@ -33,7 +33,7 @@ def replan(
     if before == ranks.world_size or not settings.resume:
         return settings, dict(origins)
     moved = f"the run had {before} ranks and resumes with {ranks.world_size}"
-    # What the user gives now counts more than what the run was trained with last.
+    # What the user gives now takes precedence over the run's last settings.
     of_run = [name for name in _LAYOUT if origins.get(name) == RUN_FILE]
     typed = any(origins.get(name) not in (None, auto_plan.DEFAULT, RUN_FILE) for name in _LAYOUT)
     why = None

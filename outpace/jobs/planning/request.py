@@ -51,7 +51,7 @@ CALIBRATED_HINT = (
     f"{PROBE_FILE} here was written by outpace calibrate for another machine, so it is not "
     f"read. To plan for that machine, use --machine {PROBE_FILE}."
 )
-# What `--keep` may name: what the search decides, and what all of its plans have alike.
+# Names for `--keep`: what the search decides, and what all of its plans share.
 KEPT = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
     "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch",
@@ -336,7 +336,7 @@ def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | N
         )
 
 
-_FEW_LETTERS = 4  # fewer begin too many names
+_FEW_LETTERS = 4  # shorter words start too many names
 
 
 def _suggest_setting(name: str, value: str) -> str:
@@ -497,7 +497,7 @@ def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> Pla
         inside = numbers["inside"] * _inside_share(cluster)
     fabric = fabric.with_rates(inside, across)
     if "memory" in numbers:
-        # What is said is a maker's figure: of another size the driver leaves the same share.
+        # The given size is a maker's figure; assume that the driver leaves the same share of it.
         said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
         left = now / nominal if now and nominal else 1.0
         device = replace(device, memory_bytes=round(said * left), nominal_bytes=said)

@@ -39,11 +39,11 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 
-# So many samples of each case are planned for, where nothing else delays them.
+# Planned samples per case, if nothing delays them.
 _QUICK_SAMPLES, _SAMPLES = 16, 60
-# Shares of the budget; what is around them takes the rest.
+# Shares of the budget; the rest is overhead.
 _CASES, _PAIRS, _RANKS, _OVERLAP = 0.55, 0.10, 0.08, 0.12
-_TIMED = 0.9  # of a part; the rest is for looking at the values again after it
+_TIMED = 0.9  # of a part; the rest is for checking the values again
 _ALL_PAIRS = 64
 _TOP_BYTES = 4 << 30
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class _Run:
     groups: Groups
-    place: AxisPlace  # among all
+    place: AxisPlace  # among all ranks
     clock: RanksClock
     nodes: Nodes
     quick: bool
@@ -158,8 +158,8 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
     """Measure all collectives on all axes, in the same rounds."""
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
-    # Half of the time is for large arrays: the clock makes a call before each sample, and the sizes
-    # below the largest take a third of its time together.
+    # Half of the time is for large arrays: the clock makes a call before each sample, and all
+    # smaller sizes together take a third of the largest one's time.
     calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
     limits = SizeLimits(_most_bytes(run), budget_s / 2 / calls)
     sizes = QUICK_BYTES if run.quick else FULL_BYTES
@@ -192,7 +192,7 @@ def _place_on(run: _Run, axis: Axis) -> AxisPlace:
         return run.place
     timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
     own = run.place.group
-    for members in axis.groups:  # each made by every rank, in the same order
+    for members in axis.groups:  # every rank creates each, in the same order
         made = dist.new_group(list(members), timeout=timeout)
         if made is not None and run.groups.ranks.rank in members:
             own = made

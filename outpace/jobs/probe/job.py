@@ -54,7 +54,7 @@ from outpace.records.probed import ProbeRecord, ProgressDisplay, SectionName, St
 from outpace.records.ranks import Ranks
 from outpace.training.threads import set_threads
 
-# A rank that is waited for longer than this has died or hangs.
+# A rank that is silent for longer has died or hangs.
 _TIMEOUT_S = 60.0
 _DRIVER_S = 10.0
 
@@ -243,7 +243,7 @@ def _probe_started(
     for name in names:
         shown(name, 1.0)
     here.slowed.extend(probed.steadiness.throttled)
-    # What is published is added once, by the process that writes the record.
+    # Published figures are added once, by the process that writes the record.
     measured = tuple(figure for figure in probed.figures if figure.origin != "catalog")
     return ProbeSection(measured, probed.advice, (*notes, *probed.notes), probed.fits)
 

@@ -17,8 +17,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.probed import SectionName
 from outpace.records.settings import TrainSettings
 
-# Seconds for each section, quick and full: all of them, with what is around them, end within 60 s
-# and within 10 minutes.
+# Seconds per section, quick and full: all sections together end within 60 s and within 10 minutes.
 SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
     {
         "matmul": (9, 120), "memory": (4, 45), "storage": (4, 40), "loader": (7, 45),

@@ -41,7 +41,7 @@ def probe_steps(
         assert everyone is not None
         clock = RanksClock(patient_clock(device, everyone), groups.control)
         cases, notes = _cases(groups, device, quick, doing)
-        # A step is called once before it is timed, which wakes what it needs (`RanksClock`).
+        # Call a step once before timing it, to wake what it needs (`RanksClock`).
         effort = Effort(
             budget_s, rounds_of(quick), sample_s=0.0, least_rounds=2 if quick else 5,
             most_samples=1, wakes=False,
@@ -117,7 +117,7 @@ def _case(
     def threads() -> Iterator[None]:
         doing.what = f"a step of {one.name}"
         own = torch.get_num_threads()
-        if ranks == 1 and device.type == "cpu":  # a process has the cores of the others, too
+        if ranks == 1 and device.type == "cpu":  # the process has the cores of other ranks, too
             torch.set_num_threads(usable_cores())
         try:
             yield
@@ -126,7 +126,7 @@ def _case(
 
     with threads():
         steps = SyntheticSteps(one.plan, course, groups.ranks, device, groups.control)
-        steps.step()  # what is refused only then, is refused here
+        steps.step()  # may refuse only now
     key = Key(kind="step", what="time",
               of={"reference": one.name, "ranks": ranks, "device": device.type,
                   "digest": one.digest})  # fmt: skip

@@ -34,16 +34,16 @@ from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
 _LISTEN_S = 0.5
-# Several times as long, so that a rank that waits for a core is not taken for dead.
+# Factor that keeps a rank that waits for a core from being taken for dead.
 _LOOK_S = 4.0
 # Share of the time limit of collectives: ranks are queried if a step takes longer.
 _LONG = 0.8
-# Heartbeats in each time limit, and the most seconds between two.
+# Heartbeats per time limit, and the most seconds between two.
 _BEATS, _MOST_BETWEEN_S = 8, 10.0
-# After a collective has failed because of another rank, the process has this long to end by itself:
-# the time limit, but between these.
+# Seconds that a process has to end by itself after a collective failed because of another rank: the
+# time limit, within these bounds.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
-# What the kernel calls a process that does nothing any more, in words.
+# Kernel states of a process that has stopped working, in words.
 _GONE = "is gone: look at its last output, and at its host"
 _UNSEEN = "is gone, or cannot be reached: look at its last output, and at its host"
 _NOT_RUNNING = {
@@ -57,14 +57,14 @@ _FAILED = "failed by itself: "
 _OVER = (_GONE, _UNSEEN, _FAILED)
 _STORE_LOST = f"the host where all meet {_UNSEEN}"
 _ASKS = "alive/asks"
-# That a signal has ended a rank where it was, and how many ranks know of it.
+# Key that says that a signal has ended a rank, and how many ranks know it.
 _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
-# A rank that is interrupted there ends by itself in this time, or is ended.
+# Seconds in which an interrupted rank ends by itself, before it is ended.
 _INTERRUPTED_S = 4.0
-# gloo raises plain RuntimeErrors, as DDP does of what its hook raised; where a connection failed,
-# they name one of these.
+# gloo raises plain RuntimeErrors, and so does DDP for errors of its hook; for failed connections
+# they contain one of these.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
-# Parts of a message that tell the user nothing.
+# Parts of a message that mean nothing to the user.
 _SOURCE = re.compile(
     r"^(\[[^\]]*\.cc:\d+\]|Got the following error when running the callback: DistNetworkError:) "
 )
@@ -79,7 +79,7 @@ class RankLostError(OutpaceError):
     def __init__(self, message: str, is_running: bool) -> None:
         super().__init__(message)
         self.exit_code = EXIT_HANG if is_running else 1
-        self.on_all_ranks = "rank 0 on " not in message  # which would not say it itself
+        self.on_all_ranks = "rank 0 on " not in message  # rank 0 cannot report it itself
 
 
 @dataclass
@@ -93,7 +93,7 @@ class RankActivity:
     what: str = "the beginning"
     limited_s: float | None = None
     on_hang: Callable[[HangReport], None] = lambda found: None
-    number: int = 0  # of what has begun
+    number: int = 0  # number of the activity
 
     def begin(self, what: str, limited: bool = False) -> None:
         """Start a new activity."""
@@ -186,28 +186,28 @@ class _Watchdog:
     groups: Groups
     doing: RankActivity
     timeout_s: float
-    trains: int  # the thread
+    trains: int  # ID of the training thread
     deadline: ExitDeadline
     stop: StopSignal | None = None
     interrupted: bool = False
     hearing: threading.Lock = field(default_factory=threading.Lock)
     failed: str | None = None
-    look: _HangQuery | None = None  # of a wait that is not known to be over
-    answered: int = 0  # so many times all were asked how they stand
+    look: _HangQuery | None = None  # of a wait that may not be over
+    answered: int = 0  # number of answered queries
     over: threading.Event = field(default_factory=threading.Event)
-    store_silent_s: float = 0.0  # since the store answered last, while this process ran
-    seen: tuple[int, str] | None = None  # the verdict that was in the store last
-    seen_s: float = 0.0  # since it is there
+    store_silent_s: float = 0.0  # since the store's last answer, while this process ran
+    seen: tuple[int, str] | None = None  # latest verdict in the store
+    seen_s: float = 0.0  # how long it has been there
 
     def __post_init__(self) -> None:
         self.rank = self.groups.ranks.rank
         self.everyone = range(self.groups.ranks.world_size)
-        # What was written while these ranks were watched before is none of this.
+        # Ignore what was written while these ranks were watched before.
         entries = self.groups.store.add(f"alive/entries/{self.rank}", 1)
         self.store = PrefixStore(f"watch-{entries}", self.groups.store)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
         self.store.set(f"alive/who/{self.rank}", json.dumps(who))
-        # NCCL's watchdog ends a process at the limit, without asking who is to blame.
+        # NCCL's watchdog ends a process at the limit without finding the culprit.
         self.ends_silently = "nccl" in str(dist.get_backend_config())
         self.beats = _Heartbeats(self.rank, len(self.everyone), self.timeout_s)
         self.threads = [
@@ -222,13 +222,13 @@ class _Watchdog:
     def close(self) -> None:
         self.over.set()
         for thread in self.threads:
-            thread.join(_LOOK_S)  # or it waits for a host that is cut off
+            thread.join(_LOOK_S)  # unless it waits for a host that is cut off
 
     def _run(self) -> None:
         """Answer queries, and query all ranks if a step takes long or a rank is silent."""
         store: Any = self.store.clone()  # type: ignore[attr-defined]  # torch's stub
         verdicts = HangVerdicts(store)
-        with suppress(RuntimeError):  # without the store's rank, those that wait find out
+        with suppress(RuntimeError):  # without the store's rank, waiting ranks find out themselves
             while not self.over.wait(_LISTEN_S):
                 if self.look is not None:
                     self._follow(self.look, verdicts)
@@ -248,7 +248,7 @@ class _Watchdog:
 
     def _watch_store(self) -> None:
         """End this process if the store does not answer, since a thread that asks it waits."""
-        limit_s = self.timeout_s + 2 * _LOOK_S  # what takes that long in `_run` is looking around
+        limit_s = self.timeout_s + 2 * _LOOK_S  # only a query takes that long in `_run`
         while not self.over.wait(_LISTEN_S):
             self.store_silent_s += _LISTEN_S  # counted, since this process may have been stopped
             if self.store_silent_s > limit_s:
@@ -258,14 +258,14 @@ class _Watchdog:
     def _look_for_lost(self, store: Any) -> None:
         """End the job if a rank is stopped, gone or cut off."""
         verdict = self._look_around(store, doubtful=True, final=True)
-        if verdict is None:  # it was too busy for its heartbeat
+        if verdict is None:  # too busy for its heartbeat
             self.beats.reset()
         else:
             self._end(verdict)
 
     def _look_at_wait(self, store: Any) -> None:
         """Query all ranks before the time limit ends this one, possibly without a message."""
-        self.doing.limited_s = None  # once
+        self.doing.limited_s = None  # only once
         number, position = self.doing.number, find_position(self.trains)
         verdict = self._look_around(store, doubtful=False, final=False)
         if verdict is not None:
@@ -392,11 +392,11 @@ class _Watchdog:
         (verdict,) = found
         if verdict is None:
             return None
-        # Where all fail by themselves, none does because of another.
+        # If all fail by themselves, none fails because of another.
         if not lost and (_FAILED in verdict.sentence or self.rank in verdict.blamed):
             return None
         if self.rank == 0:
-            time.sleep(_LOOK_S)  # it may have the store, which others still ask
+            time.sleep(_LOOK_S)  # it may hold the store, which others still query
         return verdict.sentence
 
     def report_failure(self, error: str) -> None:
@@ -431,12 +431,12 @@ class _Watchdog:
             return known
         guilty = [one for one in found if _is_lost(one)]
         if not guilty and not doubtful:
-            # All are there, and what a verdict is about is still waited for.
+            # All ranks are there, and still wait for the subject of the verdict.
             settled = None if known is None else verdicts.finalize(known)
             if settled is not None:
                 return settled
             guilty = find_culprits(found)
-        # An error that may be a rank's own is another's fault only where that one is gone.
+        # An error that may be this rank's own is only attributed to a rank that is gone.
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
         verdict = HangVerdict(
@@ -449,7 +449,7 @@ class _Watchdog:
         standing = verdicts.write(verdict, unless=stands)
         if standing == verdict:
             when = datetime.now(UTC).isoformat(timespec="seconds")
-            with suppress(Exception):  # how all stand is worth less than an end in order
+            with suppress(Exception):  # an orderly end matters more than the states of all ranks
                 report = HangReport(sentence=verdict.sentence, when=when, ranks=tuple(found))
                 self.doing.on_hang(report)
         return standing
@@ -581,7 +581,7 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
         if any(number < most[group] for group, number in its.items())
     ]
     if behind and len(behind) < len(found):
-        # One that waits in another group may do so for one of those that work.
+        # A rank that waits in another group may wait for one that works.
         return [one for one in behind if one.state == "works"] or behind
     working = [one for one in found if one.state == "works"]
     return working if len(working) < len(found) else []

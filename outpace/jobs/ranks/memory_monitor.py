@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outpace.probing.hardware.process_memory import give_back_free
 
-# Allocating at 3 GB/s, a step of training takes some 60 MB between two looks.
+# At an allocation rate of 3 GB/s, a training step takes about 60 MB between two checks.
 POLL_S = 0.02
 _JOIN_S = 5.0
 

@@ -27,11 +27,11 @@ from outpace.records.errors import EXIT_OUT_OF_MEMORY, OutOfMemoryError, Outpace
 from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
 
-# The thread that trains has so long to come back to Python; then the process is ended for it.
+# Seconds for the training thread to return to Python before the process is ended.
 GRACE_S = 5.0
-# From the shortage to the end of every rank at the latest, exchanges and predictions included.
+# Most seconds from the shortage to the end of every rank, including communication and predictions.
 END_S = 120.0
-_HEAR_EVERY = 10  # looks at memory for each look at the store
+_HEAR_EVERY = 10  # checks of memory per check of the store
 _SHORT, _ANSWER, _HEARD = "memory/short", "memory/answer", "memory/heard"
 _SHORT_ON_HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _MIB = 1 << 20
@@ -130,7 +130,7 @@ class Guard:
                 shortage = self._read_shortage()  # a collective fails when another rank ends
             if shortage is None:
                 return
-        traceback.clear_frames(trace)  # activations of the step that failed
+        traceback.clear_frames(trace)  # frees activations of the failed step
         give_back_free()
         raise OutOfMemoryError(self._message(shortage)) from None
 
@@ -164,7 +164,7 @@ class Guard:
             fragmentation_advice(used, reserved, expandable_segments(self._device)),
         )
 
-    # What follows runs in the thread that looks, or in both.
+    # The following runs in the monitoring thread, or in both.
 
     def _look(self) -> bool:
         """Check once; return True if the end of this process is being handled."""
@@ -215,7 +215,7 @@ class Guard:
             message = self._answered
         if message is None:
             message = f"out of memory: {shortage.sentence}" if pressed else self._message(shortage)
-        with suppress(Exception):  # it has to end, whatever state the run is in
+        with suppress(Exception):  # must end in any state
             self.tidy(message)
         end(message, EXIT_OUT_OF_MEMORY)
 
@@ -223,7 +223,7 @@ class Guard:
         """Return the job's first shortage: this one, or one that another rank reported before."""
         if self._store is None:
             return shortage
-        with suppress(Exception):  # a store that is gone has nobody left to tell
+        with suppress(Exception):  # without a store there is nobody to tell
             told = self._other_end().compare_set(_SHORT, "", json.dumps(asdict(shortage)))
             return _parse_shortage(told)
         return shortage
@@ -259,7 +259,7 @@ class Guard:
     def _make_message(self, shortage: Shortage) -> str:
         try:
             message = self.answer(shortage)
-        except Exception as error:  # the answer is worth less than an end in order
+        except Exception as error:  # an orderly end matters more than the answer
             message = f"{shortage.sentence} (no proposals: {error})"
         if self._store is not None:
             with suppress(Exception):

@@ -28,10 +28,10 @@ from outpace.records.ranks import Ranks
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(hours=6)
-# torch's own limits come first, where it heeds them.
+# torch's limits apply first, where it observes them.
 _MARGIN_S = 10.0
 _LOOK_AGAIN_S = 0.1
-_MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # of torch's store, about a key of it
+_MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store about a missing key
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _join(
             f"--backend mpi: MPI says rank {found.rank} of {found.world_size}, the environment "
             f"{ranks.rank} of {ranks.world_size}. Start all processes with one mpirun."
         )
-    # MPI has no store, and torch keeps an empty one in its place; the gloo groups need this one.
+    # With MPI, torch's store is an empty placeholder; the gloo groups need this one.
     everyone = dist.group.WORLD
     _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
 
@@ -164,8 +164,8 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
 
     def connect() -> Store:
         if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # Where the port is taken: by these ranks' own groups from before, which torch shares,
-            # or by another, as torch says.
+            # If the port is in use: by these ranks' earlier groups, which torch shares, or by
+            # another process, as torch reports.
             with suppress(OSError):
                 bound = listen(host, port, apart)
                 if bound is not None:
@@ -219,7 +219,7 @@ def _in_time(
     until_s = time.monotonic() + max(timeout.total_seconds() - waited_s, 0.0) + _MARGIN_S
     while thread.is_alive() and time.monotonic() < until_s:
         thread.join(_LOOK_AGAIN_S)
-    if errors and isinstance(errors[0], RuntimeError):  # of gloo, and torch's DistError
+    if errors and isinstance(errors[0], RuntimeError):  # gloo's, or torch's DistError
         raise _not_met(errors[0], ranks, timeout) from None
     if errors:
         raise errors[0]
@@ -242,7 +242,7 @@ def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
     missing = _MISSING_RANK.search(why)
     if missing is not None:
         why = f"rank {missing[1]} did not come"
-    elif "Ping failed" in why:  # torch's own words give bytes as numbers
+    elif "Ping failed" in why:  # torch's message lists bytes as numbers
         why = "what listens there is another program"
     return OutpaceError(
         f"rank {ranks.rank} does not find the others at {host}, port {port} within "

@@ -16,9 +16,9 @@ import psutil
 from outpace.nn.torch_versions import flight_recorder_dumps
 from outpace.records.hang_report import CollectiveEvent, RankSnapshot
 
-_LAST = 20  # collectives that are kept
-_OPEN = "started"  # gloo's stay "scheduled", also when they are over
-# Where a thread is that waits for other ranks, or lets autograd do so.
+_LAST = 20  # latest collectives to keep
+_OPEN = "started"  # gloo's stay "scheduled" even when finished
+# Places where a thread waits for other ranks, or for autograd that does.
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/training/step.py")
 
 Position = tuple[FrameType | None, int, dict[str, int]]

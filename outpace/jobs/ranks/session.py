@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from outpace.records.ranks import Ranks
 
-# Between two looks for ranks that come; longer and longer while none does.
+# Pause between two checks for arriving ranks; it grows while none arrives.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -44,7 +44,7 @@ def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
 
 def _publish_session(store: Store, name: str, world_size: int, timeout_s: float) -> None:
     """Send the session's name to whoever shows a token, until all ranks have joined."""
-    seen, waiting = 0, set[int]()  # numbers of tokens; a rank counts first, and shows its own then
+    seen, waiting = 0, set[int]()  # token numbers; a rank first counts, then shows its own
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
     while store.add(f"joined/{name}", 0) < world_size - 1:
         count = store.add("tokens", 0)

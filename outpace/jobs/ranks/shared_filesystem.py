@@ -14,7 +14,7 @@ from outpace.jobs.ranks.process_groups import Groups
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.training.run_dir import TOKEN_PREFIX
 
-_LOOKS, _LOOK_AGAIN_S = 20, 0.5  # a network file system may show a file a little later
+_LOOKS, _LOOK_AGAIN_S = 20, 0.5  # network file systems may show a file with a delay
 
 
 def require_shared(groups: Groups, folder: Path) -> None:

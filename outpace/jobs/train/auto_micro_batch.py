@@ -29,12 +29,13 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 
-# The second step is the first with optimizer state from its beginning.
+# The second step is the first that starts with optimizer state.
 TRIAL_STEPS = 2
-# A long run needs a little more than a short one, as free memory falls to pieces.
+# A long run needs slightly more than a short one, because of fragmentation.
 OF_LIMIT = 0.95
 
-# Does two steps with these settings on a port of rank 0's host; the child's exit code and words.
+# Runs two steps with these settings on a port of rank 0's host; returns the child's exit code and
+# output.
 Try = Callable[[TrainSettings, int], tuple[int, str]]
 
 
@@ -120,7 +121,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
             "epochs": None,
             "warmup": None,
             "powersgd_start": POWERSGD_LEAST_START if powersgd else None,
-            "padding": None if settings.task == "pretrain" else "fixed",  # the longest to come
+            "padding": None if settings.task == "pretrain" else "fixed",  # the longest samples
             "eval_every": 0,
             "eval_batches": 1,
             "save_every": 0,
@@ -140,7 +141,7 @@ def trier(environ: Mapping[str, str]) -> Try:
     of_srun = slurm_env.variables(environ).get("MASTER_ADDR")
 
     def attempt(settings: TrainSettings, port: int) -> tuple[int, str]:
-        # On the run's own disk: the system's temporary files may be memory.
+        # On the run's disk, since the system's temporary files may be in memory.
         beside = settings.offload_dir or (settings.out or Path("runs") / "trial").parent
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=beside) as folder:

@@ -93,7 +93,7 @@ class PreparedRun:
     comm_stats: CommStats | None
     stragglers: Stragglers
     began_s: float
-    compiled_s: float  # in the compiler, by this process before
+    compiled_s: float  # spent in the compiler earlier in this process
 
     def run(self) -> Measurement:
         """Train to the end and summarise."""
@@ -121,8 +121,8 @@ class PreparedRun:
             seen |= self.comm_stats.figures()
         if self.looker is not None:
             self.looker.finish()
-        # A rank that has passed this may be ended by a signal, and ends the others: all have saved
-        # by then, and say so.
+        # After this, a signal may end a rank, which ends the others: all have saved by then, and
+        # say so.
         self.loop.stop.message = self._interruption_message
         self.job.groups.wait_for_all()
         return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))
@@ -193,7 +193,7 @@ def assemble(
     objective = build_objective(job.inputs, settings, plan, mixed.dtype, device)
     _choose_kernels(job, objective, stack)
     if own and mixed.keeps_masters and plan.world_size > 1:
-        make_equal(objective)  # or the masters would be each rank's own
+        make_equal(objective)  # otherwise each rank would have other masters
     whole_values = lower_weights(objective, mixed)
     parameters, trained = parameter_counts(objective.model)
     record = run_record(job, threads, parameters)
@@ -260,7 +260,7 @@ def assemble(
         total_steps=job.total_steps,
         start_step=start_step,
         device=device,
-        # Unknown code may leave large tensors in cycles, which only a collection frees.
+        # Custom code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
         begin_activity=job.doing.begin,
         check_first_batch=_make_first_check(first, layout, stepper, device, start_step),
@@ -275,7 +275,7 @@ def assemble(
     comm_stats = CommStats(job, start_step) if settings.measure_only else None
     if looker is not None:
         looker.follow(stepper, layout, optimizer, start_step)
-        loop.step_context = looker.step_context  # what is counted then would be looked at, too
+        loop.step_context = looker.step_context  # otherwise it would see the counter's memory
     elif comm_stats is not None:
         loop.step_context = comm_stats.step_context
     stragglers = Stragglers(job, recording)
@@ -297,7 +297,7 @@ def _lay_out(
             require_plain(own.module)
         synchronise_statistics(own, plan)
         if job.settings.check != "off" and plan.world_size == 1:
-            # Where nothing is saved there is nothing to be told.
+            # Nothing is saved, so there is nothing to report.
             first = None if job.settings.measure_only else StateCheck(plan, say, by_command=True)
         elif job.settings.check != "off":
             first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
@@ -406,7 +406,7 @@ def _discard_unbegun(job: Job) -> None:
 def _end_early(job: Job, reason: str) -> None:
     """Write down why a run ends, for readers of its folder."""
     if job.ranks.rank == 0:
-        with suppress(OSError):  # a full disk may be the reason
+        with suppress(OSError):  # the disk may be full
             saved = whole_checkpoints(job.run_dir.checkpoints)
             job.run_dir.end_early(reason, step_of(saved[0]) if saved else None)
 
@@ -459,7 +459,7 @@ def _require_known_targets(job: Job) -> None:
 
 
 def _checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
-    own = job.inputs.custom_model is not None  # whose forward may change what it likes
+    own = job.inputs.custom_model is not None  # its forward may change any state
     return Checkpointer(
         job.run_dir.checkpoints,
         job.settings.keep,

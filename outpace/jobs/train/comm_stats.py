@@ -44,14 +44,14 @@ class CommStats:
         if step != self._warm or not self._can_count:
             yield
             return
-        # A backward on CUDA has a thread of its own, which a count does not see.
+        # On CUDA, backward runs in a separate thread, which the counter does not see.
         with CollectiveCounter() as wire, torch.autograd.set_multithreading_enabled(False):
             yield
         self._sent_bytes = wire.tally.bytes
 
     def after_step(self, step: int) -> None:
         """Read the clocks after a step of the run."""
-        # The main thread of a run on an accelerator launches work, and does none.
+        # On an accelerator, the main thread only launches work.
         if self._job.device.type != "cpu" or step not in (self._warm, self._job.total_steps):
             return
         now = time.perf_counter(), thread_busy_s()

@@ -17,15 +17,16 @@ from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
 from outpace.training.run_dir import RunDir
 
-# Of one H200 (torch 2.11, 16 cores, nothing cached; 2026-11-27): GPT-2 by block was built, compiled
-# and trained for 30 steps in 6.8 s, of which compiling was some 4. As wholes Llama-3.2-1B's 16
-# layers took some 49 s and GPT-2's 12 some 24 (1.7 s a layer), in runs of 58 and 29 s.
+# On one H200 (torch 2.11, 16 cores, empty caches; 2026-11-27): GPT-2 was built, compiled block by
+# block and trained for 30 steps in 6.8 s, of which compiling took about 4 s. Compiled as a whole,
+# Llama-3.2-1B's 16 layers took about 49 s and GPT-2's 12 about 24 s (1.7 s per layer), in runs of
+# 58 and 29 s.
 _COMPILER_S = 4.0
 _LAYER_S = 2.8
-# Of a model that the planner does not know: compiling pays back within so many steps if it takes
-# 20 s and saves 20 ms a step, where GPT-2 (16 x 1,024) saved 29 on that H200.
+# For models unknown to the planner: compiling pays off after this many steps if it takes 20 s and
+# saves 20 ms per step; GPT-2 (16 x 1,024) saved 29 ms on that H200.
 _UNKNOWN_STEPS = 1000
-# Of a step at least: Llama-3.2-1B by block there, 177.7 to 155.7 ms.
+# Least share of a step that it saves: Llama-3.2-1B by block there, 177.7 to 155.7 ms.
 _SAVED_SHARE = 0.12
 
 

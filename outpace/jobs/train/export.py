@@ -99,7 +99,7 @@ def _export(job: Job, model: nn.Module) -> None:
         if job.plan.lora_rank is not None:
             write_adapter(directory, model, job.plan, _base_weights(job), save)
             return
-        dtype = model.head_weight.dtype  # 16 bits are not made more of
+        dtype = model.head_weight.dtype  # 16-bit weights stay so
         write_model(
             directory, model.spec, model.state_dict(), save, dtype, origin=origin,
             stop_ids=_stop_ids(job),

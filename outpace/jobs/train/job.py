@@ -73,7 +73,7 @@ def train(settings: TrainSettings, context: RunContext) -> Measurement:
 def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
     """Do a few steps and save, as `train` would, in a separate folder. Raises the same errors."""
     with prepare_run(settings, RunContext(ranks, end=end, foresee=False)) as ready:
-        assert settings.steps == TRIAL_STEPS  # after the last of them it saves
+        assert settings.steps == TRIAL_STEPS  # saves after the last of them
         ready.loop.run()
 
 
@@ -94,7 +94,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             settings, ranks, context.origins, partial(notify, heard, "on_hint")
         )
         if settings.device in ("auto", "cuda"):
-            grow_segments(os.environ)  # before anything is on the device
+            grow_segments(os.environ)  # before the first tensor on the device
         device = resolve_device(settings, ranks)
         stack.enter_context(deterministic_kernels(settings.deterministic, device, os.environ))
         backend = resolve_backend(settings.backend, device)
@@ -139,7 +139,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             tracer = Tracer()
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
-            # A trace's head is over the vocabulary.
+            # A trace has a head over the vocabulary.
             account = tracer if context.foresee and inputs.is_transformer else None
             with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
                 fitting = MemoryFit(
@@ -178,12 +178,12 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             groups.run_on_rank_0(answer.check_fit)
             looker = None
             if settings.memory:
-                # For who asks for it: a trace is 30 MiB of code.
+                # Loaded on request: a trace is 30 MiB of code.
                 from outpace.jobs.train.memory_report import Looker
 
                 notify(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
-            tracer.close()  # its memory is for training now
+            tracer.close()  # frees memory for training
             ready = assemble(job, threads, stop, stack, guard, answer, looker, began_s)
             if ahead is not None:
                 ahead.end()
@@ -221,7 +221,7 @@ def _with_compile(
     """Return the plan with `compile` as requested, else enabled if it pays off within the run."""
     if settings.compile is not None or not plan.compile:
         return plan
-    # The planner is loaded where it is asked.
+    # The planner is loaded only if it is asked.
     from outpace.jobs.train.compile_decision import decide
 
     layers = None if spec is None else spec.layers
@@ -273,8 +273,8 @@ def _require_same(
             "tokenizer": inputs.tokenizer.fingerprint if inputs.tokenizer else None,
             "training data": inputs.train_fingerprint,
             "validation data": inputs.eval_fingerprint,
-            # A user's own data sets have no fingerprint, and the order of samples is over all of
-            # them; `check_samples` compares some of their contents.
+            # A user's data sets have no fingerprint, and the order of samples spans all of them;
+            # `check_samples` compares some of their contents.
             "number of training samples": len(inputs.train_data),
             "number of validation samples": None
             if inputs.eval_data is None

@@ -28,7 +28,7 @@ from outpace.training.callbacks import notify
 from outpace.training.step import Batch, Stepper
 
 MEMORY_FILE = "memory.json"
-# The first has no optimizer state to begin with, the second may still make buffers.
+# The first step starts without optimizer state; the second may still create buffers.
 _SETTLED = 3
 _LOOK_EVERY_S = 0.02
 
@@ -57,12 +57,12 @@ class Looker:
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
         """Trace the allocations of one step; a context around each step of the run."""
-        # Compiled code calls no operators that could be traced.
+        # Compiled code has no operators to trace.
         if step != self._step or self._job.plan.compile:
             yield
             return
         watch = AllocationTracer()
-        # A backward on CUDA has a thread of its own, which a watch does not see.
+        # On CUDA, backward runs in a separate thread, which the tracer does not see.
         with watch, torch.autograd.set_multithreading_enabled(False):
             named = self._layout.named_parameters()
             watch.register(self._layout.model, (parameter for _, parameter in named))

@@ -20,7 +20,7 @@ from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
 
-# Takes some steps by a plan on so many samples each; raises torch.OutOfMemoryError.
+# Runs some steps of a plan with this many samples each; raises torch.OutOfMemoryError.
 Steps = Callable[[Plan, int], None]
 
 
@@ -75,7 +75,7 @@ def find_on_device(
         passes = min(2, sized.accumulation(settings.global_batch))
         eager = sized.model_copy(update={"compile": False})
         fits = _fits(take, eager, sized.samples_per_pass * passes)
-        # What failed is held by nothing now, but for cycles and the allocator's cache.
+        # Only cycles and the allocator's cache still hold the failed trial's memory.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from outpace.training.callbacks import notify
 from outpace.training.memory_anatomy import holders
 
 _LARGEST = 4
-PYTHON = "python"  # the origin of settings that come from outpace.train
+PYTHON = "python"  # origin of settings given to outpace.train
 
 
 class OomMessage:

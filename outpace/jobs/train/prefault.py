@@ -18,7 +18,7 @@ from outpace.records.settings import TrainSettings
 from outpace.training.heap import PagePrefaulter
 
 _FP32_BYTES = 4
-# Of their size: themselves, gradients and AdamW's two moments; and what bf16's products read.
+# Memory per parameter: weights, gradients and AdamW's two moments; and bf16 operands.
 _OF_WEIGHTS, _OF_CASTS = 4, 0.5
 _OF_FREE = 0.5
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
@@ -34,7 +34,7 @@ def prefault_memory(
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
     needed, free = needed_bytes(settings), free_bytes()
-    if needed == 0 or needed > free:  # it will be refused, which says what to do
+    if needed == 0 or needed > free:  # training will refuse it with advice
         return None
     return PagePrefaulter(min(needed, int(_OF_FREE * free)), environment).start()
 
@@ -53,9 +53,9 @@ def needed_bytes(settings: TrainSettings) -> int:
         settings.lora_rank is not None,
         {settings.offload, settings.offload_parameters, settings.offload_optimizer}
         - {None, "none"},
-        settings.memory_limit is not None,  # memory that nobody uses counts, too
-        settings.micro_batch == "auto",  # trials are processes that need it
-        settings.workers > 0,  # a process that is forked keeps what was touched, and it is copied
+        settings.memory_limit is not None,  # unused memory counts towards it, too
+        settings.micro_batch == "auto",  # trials are processes that need the memory
+        settings.workers > 0,  # forks share what was touched, and then copy it
         settings.memory,
         settings.empty_cache,
     )
@@ -69,7 +69,7 @@ def _weights_bytes(reference: str) -> int:
     name = reference if Path(reference).exists() else named_model(reference)
     if name in PRESETS:
         return _FP32_BYTES * parameter_count(PRESETS[name].spec)
-    # Whoever opens the model says what is wrong with it.
+    # Opening the model reports what is wrong with it.
     with suppress(OSError):
         single = Path(reference) / "model.safetensors"
         files = [single] if single.is_file() else Path(reference).glob("model-*.safetensors")

@@ -96,7 +96,7 @@ def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
     if saved is not None:
         return f"there was one of step {saved}"
     every, done = earlier.settings.save_every, history.steps.last_step
-    # The second save waits until the first is on the disk.
+    # The second save waits until the first is on disk.
     if every and not earlier.settings.measure_only and done > 2 * every:
         return f"{done} steps were done, and one was saved every {every}"
     return None

@@ -35,17 +35,19 @@ from outpace.training.run_dir import RUN_FILE, RunDir
 from outpace.training.run_lock import lock_run
 from outpace.training.schedule import learning_rate, warmup_steps
 
-# What may be another when a run is resumed, and changes what it learns, or is evaluated on.
+# Settings that may change on resume, and that change what it learns or is evaluated on.
 _MAY_CHANGE = (
     "lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay", "eval_batches",
 )  # fmt: skip
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
-_LARGE_RATE = 0.1  # of AdamW and its kind, whose steps are of about that size
-# Fewer move weights of a model of any size too little, at a twentieth of the rate they had.
+_LARGE_RATE = 0.1  # for AdamW and similar, whose steps have about that size
+# With fewer steps, weights of a model of any size hardly move, at a twentieth of their earlier
+# rate.
 _FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
 _TOY_PARAMETERS = 1_000_000
-_DEV = Path("/dev")  # where NVIDIA's driver has a file for each GPU
-# Up to so many passes repeated data is about as good as new (Muennighoff et al., arXiv 2305.16264).
+_DEV = Path("/dev")  # NVIDIA's driver has a file per GPU there
+# Up to this many passes, repeated data is about as good as new (Muennighoff et al., arXiv
+# 2305.16264).
 _USEFUL_PASSES = 4
 
 
@@ -61,8 +63,8 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
         job.run_dir.begin(record)
         stack.enter_context(lock_run(job.run_dir.path, 0.0))
         return record
-    job.run_dir.require_run()  # before anything is opened: no link leads out; the record may change
-    # Within this limit ranks notice that others are gone, as those before a restart may have to.
+    job.run_dir.require_run()  # before opening anything: no link leads out; the record may change
+    # Within this limit, ranks notice that others are gone; those before a restart may have to.
     stack.enter_context(
         lock_run(
             job.run_dir.path, job.settings.comm_timeout_s,
@@ -207,7 +209,7 @@ def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
 def _computation(job: Job, parameters: int) -> list[str]:
     """Return hints on sizes and precisions that would be faster on this device."""
     hints = []
-    if job.device.type != "cpu":  # whose products want no such sizes
+    if job.device.type != "cpu":  # other products need no such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
     hints += float8_hints(job.plan) + _unused_gpus(job)
     slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"

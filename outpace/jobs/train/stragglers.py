@@ -21,7 +21,7 @@ from outpace.training.step import RankReports
 # The median of so many steps is a look; so many looks are judged at once, and then forgotten. Who
 # was slow twice running is named: chance alone would name somebody in a long run.
 _STEPS, _LOOKS = 5, 8
-_MORE_CORES = 0.25  # of other programs than elsewhere
+_MORE_CORES = 0.25  # more cores used by other programs than elsewhere
 _SLOWER_CLOCK = 0.93
 
 
