@@ -83,17 +83,11 @@ def _parser() -> Parser:
 
     parser = Parser("accuracy", _ABOUT, _EPILOG, usage="--like plan.json [options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("--like", type=Path, required=True, metavar="FILE", help="a plan")
-    add(
-        "--model",
-        default=None,
-        metavar="MODEL",
-        help="model that the plan trains, to compare sizes",
-    )
-    add("--machine", default=None, metavar="NAME", help="machine of the catalog, to compare chips")
-    add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
-        help="trainer to compare with (default: outpace)")  # fmt: skip
-    add("--count", type=number_type(int, 1, _MOST_CASES), default=5, metavar="N",
-        help="number of steps to list (default: 5)")  # fmt: skip
+    add = parser.option
+    add("--like", "FILE", Path, "a plan", required=True)
+    add("--model", "MODEL", str, "model that the plan trains, to compare sizes")
+    add("--machine", "NAME", str, "machine of the catalog, to compare chips")
+    add("--trainer", "NAME", str, "trainer to compare with (default: outpace)", choices=TRAINERS)
+    add("--count", "N", number_type(int, 1, _MOST_CASES),
+        "number of steps to list (default: 5)", default=5)  # fmt: skip
     return parser

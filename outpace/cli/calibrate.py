@@ -119,17 +119,9 @@ def _parser() -> Parser:
     parser = Parser("calibrate", _ABOUT, _EPILOG, usage=usage)
     parser.add_json()
     add_question(parser, of="the log's, else ")
-    add = parser.arguments.add_argument
-    add("logs", nargs="+", type=Path, metavar="LOG", help="a log, or the folder of a run")
-    add(
-        "--plan",
-        type=Path,
-        default=None,
-        metavar="plan.json",
-        help="the run's layout, as a file that outpace plan wrote",
-    )
-    add("--layout", default=None, metavar="NAME=VALUE,...",
-        help="settings of the layout that the log does not have")  # fmt: skip
-    add("--out", dest="out_file", type=output_file, default=None, metavar="FILE",
-        help="where to write the corrected machine")  # fmt: skip
+    add = parser.option
+    add("logs", "LOG", Path, "a log, or the folder of a run", nargs="+")
+    add("--plan", "plan.json", Path, "the run's layout, as a file that outpace plan wrote")
+    add("--layout", "NAME=VALUE,...", str, "settings of the layout that the log does not have")
+    add("--out", "FILE", output_file, "where to write the corrected machine", dest="out_file")
     return parser

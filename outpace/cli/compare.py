@@ -105,9 +105,7 @@ def _answer(
 def _run_arms(
     arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
-    """Run the arms; return the comparison, its folder, and the comparison that it repeats, if
-    any.
-    """
+    """Run the arms; return the comparison, its folder, and what it repeats, if anything."""
     from outpace.experiment.facts import compare_with_stored
 
     values, stored = _read_request(arguments)
@@ -128,9 +126,7 @@ def _run_arms(
 
 
 def _settings(experiment: Experiment) -> list[TrainSettings]:
-    """Return each training arm's settings. Raises BadInputError for settings that no arm can run
-    with.
-    """
+    """Return each training arm's settings. Raises BadInputError if no arm can run with them."""
     from outpace.experiment import arms
 
     if experiment.metric is not None:  # arms are commands
@@ -227,9 +223,7 @@ def _say(sentence: str) -> None:
 def _rounds(
     experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
 ) -> tuple["ComparisonEnd", BaseException | None]:
-    """Run the rounds, writing each outcome at once; also return the interruption, if there was
-    one.
-    """
+    """Run the rounds, writing each outcome at once; also return an interruption."""
     from outpace.experiment.compare import ComparisonEnd, compare
 
     seen = list(before)
@@ -310,9 +304,7 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
 
 
 def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
-    """Refuse to run commands from a file, which anyone may have written, unless the user allows
-    it.
-    """
+    """Refuse to run commands from a file, which anyone may have written, unless users allow it."""
     for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
         require_named(str(settings.get("model", "")), path)
     asked = _code_of(experiment)
@@ -325,9 +317,7 @@ def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
 
 
 def _code_of(experiment: Experiment) -> list[str]:
-    """Return the commands, and the environment variables, since both can make a program do
-    anything.
-    """
+    """Return commands and environment variables, which both can make a program do anything."""
     found = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
@@ -377,35 +367,26 @@ def _load_progress(
 def _parser() -> Parser:
     parser = Parser("compare", _ABOUT, _EPILOG, usage="ARM ARM … [options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("arm", nargs="*", default=[], metavar="ARM",
-        help="what to compare; finished runs are compared as they are")  # fmt: skip
-    add("--command", action="append", default=[], metavar="CMD",
-        help="a command of yours as an arm; may be repeated")  # fmt: skip
-    add("--metric", default=None, metavar="REGEX",
-        help=
-            "regular expression that finds the figure in a command's output, with one group "
-            "around the number"
-        )  # fmt: skip
-    add("--rounds", type=number_type(int, 1), default=None, metavar="N",
-        help="maximum number of rounds (default: 40)")  # fmt: skip
-    add("--budget", type=duration_type(1), default=None, metavar="TIME",
-        help="start no round after this time: 90, 10m, 1h (default: 600 s)")  # fmt: skip
-    add("--within", type=number_type(float, 0.0001, 1), default=None, metavar="X",
-        help=
-            "treat arms as equal if they differ by less than this share (default: 0.015)"
-        )  # fmt: skip
-    add("--price", type=number_type(float, 0), default=None, metavar="X",
-        help=
-            "price of a device (on a CPU: of the host) per hour, to show the cost per million "
-            "tokens"
-        )  # fmt: skip
-    add("--trusted", action="store_true", default=False,
-        help=
-            "run the commands and set the variables of a comparison.json; only use it with a "
-            "file that you trust"
-        )  # fmt: skip
-    add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
-        help="folders of finished runs to compare")  # fmt: skip
+    add = parser.option
+    add("arm", "ARM", str,
+        "what to compare; finished runs are compared as they are", default=[], nargs="*"
+    )  # fmt: skip
+    add("--command", "CMD", str,
+        "a command of yours as an arm; may be repeated", default=[], action="append")  # fmt: skip
+    add("--metric", "REGEX", str,
+        "regular expression that finds the figure in a command's output, with one group around the "
+        "number")  # fmt: skip
+    add("--rounds", "N", number_type(int, 1), "maximum number of rounds (default: 40)")
+    add("--budget", "TIME", duration_type(1),
+        "start no round after this time: 90, 10m, 1h (default: 600 s)")  # fmt: skip
+    add("--within", "X", number_type(float, 0.0001, 1),
+        "treat arms as equal if they differ by less than this share (default: 0.015)")  # fmt: skip
+    add("--price", "X", number_type(float, 0),
+        "price of a device (on a CPU: of the host) per hour, to show the cost per million tokens"
+    )  # fmt: skip
+    parser.switch("--trusted",
+        "run the commands and set the variables of a comparison.json; only use it with a file that "
+        "you trust")  # fmt: skip
+    add("--runs", "RUN", Path, "folders of finished runs to compare", default=[], nargs="*")
     options.add_settings(parser, _TEXTS)
     return parser

@@ -56,22 +56,10 @@ def _of_run(arguments: Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser("doctor", _ABOUT, _EPILOG)
     parser.add_json()
-    add = parser.arguments.add_argument
-    add(
-        "--strict", action="store_true", default=False, help="exit with code 1 if anything is found"
-    )
-    add(
-        "--run",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="examine this run instead of the host: what limited its speed, and what to do",
-    )
-    add(
-        "--timeout",
-        type=number_type(float, 0.1, LONGEST_S),
-        default=20.0,
-        metavar="SECONDS",
-        help="seconds to wait for each answer of the driver (default: 20)",
-    )
+    add = parser.option
+    parser.switch("--strict", "exit with code 1 if anything is found")
+    add("--run", "DIR", Path,
+        "examine this run instead of the host: what limited its speed, and what to do")  # fmt: skip
+    add("--timeout", "SECONDS", number_type(float, 0.1, LONGEST_S),
+        "seconds to wait for each answer of the driver (default: 20)", default=20.0)  # fmt: skip
     return parser

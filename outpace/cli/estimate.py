@@ -72,14 +72,9 @@ def _parser() -> Parser:
     parser = Parser("estimate", _ABOUT, _EPILOG, usage=usage, elsewhere=ADAPTER_OPTIONS)
     parser.add_json()
     add_question(parser, of="the plan's, else ")
-    add = parser.arguments.add_argument
-    add(
-        "--plan",
-        type=Path,
-        required=True,
-        metavar="plan.json",
-        help="the plan, a file that --out wrote",
-    )
-    add("--depth", choices=("estimate", "trace"), default="estimate", metavar="DEPTH",
-        help="how to estimate: estimate (default) or trace")  # fmt: skip
+    add = parser.option
+    add("--plan", "plan.json", Path, "the plan, a file that --out wrote", required=True)
+    add("--depth", "DEPTH", str,
+        "how to estimate: estimate (default) or trace",
+        default="estimate", choices=("estimate", "trace"))  # fmt: skip
     return parser

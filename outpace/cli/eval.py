@@ -47,37 +47,19 @@ def _parser() -> Parser:
         "Measure the loss and perplexity of a run, a model or an adapter on held-out data.",
     )
     parser.add_json()
-    add = parser.arguments.add_argument
+    add = parser.option
     add_model(parser)
-    add("--task", choices=get_args(Task), default=None, metavar="NAME",
-        help=f"{', '.join(get_args(Task))} (default: the run's task, or chat if --data holds "
-             "conversations)")  # fmt: skip
-    add(
-        "--data",
-        nargs="+",
-        action="extend",
-        default=None,
-        help="text to evaluate on, as for outpace train (default: the run's held-out data)",
-    )
-    add(
-        "--batches",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="stop after this many batches (default: all the data)",
-    )
-    add(
-        "--batch-size",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="samples per batch (default: the run's global batch)",
-    )
-    add(
-        "--text-field",
-        default=None,
-        metavar="FIELD",
-        help="key of the text in .jsonl, .parquet and datasets (default: the run's)",
-    )
+    add("--task", "NAME", str,
+        f"{', '.join(get_args(Task))} (default: the run's task, or chat if --data holds "
+        "conversations)", choices=get_args(Task))  # fmt: skip
+    add("--data", None, str,
+        "text to evaluate on, as for outpace train (default: the run's held-out data)",
+        nargs="+", action="extend")  # fmt: skip
+    add("--batches", "N", number_type(int, 1),
+        "stop after this many batches (default: all the data)")  # fmt: skip
+    add("--batch-size", "N", number_type(int, 1),
+        "samples per batch (default: the run's global batch)")  # fmt: skip
+    add("--text-field", "FIELD", str,
+        "key of the text in .jsonl, .parquet and datasets (default: the run's)")  # fmt: skip
     add_device(parser)
     return parser

@@ -87,8 +87,7 @@ def show(result: "RenderableType", folder: Path | None, what: str, command: Sequ
 def format_interruption(folder: Path, *command: str) -> str:
     """Return the message after an interruption: what was saved, and a command that resumes it.
 
-    `command` is as the user gave it, from its name on. Before anything is saved, there is nothing
-    to resume.
+    `command` is as the user gave it, from its name on. Before a save there is nothing to resume.
     """
     if not any((folder / name).is_file() for name in BEGUN):
         return "outpace: interrupted before the start, so nothing was saved"
@@ -118,9 +117,7 @@ def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a log with one per line. An unfinished last line is removed from the
-    file.
-    """
+    """Return the objects of a log's lines; an unfinished last line is removed from the file."""
     written = path.read_bytes()
     whole = written[: written.rfind(b"\n") + 1]
     try:
@@ -133,8 +130,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def arm_of(word: str) -> Arm:
-    """Parse 'zero3', 'precision=bf16,micro_batch=2' or 'NCCL_P2P_DISABLE=1', with or without
-    'name:'.
+    """Parse 'zero3', 'precision=bf16' or 'NCCL_P2P_DISABLE=1', with or without 'name:'.
 
     Raises BadInputError.
     """
@@ -240,9 +236,7 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Combine every arm with all values of the grid; names in capitals are environment
-    variables.
-    """
+    """Combine each arm with all values of the grid; names in capitals: environment variables."""
     if not grid:
         return list(arms)
     for name, values in grid.items():

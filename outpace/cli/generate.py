@@ -98,50 +98,22 @@ def _answer_lines(writer: "Writer", begin: "Sequence[Message]") -> int:
 def _parser() -> Parser:
     parser = Parser("generate", "Continue a text with the model of a run, or chat with it.")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("prompt", nargs="?", default=None, metavar="TEXT",
-        help="the text to continue; - reads it from standard input")  # fmt: skip
+    add = parser.option
+    add("prompt", "TEXT", str, "the text to continue; - reads it from standard input", nargs="?")
     add_model(parser)
-    add(
-        "--max-new-tokens",
-        type=number_type(int, 1),
-        default=100,
-        metavar="N",
-        help="number of tokens to generate (default: 100)",
-    )
-    add(
-        "--temperature",
-        type=number_type(float, 0),
-        default=0.8,
-        metavar="X",
-        help="0 always takes the likeliest token; 1 samples from the model's distribution "
-        "(default: 0.8)",
-    )
-    add(
-        "--top-k",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="sample among the N likeliest tokens (default: all)",
-    )
-    add(
-        "--seed",
-        type=number_type(int, 0),
-        default=0,
-        metavar="N",
-        help="random seed of the sampling (default: 0)",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        default=False,
-        help="answer TEXT as a user's message, with the tokenizer's chat template; without "
-        "TEXT, hold a conversation line by line",
-    )
-    add("--system", default=None, metavar="TEXT",
-        help="system message at the start of the conversation; implies --chat")  # fmt: skip
-    add("--conversations", type=Path, default=None, metavar="FILE",
-        help="answer the last question of each conversation in a .jsonl file")  # fmt: skip
+    add("--max-new-tokens", "N", number_type(int, 1),
+        "number of tokens to generate (default: 100)", default=100)  # fmt: skip
+    add("--temperature", "X", number_type(float, 0),
+        "0 always takes the likeliest token; 1 samples from the model's distribution "
+        "(default: 0.8)", default=0.8)  # fmt: skip
+    add("--top-k", "N", number_type(int, 1), "sample among the N likeliest tokens (default: all)")
+    add("--seed", "N", number_type(int, 0), "random seed of the sampling (default: 0)", default=0)
+    parser.switch("--chat",
+        "answer TEXT as a user's message, with the tokenizer's chat template; without TEXT, hold a "
+        "conversation line by line")  # fmt: skip
+    add("--system", "TEXT", str, "system message at the start of the conversation; implies --chat")
+    add("--conversations", "FILE", Path,
+        "answer the last question of each conversation in a .jsonl file")  # fmt: skip
     add_device(parser)
     return parser
 
@@ -161,9 +133,6 @@ def add_model(parser: Parser) -> None:
 
 def add_device(parser: Parser) -> None:
     """Add --device."""
-    parser.arguments.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda", "mps"),
-        default="auto",
-        help="where to compute (default: auto)",
-    )
+    parser.option("--device", None, str,
+        "where to compute (default: auto)", default="auto", choices=("auto", "cpu", "cuda", "mps")
+    )  # fmt: skip

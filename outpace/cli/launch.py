@@ -189,18 +189,15 @@ def _parser(kind: str) -> Parser:
         f"launch {kind}", _ABOUT, _EPILOG, usage="[options] -- train …  (slurm or kubernetes)"
     )
     parser.add_json()
-    add, number = parser.arguments.add_argument, number_type(int, 1)
-    add("--nodes", type=number, default=1, metavar="N", help="number of hosts (default: 1)")
-    add("--gpus-per-node", type=number_type(int, 0), default=0, metavar="N",
-        help=
-            "GPUs per host, with one rank on each (default: 0, which trains on the CPU)"
-        )  # fmt: skip
-    add("--ranks-per-node", type=number, default=None, metavar="N",
-        help="ranks per host (default: one per GPU, or 1)")  # fmt: skip
-    add("--cpus-per-rank", type=number, default=None, metavar="N", help="CPU cores per rank")
-    add("--name", default="outpace", help="name of the job (default: outpace)")
-    add("--folder", type=Path, default=None, metavar="DIR",
-        help="folder to run in, as all nodes see it (default: the current one)")  # fmt: skip
+    add, number = parser.option, number_type(int, 1)
+    add("--nodes", "N", number, "number of hosts (default: 1)", default=1)
+    add("--gpus-per-node", "N", number_type(int, 0),
+        "GPUs per host, with one rank on each (default: 0, which trains on the CPU)", default=0
+    )  # fmt: skip
+    add("--ranks-per-node", "N", number, "ranks per host (default: one per GPU, or 1)")
+    add("--cpus-per-rank", "N", number, "CPU cores per rank")
+    add("--name", None, str, "name of the job (default: outpace)", default="outpace")
+    add("--folder", "DIR", Path, "folder to run in, as all nodes see it (default: the current one)")
     if kind == "slurm":
         _add_slurm(parser)
     else:
@@ -209,29 +206,18 @@ def _parser(kind: str) -> Parser:
 
 
 def _add_slurm(parser: Parser) -> None:
-    add = parser.arguments.add_argument
-    add("--starter", choices=("srun", "torchrun"), default="srun",
-        help=
-            "what starts the ranks: srun alone, or srun with torchrun (default: srun)"
-        )  # fmt: skip
-    add(
-        "--time",
-        type=_time,
-        default=None,
-        metavar="LIMIT",
-        help="time limit in sbatch's notation: 4:00:00, 2-0",
-    )
-    add("--save-s", type=number_type(int, 1), default=120, metavar="S",
-        help="seconds before the time limit at which to save (default: 120)")  # fmt: skip
-    add("--sbatch", action="append", type=_directive, default=[], metavar="OPTION=VALUE",
-        help="an extra #SBATCH line, such as partition=gpu; may be repeated")  # fmt: skip
-    add(
-        "--file",
-        type=output_place,
-        default=None,
-        help="where to write the script (default: NAME.sbatch)",
-    )
-    add("--submit", action="store_true", default=False, help="submit the job with sbatch")
+    add = parser.option
+    add("--starter", None, str,
+        "what starts the ranks: srun alone, or srun with torchrun (default: srun)",
+        default="srun", choices=("srun", "torchrun"))  # fmt: skip
+    add("--time", "LIMIT", _time, "time limit in sbatch's notation: 4:00:00, 2-0")
+    add("--save-s", "S", number_type(int, 1),
+        "seconds before the time limit at which to save (default: 120)", default=120)  # fmt: skip
+    add("--sbatch", "OPTION=VALUE", _directive,
+        "an extra #SBATCH line, such as partition=gpu; may be repeated",
+        default=[], action="append")  # fmt: skip
+    add("--file", None, output_place, "where to write the script (default: NAME.sbatch)")
+    parser.switch("--submit", "submit the job with sbatch")
 
 
 def _directive(text: str) -> str:
@@ -249,9 +235,7 @@ def _time(text: str) -> str:
 
 
 def _seconds(text: str) -> int | None:
-    """Parse a time limit; None if there is none. 90 and 90:00 are minutes, 1-12 is a day and 12
-    hours.
-    """
+    """Parse a time limit; None if there is none. 90 and 90:00 are minutes, 1-12 is 36 hours."""
     found = _TIME.fullmatch(text)
     if found is None:
         return None
@@ -263,20 +247,11 @@ def _seconds(text: str) -> int | None:
 
 
 def _add_kubernetes(parser: Parser) -> None:
-    add = parser.arguments.add_argument
-    add("--image", required=True, help="container image with outpace installed")
-    add(
-        "--runtime",
-        default="torch-distributed",
-        help="Kubeflow's training runtime (default: torch-distributed)",
-    )
-    add("--namespace", default=None, help="namespace of the job (default: kubectl's)")
-    add("--claim", default=None, metavar="NAME",
-        help="claim of a volume that all pods see, mounted at --folder")  # fmt: skip
-    add(
-        "--file",
-        type=output_place,
-        default=None,
-        metavar="DIR",
-        help="folder to write the files to (default: .)",
-    )
+    add = parser.option
+    add("--image", None, str, "container image with outpace installed", required=True)
+    add("--runtime", None, str,
+        "Kubeflow's training runtime (default: torch-distributed)", default="torch-distributed"
+    )  # fmt: skip
+    add("--namespace", None, str, "namespace of the job (default: kubectl's)")
+    add("--claim", "NAME", str, "claim of a volume that all pods see, mounted at --folder")
+    add("--file", "DIR", output_place, "folder to write the files to (default: .)")

@@ -1,8 +1,7 @@
 """Hide the warnings of libraries, about which the user of a command can do nothing.
 
-Warnings of outpace are shown as a sentence, and those of the user's code as Python shows them. What
-libraries log when transformers imports torchao is hidden, too. `python -W …` and PYTHONWARNINGS
-show everything.
+Warnings of outpace are shown as a sentence, those of the user's code as Python does. What libraries
+log when transformers imports torchao is hidden, too. `python -W …` shows all.
 """
 
 import logging

@@ -265,9 +265,7 @@ def is_launched_worker(environ: Mapping[str, str]) -> bool:
 
 
 def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) -> None:
-    """Write the message to the file in which torchelastic looks for the cause of the first
-    failure.
-    """
+    """Write the message to the file in which torchelastic looks for the first failure."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -303,9 +301,7 @@ def _disk_sentence(error: BaseException | None) -> str | None:
 
 
 def _home_sentence(error: BaseException) -> str | None:
-    """Return a message if a path begins with a ~ that cannot be expanded on this host; else
-    None.
-    """
+    """Return a message if a path begins with a ~ that this host cannot expand; else None."""
     if not isinstance(error, RuntimeError) or "home directory" not in str(error):
         return None
     return (
@@ -345,8 +341,7 @@ def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None
     """Unwind the program on these signals as on Ctrl-C, until training installs its own handler.
 
     The exception is also put into `stopped`: a signal to the whole process group ends helper
-    processes as well, and code that misses them may raise errors of its own (torch's DataLoader
-    does, anywhere).
+    processes too, and code that misses them may raise errors of its own (torch's DataLoader does).
     """
 
     def terminate(signum: int, _frame: object) -> NoReturn:

@@ -214,9 +214,7 @@ def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str,
 
 
 def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | None:
-    """Return the command that lists plans which fit on the same machines; None for this host's
-    CPU.
-    """
+    """Return the command that lists plans for the same machines; None for this host's CPU."""
     from outpace.jobs.memory.formula import FormulaQuestion
 
     if arguments.machine is None:
@@ -238,48 +236,17 @@ def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | Non
 def _parser() -> Parser:
     parser = Parser("memory", _ABOUT, _EPILOG, usage="[options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add(
-        "--machine",
-        default=None,
-        metavar="NAME",
-        help="machine of the catalog: hgx-h100, 'RTX 4090', … (default: processes on CPUs, see "
-        "--nproc)",
-    )
-    add(
-        "--nodes",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="number of these machines (default: 1)",
-    )
-    add(
-        "--rank",
-        type=number_type(int, 0),
-        default=None,
-        metavar="N",
-        help="rank whose memory to show (default: the rank that needs the most)",
-    )
-    add(
-        "--measure",
-        action="store_true",
-        default=False,
-        help="also run two real steps on this host's CPU, with --nproc processes",
-    )
-    add(
-        "--plot",
-        type=output_file,
-        default=None,
-        metavar="FILE",
-        help="draw memory over a step: a page (.html), or a picture (.png, .svg, .pdf)",
-    )
-    add(
-        "--save",
-        dest="out_file",
-        type=output_file,
-        default=None,
-        metavar="FILE.json",
-        help="save what --json prints, with every moment of the step",
-    )
+    add = parser.option
+    add("--machine", "NAME", str,
+        "machine of the catalog: hgx-h100, 'RTX 4090', … (default: processes on CPUs, see --nproc)"
+    )  # fmt: skip
+    add("--nodes", "N", number_type(int, 1), "number of these machines (default: 1)")
+    add("--rank", "N", number_type(int, 0),
+        "rank whose memory to show (default: the rank that needs the most)")  # fmt: skip
+    parser.switch("--measure", "also run two real steps on this host's CPU, with --nproc processes")
+    add("--plot", "FILE", output_file,
+        "draw memory over a step: a page (.html), or a picture (.png, .svg, .pdf)")  # fmt: skip
+    add("--save", "FILE.json", output_file,
+        "save what --json prints, with every moment of the step", dest="out_file")  # fmt: skip
     options.add_settings(parser)
     return parser

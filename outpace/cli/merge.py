@@ -45,28 +45,16 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 def _parser() -> Parser:
     parser = Parser("merge", _ABOUT)
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("source", type=Path, metavar="RUN_OR_ADAPTER", help="a run, or a folder that peft reads")
-    add("--out", type=output_place, required=True, metavar="DIR", help="where to write the model")
-    add(
-        "--model",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="Hugging Face directory or run to merge into (default: the one that the adapter "
-        "names)",
-    )
-    add(
-        "--base",
-        choices=("fp32", "nf4"),
-        default=None,
-        help="base weights to use: as stored, or as they are after 4-bit quantization "
-        "(default: as in training)",
-    )
-    add(
-        "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="data type of the written weights (default: fp32)",
-    )
+    add = parser.option
+    add("source", "RUN_OR_ADAPTER", Path, "a run, or a folder that peft reads")
+    add("--out", "DIR", output_place, "where to write the model", required=True)
+    add("--model", "DIR", Path,
+        "Hugging Face directory or run to merge into (default: the one that the adapter names)"
+    )  # fmt: skip
+    add("--base", None, str,
+        "base weights to use: as stored, or as they are after 4-bit quantization (default: as in "
+        "training)", choices=("fp32", "nf4"))  # fmt: skip
+    add("--dtype", None, str,
+        "data type of the written weights (default: fp32)",
+        default="fp32", choices=("fp32", "bf16", "fp16"))  # fmt: skip
     return parser

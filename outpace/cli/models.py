@@ -96,8 +96,8 @@ def _row(name: str, found: "Outline", trained: bool) -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser("models", _ABOUT, _EPILOG, usage="[WORD] [options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("word", nargs="?", default=None, metavar="WORD", help="show only names that contain this")
-    add("--near", type=number_type(int, 1), default=None, metavar="N",
-        help="show the five models nearest to this number of parameters: 10M, 7B")  # fmt: skip
+    add = parser.option
+    add("word", "WORD", str, "show only names that contain this", nargs="?")
+    add("--near", "N", number_type(int, 1),
+        "show the five models nearest to this number of parameters: 10M, 7B")  # fmt: skip
     return parser

@@ -54,109 +54,43 @@ def _show(answered: NetworkReport, as_json: bool) -> None:
 def _parser() -> Parser:
     parser = Parser("network", _ABOUT, _EPILOG, usage="--model MODEL [--plan FILE.json] [options]")
     parser.add_json()
-    add = parser.arguments.add_argument
+    add = parser.option
     whole, above = number_type(int, 1), number_type(float, 1e-6)
-    add(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="preset, spec or Hugging Face directory; also bloom-176b",
-    )
-    add("--plan", type=Path, default=None, metavar="FILE.json", help="show only this plan")
-    add(
-        "--machine",
-        default=None,
-        metavar="NAME",
-        help="machine of the catalog: hgx-h100, aws-p5, …",
-    )
-    add(
-        "--probe",
-        type=Path,
-        default=None,
-        metavar="FILE.json",
-        help="record of outpace probe: rates, and links if it ran on several nodes",
-    )
-    add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
-        help="number of machines (default: 1)")  # fmt: skip
-    add(
-        "--devices-per-node",
-        type=whole,
-        default=None,
-        metavar="N",
-        help="ranks per machine (default: the machine's)",
-    )
-    add(
-        "--network",
-        dest="networks",
-        action="append",
-        default=None,
-        metavar="WORDS",
-        help="network of a node: '4 x omni-path-100', 50Gbit/s; may be repeated, the last one "
-        "is the machine's",
-    )
-    add(
-        "--inside",
-        default=None,
-        metavar="WORDS",
-        help="a device's link within a node, in the notation of --network (default: the machine's)",
-    )
-    add("--global-batch", type=whole, default=None, metavar="N", help="samples per step")
-    add(
-        "--micro-batch",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="samples per forward pass of the compared strategies (default: 1)",
-    )
-    add(
-        "--seq-len",
-        type=whole,
-        default=None,
-        metavar="N",
-        help="tokens per sample (default: the plan's, else the model's, at most 2048)",
-    )
-    add(
-        "--tp",
-        type=whole,
-        default=None,
-        metavar="N",
-        help="tensor-parallel degree of TP × PP × DP (default: the devices of a node)",
-    )
-    add(
-        "--pp",
-        type=whole,
-        default=None,
-        metavar="N",
-        help="pipeline stages of TP × PP × DP (default: the fewest that fit on a device)",
-    )
-    add(
-        "--precision",
-        choices=get_args(Precision),
-        default=None,
-        metavar="NAME",
-        help="bf16 communicates weights and gradients in fp32, bf16-pure in bf16 (default: "
-        "the fastest one measured, else one that the catalog has a rate for)",
-    )
-    add(
-        "--checkpointing",
-        choices=get_args(Checkpointing),
-        default="none",
-        metavar="NAME",
-        help="activation checkpointing: none, selective, attention or full (default: none)",
-    )
-    add(
-        "--share",
-        type=number_type(float, 0.01, 1),
-        default=None,
-        metavar="X",
-        help="share of the catalog's peak that products reach, without a probe (default: what "
-        "published measurements say)",
-    )
-    add(
-        "--tolerance",
-        type=above,
-        default=TOLERANCE,
-        metavar="X",
-        help=f"share of a step that the network may cost (default: {TOLERANCE:g})",
-    )
+    add("--model", "MODEL", str,
+        "preset, spec or Hugging Face directory; also bloom-176b", required=True)  # fmt: skip
+    add("--plan", "FILE.json", Path, "show only this plan")
+    add("--machine", "NAME", str, "machine of the catalog: hgx-h100, aws-p5, …")
+    add("--probe", "FILE.json", Path,
+        "record of outpace probe: rates, and links if it ran on several nodes")  # fmt: skip
+    add("--nodes", "N", number_type(int, 1, _MOST_NODES),
+        "number of machines (default: 1)", default=1)  # fmt: skip
+    add("--devices-per-node", "N", whole, "ranks per machine (default: the machine's)")
+    add("--network", "WORDS", str,
+        "network of a node: '4 x omni-path-100', 50Gbit/s; may be repeated, the last one is the "
+        "machine's", dest="networks", action="append")  # fmt: skip
+    add("--inside", "WORDS", str,
+        "a device's link within a node, in the notation of --network (default: the machine's)"
+    )  # fmt: skip
+    add("--global-batch", "N", whole, "samples per step")
+    add("--micro-batch", "N", whole,
+        "samples per forward pass of the compared strategies (default: 1)", default=1)  # fmt: skip
+    add("--seq-len", "N", whole,
+        "tokens per sample (default: the plan's, else the model's, at most 2048)")  # fmt: skip
+    add("--tp", "N", whole,
+        "tensor-parallel degree of TP × PP × DP (default: the devices of a node)")  # fmt: skip
+    add("--pp", "N", whole,
+        "pipeline stages of TP × PP × DP (default: the fewest that fit on a device)")  # fmt: skip
+    add("--precision", "NAME", str,
+        "bf16 communicates weights and gradients in fp32, bf16-pure in bf16 (default: the fastest "
+        "one measured, else one that the catalog has a rate for)", choices=get_args(Precision)
+    )  # fmt: skip
+    add("--checkpointing", "NAME", str,
+        "activation checkpointing: none, selective, attention or full (default: none)",
+        default="none", choices=get_args(Checkpointing))  # fmt: skip
+    add("--share", "X", number_type(float, 0.01, 1),
+        "share of the catalog's peak that products reach, without a probe (default: what published "
+        "measurements say)")  # fmt: skip
+    add("--tolerance", "X", above,
+        f"share of a step that the network may cost (default: {TOLERANCE:g})", default=TOLERANCE
+    )  # fmt: skip
     return parser

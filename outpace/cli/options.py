@@ -1,7 +1,6 @@
 """Flags and TOML keys for TrainSettings, made from its fields, and the origin of each value.
 
-The first source that has a value wins: command line, --config file, run.json of the resumed run,
-default.
+The first with a value wins: command line, --config file, run.json of the resumed run, default.
 """
 
 import argparse
@@ -188,9 +187,7 @@ def convert(name: str, value: Any, where: str) -> Any:
 
 
 def _from_home(value: Any) -> Any:
-    """Expand ~ in one or several paths, since the shell does not in --out=~/runs, files and
-    quotes.
-    """
+    """Expand ~ in one or several paths, as the shell does not in --out=~/runs and quotes."""
     if isinstance(value, (list, tuple)):
         return [_from_home(one) for one in value]
     if isinstance(value, str) and value.startswith("~"):
@@ -257,8 +254,7 @@ def _is_share(value: Any) -> bool:
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
     """Merge layers, origin -> values; the first one that has a value wins.
 
-    Returns the settings and each field's origin. Raises BadInputError with the value and its
-    origin.
+    Returns the settings and each field's origin. Raises BadInputError with a value's origin.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

@@ -54,8 +54,7 @@ def _find_obstacle(path: Path) -> str | None:
 def write_output(path: Path, content: str | bytes) -> None:
     """Write the output of a command. Raises BadInputError.
 
-    If `path` is no longer writable, the output is saved in the temporary folder, and the error says
-    where.
+    If `path` is no longer writable, the output goes to the temporary folder that the error names.
     """
     from outpace.records.base import write_atomic  # --help needs no records
 

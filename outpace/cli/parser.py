@@ -22,9 +22,7 @@ class Parser:
         self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Make the parser; `elsewhere` has a message for each option that belongs to another
-        command.
-        """
+        """Make the parser; `elsewhere` has a message for each option of another command."""
         self.command = command
         self.elsewhere = elsewhere
         self.arguments = _Argparse(
@@ -37,19 +35,25 @@ class Parser:
             formatter_class=_Formatter,
         )
 
-    def add_json(self) -> None:
-        """Add --json, which every command has."""
+    def option(
+        self, name: str, metavar: str | None, kind: Callable[[str], Any], text: str, *,
+        default: Any = None, **rest: Any,
+    ) -> None:  # fmt: skip
+        """Add an option or argument, whose values `kind` converts; `rest` is argparse's own."""
         self.arguments.add_argument(
-            "--json",
-            action="store_true",
-            default=False,
-            help="print one JSON document on standard output, and nothing else",
+            name, metavar=metavar, type=kind, help=text, default=default, **rest
         )
 
+    def switch(self, name: str, text: str) -> None:
+        """Add an option without a value, off by default."""
+        self.arguments.add_argument(name, action="store_true", default=False, help=text)
+
+    def add_json(self) -> None:
+        """Add --json, which every command has."""
+        self.switch("--json", "print one JSON document on standard output, and nothing else")
+
     def read(self, argv: list[str]) -> argparse.Namespace:
-        """Parse. Raises BadInputError for unknown or missing arguments; --help prints and exits
-        0.
-        """
+        """Parse. Raises BadInputError for unknown or missing arguments; --help exits with 0."""
         # Check this first, since problems that argparse finds may only follow from it.
         if (unknown := self._unknown_option(argv)) is not None:
             self._refuse(unknown)
@@ -144,9 +148,7 @@ class _Argparse(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Option names in one column and their help in the other, as wide as the terminal, up to
-    100.
-    """
+    """Option names in a column and their help in another, as wide as the terminal, 100 at most."""
 
     def __init__(self, prog: str) -> None:
         width = min(100, shutil.get_terminal_size().columns)
@@ -154,9 +156,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def whole_number(text: str) -> int:
-    """Parse '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError if it is not a whole
-    number.
-    """
+    """Parse '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError if it is no whole number."""
     word = text.strip().lower()
     factor = _SUFFIXES.get(word[-1:], 1)
     digits = word[:-1] if factor != 1 else word

@@ -178,9 +178,7 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Find the fastest plan as is and with a change; a machine that is too small is an answer,
-    too.
-    """
+    """Find the fastest plan as is and with a change; too small a machine is an answer, too."""
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
@@ -296,27 +294,23 @@ def add_question(parser: Parser, of: str = "") -> None:
 
     `of` names where defaults of length and batch come from, before the model's.
     """
-    add = parser.arguments.add_argument
+    add = parser.option
     whole = number_type(int, 1)
-    add("--model", required=True, metavar="MODEL",
-        help="preset, Hugging Face directory, spec file or file.py:build")  # fmt: skip
-    add("--machine", default=None, metavar="NAME",
-        help="name in the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe "
-             "(default: this machine)")  # fmt: skip
-    add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
-        help="number of machines (default: 1)")  # fmt: skip
-    add("--devices-per-node", type=whole, default=None, metavar="N",
-        help="ranks per machine (default: the machine's)")  # fmt: skip
-    add("--network", default=None, metavar="WORDS",
-        help=
-            "network of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)"
-        )  # fmt: skip
-    add("--seq-len", type=whole, default=None, metavar="N",
-        help=f"tokens per sample (default: {of}the model's, at most 2048)")  # fmt: skip
-    add("--global-batch", type=whole, default=None, metavar="N",
-        help=f"samples per step (default: {of}4 per device)")  # fmt: skip
-    add("--precision", choices=get_args(Precision), default=None, metavar="NAME",
-        help="bf16, fp16, fp32, fp8, … (default: bf16-master on a GPU with bf16)")  # fmt: skip
+    add("--model", "MODEL", str,
+        "preset, Hugging Face directory, spec file or file.py:build", required=True)  # fmt: skip
+    add("--machine", "NAME", str,
+        "name in the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe (default: this "
+        "machine)")  # fmt: skip
+    add("--nodes", "N", number_type(int, 1, _MOST_NODES),
+        "number of machines (default: 1)", default=1)  # fmt: skip
+    add("--devices-per-node", "N", whole, "ranks per machine (default: the machine's)")
+    add("--network", "WORDS", str,
+        "network of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
+    add("--seq-len", "N", whole, f"tokens per sample (default: {of}the model's, at most 2048)")
+    add("--global-batch", "N", whole, f"samples per step (default: {of}4 per device)")
+    add("--precision", "NAME", str,
+        "bf16, fp16, fp32, fp8, … (default: bf16-master on a GPU with bf16)",
+        choices=get_args(Precision))  # fmt: skip
 
 
 def _parser() -> Parser:
@@ -325,61 +319,45 @@ def _parser() -> Parser:
     parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]")
     parser.add_json()
     add_question(parser)
-    add = parser.arguments.add_argument
+    add = parser.option
     whole = number_type(int, 1)
-    add("--keep", action=JoinedList, default=None, metavar="A=B,C=D",
-        help=
-            "settings to insist on (precision=bf16,…); the answer says what each costs"
-        )  # fmt: skip
-    add("--vary", action=JoinedList, default=None, metavar="A,B",
-        help="settings to search as well (precision, optimizer, compile, …), or all")  # fmt: skip
-    add("--lora-rank", type=whole, default=None, metavar="N",
-        help="freeze the weights and train adapters of this rank (LoRA)")  # fmt: skip
-    add("--lora-alpha", type=number_type(float, 0.0), default=None, metavar="X",
-        help="adapters' scale times their rank, for the plan's file (default: the rank)"
-        )  # fmt: skip
-    add("--lora-targets", default=None, metavar="NAMES",
-        help="matrices with an adapter: q,k,v,out,gate,up,down (default: all)")  # fmt: skip
-    add("--lora-dropout", type=number_type(float, 0.0, 1.0), default=None, metavar="X",
-        help="dropout probability before adapters (default: 0)")  # fmt: skip
-    add("--base", default=None, metavar="NAME",
-        help="format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)"
-        )  # fmt: skip
-    add("--max-tp", type=whole, default=None, metavar="N", help="largest tensor-parallel degree")
-    add("--trainer", choices=TRAINERS, default=None, metavar="NAME",
-        help="trainer whose behaviour time and memory are predicted for: "
-             f"{', '.join(TRAINERS)} (default: outpace)")  # fmt: skip
-    add(
-        "--trained",
-        action="store_true",
-        default=False,
-        help="only plans that outpace can train itself",
-    )
-    add("--may-idle", action="store_true", default=False,
-        help=
-            "allow plans that leave nodes idle, if fewer are faster or divide the batch"
-        )  # fmt: skip
-    add("--tokens", type=number_type(int, 1), default=None, metavar="N",
-        help="tokens to train on: 1T, 300B; adds the total time")  # fmt: skip
-    add("--price", type=number_type(float, 0.0), default=None, metavar="X",
-        help="price per device and hour; with --tokens adds the cost")  # fmt: skip
-    add("--count", type=number_type(int, 1, _MOST_PLANS), default=5, metavar="N",
-        help="number of plans to show (default: 5)")  # fmt: skip
-    add(
-        "--explain",
-        type=whole,
-        default=None,
-        metavar="K",
-        help="explain the K-th plan step by step",
-    )
-    add("--compare-nodes", type=_nodes_list, default=None, metavar="1,2,4",
-        help="compare throughput and efficiency by number of nodes")  # fmt: skip
-    add("--what-if", default=None, metavar="link=400Gbps",
-        help="show the effect of a change of link= (a node's network), inside= (a device's "
-             "link in its node), memory= (a device's) or nodes=")  # fmt: skip
-    add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
-        help=f"write the plan as a configuration of {', '.join(FORMATS)}: the recommended plan "
-             "(or --explain's), or else the fastest that the format can express")  # fmt: skip
-    add("--out", type=output_file, default=None, metavar="FILE",
-        help="write the best plan (or --explain's); with --emit, the configuration")  # fmt: skip
+    add("--keep", "A=B,C=D", str,
+        "settings to insist on (precision=bf16,…); the answer says what each costs",
+        action=JoinedList)  # fmt: skip
+    add("--vary", "A,B", str,
+        "settings to search as well (precision, optimizer, compile, …), or all", action=JoinedList
+    )  # fmt: skip
+    add("--lora-rank", "N", whole, "freeze the weights and train adapters of this rank (LoRA)")
+    add("--lora-alpha", "X", number_type(float, 0.0),
+        "adapters' scale times their rank, for the plan's file (default: the rank)")  # fmt: skip
+    add("--lora-targets", "NAMES", str,
+        "matrices with an adapter: q,k,v,out,gate,up,down (default: all)")  # fmt: skip
+    add("--lora-dropout", "X", number_type(float, 0.0, 1.0),
+        "dropout probability before adapters (default: 0)")  # fmt: skip
+    add("--base", "NAME", str,
+        "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)")  # fmt: skip
+    add("--max-tp", "N", whole, "largest tensor-parallel degree")
+    add("--trainer", "NAME", str,
+        "trainer whose behaviour time and memory are predicted for: "
+        f"{', '.join(TRAINERS)} (default: outpace)", choices=TRAINERS)  # fmt: skip
+    parser.switch("--trained", "only plans that outpace can train itself")
+    parser.switch("--may-idle",
+        "allow plans that leave nodes idle, if fewer are faster or divide the batch")  # fmt: skip
+    add("--tokens", "N", number_type(int, 1), "tokens to train on: 1T, 300B; adds the total time")
+    add("--price", "X", number_type(float, 0.0),
+        "price per device and hour; with --tokens adds the cost")  # fmt: skip
+    add("--count", "N", number_type(int, 1, _MOST_PLANS),
+        "number of plans to show (default: 5)", default=5)  # fmt: skip
+    add("--explain", "K", whole, "explain the K-th plan step by step")
+    add("--compare-nodes", "1,2,4", _nodes_list,
+        "compare throughput and efficiency by number of nodes")  # fmt: skip
+    add("--what-if", "link=400Gbps", str,
+        "show the effect of a change of link= (a node's network), inside= (a device's link in its "
+        "node), memory= (a device's) or nodes=")  # fmt: skip
+    add("--emit", "FORMAT", str,
+        f"write the plan as a configuration of {', '.join(FORMATS)}: the recommended plan "
+        "(or --explain's), or else the fastest that the format can express", choices=FORMATS
+    )  # fmt: skip
+    add("--out", "FILE", output_file,
+        "write the best plan (or --explain's); with --emit, the configuration")  # fmt: skip
     return parser

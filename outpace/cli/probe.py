@@ -133,87 +133,35 @@ def _settings(given: Mapping[str, object]) -> TrainSettings:
 def _parser() -> Parser:
     parser = Parser("probe", _ABOUT, _EPILOG, usage="[SECTION …] [options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("section", nargs="*", default=[], metavar="SECTION", help="sections to measure")
-    add(
-        "--quick",
-        action="store_true",
-        default=False,
-        help="take less than a minute; otherwise up to ten, with narrower intervals",
+    add = parser.option
+    add("section", "SECTION", str, "sections to measure", default=[], nargs="*")
+    parser.switch(
+        "--quick", "take less than a minute; otherwise up to ten, with narrower intervals"
     )
-    add(
-        "--budget",
-        type=duration_type(0.1),
-        default=None,
-        metavar="TIME",
-        help="measure for about this long (90, 3m), instead of the usual time",
-    )
-    add(
-        "--out",
-        type=output_file,
-        default=None,
-        metavar="machine.json",
-        help="save the machine's record, which the planner reads",
-    )
-    add(
-        "--model",
-        default=None,
-        metavar="M",
-        help="model to give advice on sizes for: a preset, a directory, a spec file (default: "
-        "gpt2); of a file.py:build the loader section uses the data set",
-    )
-    add("--device", default=None, choices=("auto", "cpu", "cuda"), help="device to measure")
-    add(
-        "--nproc",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="processes for collectives (default: one per GPU, or up to four on a CPU)",
-    )
-    add("--backend", default=None, choices=("auto", "gloo", "nccl"), help="of collectives")
-    add(
-        "--data",
-        default=None,
-        action="append",
-        metavar="FILE",
-        help="data to measure loading with, as training would load it; may be repeated "
-        "(default: Python's own source code)",
-    )
-    add(
-        "--text-field",
-        default=None,
-        metavar="KEY",
-        help="key of the text in --data (default: text)",
-    )
-    add(
-        "--seq-len",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="tokens per sample, for loading and for the model's matrix products",
-    )
-    add(
-        "--micro-batch",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="samples per batch, for loading and for the model's matrix products",
-    )
-    add("--tokenizer", default=None, metavar="T", help="tokenizer to measure")
-    add(
-        "--checkpoint-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="directory whose disk to measure for checkpoints (default: the current one)",
-    )
-    add(
-        "--offload-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="directory whose disk to measure for offloading (default: the system's temporary "
-        "directory)",
-    )
-    add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
+    add("--budget", "TIME", duration_type(0.1),
+        "measure for about this long (90, 3m), instead of the usual time")  # fmt: skip
+    add("--out", "machine.json", output_file, "save the machine's record, which the planner reads")
+    add("--model", "M", str,
+        "model to give advice on sizes for: a preset, a directory, a spec file (default: gpt2); of "
+        "a file.py:build the loader section uses the data set")  # fmt: skip
+    add("--device", None, str, "device to measure", choices=("auto", "cpu", "cuda"))
+    add("--nproc", "N", number_type(int, 1),
+        "processes for collectives (default: one per GPU, or up to four on a CPU)")  # fmt: skip
+    add("--backend", None, str, "of collectives", choices=("auto", "gloo", "nccl"))
+    add("--data", "FILE", str,
+        "data to measure loading with, as training would load it; may be repeated (default: "
+        "Python's own source code)", action="append")  # fmt: skip
+    add("--text-field", "KEY", str, "key of the text in --data (default: text)")
+    add("--seq-len", "N", number_type(int, 1),
+        "tokens per sample, for loading and for the model's matrix products")  # fmt: skip
+    add("--micro-batch", "N", number_type(int, 1),
+        "samples per batch, for loading and for the model's matrix products")  # fmt: skip
+    add("--tokenizer", "T", str, "tokenizer to measure")
+    add("--checkpoint-dir", "DIR", Path,
+        "directory whose disk to measure for checkpoints (default: the current one)",
+        default=Path())  # fmt: skip
+    add("--offload-dir", "DIR", Path,
+        "directory whose disk to measure for offloading (default: the system's temporary directory)"
+    )  # fmt: skip
+    add("--handed-over", None, Path, argparse.SUPPRESS)
     return parser

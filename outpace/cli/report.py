@@ -263,13 +263,13 @@ def _summarise(documents: "Sequence[Document]", out: Path | None, kind: str) -> 
 def _parser() -> Parser:
     parser = Parser("report", _ABOUT, _EPILOG, usage="PATH … [options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("path", nargs="+", type=Path, metavar="PATH", help="what to report on")
-    add("--out", type=output_file, default=None, metavar="FILE",
-        help="file to write (default: report.html beside PATH, or here for several; standard "
-             "output for md and csv without --json)")  # fmt: skip
-    add("--format", choices=_FORMATS, default=None, metavar="FORMAT",
-        help="html, md, csv or png (default: by the suffix of --out, else html)")  # fmt: skip
-    add("--browser", default=None, metavar="PROGRAM",
-        help="Chromium or Chrome, for png (default: the first on PATH)")  # fmt: skip
+    add = parser.option
+    add("path", "PATH", Path, "what to report on", nargs="+")
+    add("--out", "FILE", output_file,
+        "file to write (default: report.html beside PATH, or here for several; standard output for "
+        "md and csv without --json)")  # fmt: skip
+    add("--format", "FORMAT", str,
+        "html, md, csv or png (default: by the suffix of --out, else html)", choices=_FORMATS
+    )  # fmt: skip
+    add("--browser", "PROGRAM", str, "Chromium or Chrome, for png (default: the first on PATH)")
     return parser

@@ -83,9 +83,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def _name_run(folder: Path) -> str:
-    """Return what to give instead of a folder that is not a run, such as the run that contains
-    it.
-    """
+    """Return what to give instead of a folder that is not a run, such as the run that has it."""
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
         return "Give --resume the folder of a run"
@@ -155,9 +153,7 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
 
 
 def _lies_there(value: Any) -> bool:
-    """Return whether everything named exists: files, folders, patterns, a file's function,
-    datasets.
-    """
+    """Return whether all that is named exists: files, patterns, a file's function, data sets."""
     if isinstance(value, (tuple, list)):
         return all(map(_lies_there, value))
     file = str(value).rpartition(":")[0]

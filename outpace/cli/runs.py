@@ -181,16 +181,14 @@ def _launch_options(command: Sequence[str]) -> Iterator[str]:
 def _parser() -> Parser:
     parser = Parser("runs", _ABOUT, _EPILOG, usage="[FOLDER …] [options] | [show] RUN [--json]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("path", nargs="*", type=Path, default=[], metavar="FOLDER",
-        help=f"folders to search, with their subfolders (default: {_OWN})")  # fmt: skip
-    add("--all", action="store_true", default=False,
-        help="also show runs of comparisons and tunings")  # fmt: skip
-    add("--where", nargs="+", action="extend", default=[], metavar="CONDITION",
-        help=
-            "show only runs that meet this condition: NAME, one of = != < <= > >=, and a value"
-        )  # fmt: skip
-    add("--sort", default=None, metavar="NAME",
-        help="sort by this field, smallest first (default: newest first)")  # fmt: skip
-    add("--reverse", action="store_true", default=False, help="reverse the order")
+    add = parser.option
+    add("path", "FOLDER", Path,
+        f"folders to search, with their subfolders (default: {_OWN})", default=[], nargs="*"
+    )  # fmt: skip
+    parser.switch("--all", "also show runs of comparisons and tunings")
+    add("--where", "CONDITION", str,
+        "show only runs that meet this condition: NAME, one of = != < <= > >=, and a value",
+        default=[], nargs="+", action="extend")  # fmt: skip
+    add("--sort", "NAME", str, "sort by this field, smallest first (default: newest first)")
+    parser.switch("--reverse", "reverse the order")
     return parser

@@ -11,12 +11,10 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _InterruptHandler:
-    """A signal handler: the first signal interrupts, one right after it counts as the same key
-    press.
+    """Handler of signals: the first interrupts, one right after it is the same key press.
 
     A later one ends the process at once by calling `end`. If a signal ended the block, the handler
-    stays installed, since the process itself takes a moment to end; otherwise the former handler
-    returns.
+    stays installed, since the process itself takes a moment to end; else the former one returns.
     """
 
     def __init__(

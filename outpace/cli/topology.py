@@ -80,28 +80,14 @@ def _show(
 def _parser() -> Parser:
     parser = Parser("topology", _ABOUT, _EPILOG)
     parser.add_json()
-    add = parser.arguments.add_argument
-    add(
-        "--from",
-        dest="file",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="output of nvidia-smi topo -m from another host, as a file; - is standard input",
-    )
-    add("--svg", type=output_file, default=None, metavar="FILE", help="also draw it to this file")
-    add(
-        "--nvlink",
-        default=None,
-        metavar="GENERATION",
-        help="NVLink generation, 2 to 5, to show a group's bandwidth and how much slower "
-        "others are (default: this host's GPUs)",
-    )
-    add(
-        "--timeout",
-        type=number_type(float, 0.1, LONGEST_S),
-        default=20.0,
-        metavar="SECONDS",
-        help="seconds to wait for nvidia-smi (default: 20)",
-    )
+    add = parser.option
+    add("--from", "FILE", Path,
+        "output of nvidia-smi topo -m from another host, as a file; - is standard input",
+        dest="file")  # fmt: skip
+    add("--svg", "FILE", output_file, "also draw it to this file")
+    add("--nvlink", "GENERATION", str,
+        "NVLink generation, 2 to 5, to show a group's bandwidth and how much slower others are "
+        "(default: this host's GPUs)")  # fmt: skip
+    add("--timeout", "SECONDS", number_type(float, 0.1, LONGEST_S),
+        "seconds to wait for nvidia-smi (default: 20)", default=20.0)  # fmt: skip
     return parser

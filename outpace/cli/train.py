@@ -337,63 +337,24 @@ def print_config(settings: TrainSettings, origins: dict[str, str], as_json: bool
 def _parser() -> Parser:
     parser = Parser("train", _ABOUT, _EPILOG, usage="[options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add(
-        "--config",
-        type=Path,
-        default=None,
-        metavar="FILE.toml",
-        help="TOML file with settings by the names below; the command line overrides it",
-    )
-    add(
-        "--print-config",
-        action="store_true",
-        default=False,
-        help="show each setting and its origin, and do not train",
-    )
-    add(
-        "--hosts",
-        default=None,
-        metavar="A:4,B:4",
-        help="train on these hosts over ssh, with this number of ranks on each",
-    )
-    add(
-        "--hostfile",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="like --hosts, from a file with a line 'A slots=4' per host",
-    )
-    add(
-        "--min-nodes",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="keep training while at least N hosts are left (default: all hosts are needed)",
-    )
-    add(
-        "--max-nodes",
-        type=number_type(int, 1),
-        default=None,
-        metavar="N",
-        help="use at most N of the hosts at once (default: all)",
-    )
-    add(
-        "--max-restarts",
-        type=number_type(int, 0),
-        default=None,
-        metavar="N",
-        help="resume from the last checkpoint up to N times when a rank or host is lost "
-        f"(default: {_RESTARTS} with --min-nodes, else 0)",
-    )
-    add(
-        "--auto-resume",
-        action="store_true",
-        default=False,
-        help="resume the run in --out if there is one, otherwise start it",
-    )
+    add = parser.option
+    add("--config", "FILE.toml", Path,
+        "TOML file with settings by the names below; the command line overrides it")  # fmt: skip
+    parser.switch("--print-config", "show each setting and its origin, and do not train")
+    add("--hosts", "A:4,B:4", str,
+        "train on these hosts over ssh, with this number of ranks on each")  # fmt: skip
+    add("--hostfile", "FILE", Path, "like --hosts, from a file with a line 'A slots=4' per host")
+    add("--min-nodes", "N", number_type(int, 1),
+        "keep training while at least N hosts are left (default: all hosts are needed)"
+    )  # fmt: skip
+    add("--max-nodes", "N", number_type(int, 1),
+        "use at most N of the hosts at once (default: all)")  # fmt: skip
+    add("--max-restarts", "N", number_type(int, 0),
+        "resume from the last checkpoint up to N times when a rank or host is lost "
+        f"(default: {_RESTARTS} with --min-nodes, else 0)")  # fmt: skip
+    parser.switch("--auto-resume", "resume the run in --out if there is one, otherwise start it")
     # Settings and their origins, as passed on by outpace.train.
-    add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
+    add("--handed-over", None, Path, argparse.SUPPRESS)
     options.add_settings(parser)
     return parser
 
@@ -481,9 +442,7 @@ def with_run_named(argv: list[str]) -> list[str]:
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, nearest to the user first; with `resume`, the run's settings come after
-    them.
-    """
+    """Merge layers, nearest to the user first; with `resume`, the run's settings come last."""
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)

@@ -276,20 +276,13 @@ def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:
 def _parser() -> Parser:
     parser = Parser("tune", _ABOUT, _EPILOG, usage="[options]")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("--config", type=Path, default=None, metavar="FILE.toml", help="TOML file with settings")
-    add(
-        "--trials",
-        type=number_type(int, 1),
-        default=8,
-        metavar="N",
-        help="maximum number of trials (default: 8)",
-    )
-    add("--budget", type=duration_type(1), default=600.0, metavar="TIME",
-        help="start no trial after this time: 90, 10m, 1h (default: 600 s)")  # fmt: skip
-    add("--within", type=number_type(float, 0.0, 1), default=0.02, metavar="X",
-        help=
-            "stop when no remaining plan can be faster by more than this share (default: 0.02)"
-        )  # fmt: skip
+    add = parser.option
+    add("--config", "FILE.toml", Path, "TOML file with settings")
+    add("--trials", "N", number_type(int, 1), "maximum number of trials (default: 8)", default=8)
+    add("--budget", "TIME", duration_type(1),
+        "start no trial after this time: 90, 10m, 1h (default: 600 s)", default=600.0)  # fmt: skip
+    add("--within", "X", number_type(float, 0.0, 1),
+        "stop when no remaining plan can be faster by more than this share (default: 0.02)",
+        default=0.02)  # fmt: skip
     options.add_settings(parser, _TEXTS)
     return parser

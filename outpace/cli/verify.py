@@ -250,70 +250,30 @@ def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
 def _parser() -> Parser:
     parser = Parser("verify", _ABOUT, _EPILOG)
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("names", nargs="*", default=[], metavar="A,B", help="same as --strategy; also A B")
-    add(
-        "--strategy",
-        action=JoinedList,
-        default=None,
-        metavar="A,B",
-        help="strategies to prove (default: all that this machine can run)",
-    )
-    add(
-        "--precision",
-        action=JoinedList,
-        default="fp64",
-        metavar="A,B",
-        help="fp64, fp32, bf16, bf16-master (several by commas), or all (default: fp64); "
-        "tolerances: docs/concepts/parity.md",
-    )
-    add(
-        "--levers",
-        action=JoinedList,
-        default="",
-        metavar="NAME=VALUE,…",
-        help="options to prove each plan with, such as checkpointing=full,loss=plain",
-    )
-    add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
-    add(
-        "--run",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="prove the plan of this run on a tiny model of the same kind; writes "
-        "DIR/certificate.json",
-    )
-    add(
-        "--model",
-        default=None,
-        help="preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a custom model "
-        "with its loss and data (default: a tiny model)",
-    )
-    add(
-        "--time-limit",
-        type=number_type(float, 1),
-        default=120.0,
-        metavar="SECONDS",
-        help="seconds allowed per strategy of a custom model (default: 120)",
-    )
-    add(
-        "--nproc",
-        type=number_type(int, 1),
-        default=2,
-        metavar="N",
-        help="number of processes to start on this host (default: 2)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to compute (default: one CUDA device per process, else the CPU)",
-    )
-    add(
-        "--out",
-        type=output_file,
-        default=None,
-        metavar="FILE.json",
-        help="file to save the certificate in",
-    )
+    add = parser.option
+    add("names", "A,B", str, "same as --strategy; also A B", default=[], nargs="*")
+    add("--strategy", "A,B", str,
+        "strategies to prove (default: all that this machine can run)", action=JoinedList
+    )  # fmt: skip
+    add("--precision", "A,B", str,
+        "fp64, fp32, bf16, bf16-master (several by commas), or all (default: fp64); tolerances: "
+        "docs/concepts/parity.md", default="fp64", action=JoinedList)  # fmt: skip
+    add("--levers", "NAME=VALUE,…", str,
+        "options to prove each plan with, such as checkpointing=full,loss=plain",
+        default="", action=JoinedList)  # fmt: skip
+    add("--plan", "FILE.json", Path, "prove this plan instead")
+    add("--run", "DIR", Path,
+        "prove the plan of this run on a tiny model of the same kind; writes DIR/certificate.json"
+    )  # fmt: skip
+    add("--model", None, str,
+        "preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a custom model with its "
+        "loss and data (default: a tiny model)")  # fmt: skip
+    add("--time-limit", "SECONDS", number_type(float, 1),
+        "seconds allowed per strategy of a custom model (default: 120)", default=120.0)  # fmt: skip
+    add("--nproc", "N", number_type(int, 1),
+        "number of processes to start on this host (default: 2)", default=2)  # fmt: skip
+    add("--device", None, str,
+        "where to compute (default: one CUDA device per process, else the CPU)",
+        default="auto", choices=("auto", "cpu", "cuda"))  # fmt: skip
+    add("--out", "FILE.json", output_file, "file to save the certificate in")
     return parser

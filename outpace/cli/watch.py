@@ -222,29 +222,10 @@ def _latest_step(folder: Path) -> str:
 def _parser() -> Parser:
     parser = Parser("watch", _ABOUT, _EPILOG, usage="[RUN] [options] | [options] -- COMMAND …")
     parser.add_json()
-    add = parser.arguments.add_argument
-    add("run", nargs="?", type=Path, default=None, metavar="RUN", help="the folder of a run")
-    add(
-        "--every",
-        type=duration_type(0.2),
-        default=1.0,
-        metavar="TIME",
-        help="time between samples: 0.5, 5s, 1m (default: 1 s)",
-    )
-    add(
-        "--for",
-        dest="for_s",
-        type=duration_type(0.2),
-        default=None,
-        metavar="TIME",
-        help="stop after this time: 90, 10m, 1h",
-    )
-    add(
-        "--out",
-        dest="out_file",
-        type=output_file,
-        default=None,
-        metavar="FILE.json",
-        help="file to save the series in",
-    )
+    add = parser.option
+    add("run", "RUN", Path, "the folder of a run", nargs="?")
+    add("--every", "TIME", duration_type(0.2),
+        "time between samples: 0.5, 5s, 1m (default: 1 s)", default=1.0)  # fmt: skip
+    add("--for", "TIME", duration_type(0.2), "stop after this time: 90, 10m, 1h", dest="for_s")
+    add("--out", "FILE.json", output_file, "file to save the series in", dest="out_file")
     return parser

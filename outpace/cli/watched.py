@@ -49,9 +49,7 @@ class Command:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code as a shell has it: 128 plus the signal's number if a signal ended
-        it.
-        """
+        """Return the exit code as a shell has it: 128 plus the number of a signal that ended it."""
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
